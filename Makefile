@@ -1,0 +1,33 @@
+# Two commands do everything on a machine that has only Python: make demo, make test.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test gpu lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/train_gpt.py --out demo
+
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3
+gpu:
+	$(PYTHON) -m pytest -m cuda
+	$(PYTHON) benchmarks/run.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[plot]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo build *.egg-info

@@ -1,0 +1,48 @@
+"""The exception tree, and the one form that every message has: rule, what was received, the call that works."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["ArgumentError", "CheckpointError", "Fault", "RecomputationError", "RegionError", "TransformError", "raise_faults"]
+
+
+class CheckpointError(Exception):
+    """The base of every error that torchckpt raises itself. What the user's own code raises passes through as it is."""
+
+
+class ArgumentError(CheckpointError, ValueError):
+    """A call breaks a rule. The message lists every fault of the call, not only the first."""
+
+
+class RecomputationError(CheckpointError, RuntimeError):
+    """A replay did not do what its forward did, so that its gradients would be wrong."""
+
+
+class RegionError(CheckpointError, RuntimeError):
+    """The methods of a :class:`~torchckpt.Checkpointing` were called in an order that means nothing."""
+
+
+class TransformError(CheckpointError, RuntimeError):
+    """A region was entered under a transform (``vmap``, ``jvp``, ``torch.func.grad``) that it cannot support."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One broken rule: the rule, what was received, a call that works."""
+
+    rule: str
+    received: str
+    works: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}\n  received: {self.received}\n  works:    {self.works}"
+
+
+def raise_faults(caller: str, faults: Iterable[Fault]) -> None:
+    """Raise one :class:`ArgumentError` that lists all ``faults``; do nothing if there are none."""
+    listed = list(faults)
+    if not listed:
+        return
+    head = f"{caller}: " if len(listed) == 1 else f"{caller}: {len(listed)} faults\n"
+    raise ArgumentError(head + "\n".join(map(str, listed)))

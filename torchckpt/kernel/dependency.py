@@ -1,0 +1,53 @@
+"""Fork and join: an edge between two nodes of the autograd graph that share no data.
+
+``join`` makes its backward the predecessor, and ``fork`` the successor, of whatever the phony went through between
+them: nothing that lies before the fork runs backward until everything on the phony's way has.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from torchckpt.kernel.phony import phony
+
+__all__ = ["fork", "join"]
+
+
+class Fork(Function):
+    # The gradient of a phony stays undefined (None): no zeros are made, and the engine synchronises no streams for it.
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        # detach(), and not the input itself, so that the output is no view that in-place operations are forbidden on.
+        return input.detach(), phony(input.device).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:  # type: ignore[override]  # one grad each
+        return grad
+
+
+class Join(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.phonies = len(phonies)
+        return input.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one grad
+        return grad, *(None,) * ctx.phonies
+
+
+def fork(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``input`` again, and a phony that hangs on it. ``input`` must require grad."""
+    output, edge = Fork.apply(input)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
+    return output, edge
+
+
+def join(input: Tensor, *phonies: Tensor) -> Tensor:
+    """Return ``input`` again, whose backward now comes before that of every one of ``phonies``."""
+    output: Tensor = Join.apply(input, *phonies)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
+    return output

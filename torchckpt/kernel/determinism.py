@@ -1,0 +1,37 @@
+"""The errors of a replay that did not do what its forward did."""
+from __future__ import annotations
+
+import functools
+
+from torchckpt.errors import RecomputationError
+from torchckpt.typing import Function
+
+__all__ = ["differs", "name_of"]
+
+_CAUSES = """\
+Likely causes, each with its fix:
+  - state that the function changes itself (a counter, a cache): change it under `if not torchckpt.is_recomputing():`
+  - random numbers of a generator that is not replayed: name it, checkpoint(function, x, generators=(generator,))
+  - a parameter, buffer or global that changed between forward and backward: change it after the backward
+  - a context that held around the forward only (sdpa_kernel, a tensor mode): enter it inside, or by context_fn
+  - a function that is free to choose: determinism_check="none", if every choice has the same gradients"""
+
+
+def differs(function: Function, place: int, total: int, forward: str, replay: str) -> RecomputationError:
+    """The error for saved tensor ``place`` (from 0) of ``total``, with what the forward saved there and the replay."""
+    return RecomputationError(
+        f"the replay of region {name_of(function)} did not save what its forward saved\n"
+        f"  first to differ: saved tensor {place + 1} of {total}\n"
+        f"  forward saved:   {forward}\n"
+        f"  replay saved:    {replay}\n{_CAUSES}"
+    )
+
+
+def name_of(function: Function) -> str:
+    """What messages call a region: the qualified name of its function, of its method or of its module's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, type):
+        return f"'{type(owner).__qualname__}.{function.__name__}'"
+    return f"'{getattr(function, '__qualname__', None) or type(function).__qualname__}'"

@@ -1,0 +1,132 @@
+"""Frame: the state that the forward of a region and its replay share.
+
+The forward hands every tensor that autograd saves to the frame, which drops it and leaves the graph node a slot. The
+replay runs the function again and fills the slots. A slot belongs to its node, so what fills it lives as long as
+eager's saved tensor would: freed with the node in a plain backward, kept where the graph is kept (``retain_graph``, a
+backward split into input and weight). So a frame is filled once, and nobody has to guess which backward is the last.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torchckpt.errors import RecomputationError
+from torchckpt.kernel.call import Call
+from torchckpt.kernel.determinism import differs, name_of
+from torchckpt.kernel.options import Options
+from torchckpt.kernel.slots import Slot, describe
+from torchckpt.kernel.streams import Trail
+from torchckpt.typing import Function
+
+__all__ = ["Frame", "observers"]
+
+observers: list[Callable[[str], object]] = []
+"""Each is called with the name of a region right after that was replayed (``torchckpt.testing`` counts with it)."""
+
+
+class _Stop(Exception):
+    """Ends a replay that has saved all that it was started for."""
+
+
+class Frame:
+    """One region in one forward. ``forward()`` is called once, ``recompute()`` by whoever comes first.
+
+    The nodes of the region's graph hold the frame, by their hooks. The frame holds the call and the slots until those
+    are filled, and then nothing.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_lock", "_options", "_returned", "_slots", "_trail")
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._call: Call | None = None
+        self._slots: list[Slot] = []
+        self._returned = False  # whether the forward has, so that no more slots will come
+        self._trail: Trail | None = None
+        self._lock = threading.RLock()
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call = Call(function, args, kwargs, self._options)
+        outputs = call.forward(args, kwargs, self._pack, self._unpack)
+        self._returned = True
+        if not self._slots:
+            self._call = None
+        return outputs
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the replay is done, or there is nothing to replay."""
+        return self._returned and self._call is None
+
+    def recompute(self) -> None:
+        """Fill the slots. Idempotent: the first caller does the work, others wait for it and find it done."""
+        with self._lock:
+            call, slots = self._call, self._slots
+            if call is None or slots[-1].tensor is not None:
+                return
+            for slot, tensor in zip(slots, self._replay(call, slots)):
+                if slot.tensor is None:
+                    slot.fill(tensor)
+            if call.devices:
+                self._trail = Trail(call.devices)
+            if self._returned:
+                self._call, self._slots = None, []
+            for observer in observers:
+                observer(name_of(call.function))
+
+    def _pack(self, tensor: Tensor) -> Slot:
+        slot = Slot(tensor, self._options.determinism_check == "values")
+        self._slots.append(slot)
+        return slot
+
+    def _unpack(self, slot: Slot) -> Tensor:
+        if slot.tensor is None:
+            self.recompute()
+        tensor = slot.take()
+        if self._trail is not None:
+            self._trail.followed((tensor,))
+        return tensor
+
+    def _replay(self, call: Call, slots: list[Slot]) -> list[Tensor]:
+        """What the function saves when it runs again, in the order of ``slots``."""
+        total = len(slots)
+        checked = self._options.determinism_check != "none"
+        # A function that runs a backward itself unpacks before its forward has returned: the rest is not due yet.
+        stops = self._options.early_stop or not self._returned
+        fresh: list[Tensor] = []
+        faults: list[RecomputationError] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = len(fresh)
+            if place < total:
+                # Without its graph, or it would keep that of the replay alive.
+                kept = tensor if tensor.grad_fn is None else tensor.detach()
+                if checked and not slots[place].accepts(kept):
+                    faults.append(differs(call.function, place, total, describe(slots[place]), _described(kept, slots[place])))
+                    raise faults[0]
+                fresh.append(kept)
+                if place + 1 < total or not stops:
+                    return kept
+            elif checked and not stops:
+                faults.append(differs(call.function, place, total, "nothing, it had ended", describe(tensor)))
+                raise faults[0]
+            raise _Stop
+
+        try:
+            call.replay(pack)
+        except _Stop:
+            if len(fresh) < total:  # it ends the replay of an outer region, which runs this region's forward
+                raise
+        if faults:  # the function caught it
+            raise faults[0]
+        if len(fresh) < total:
+            raise differs(call.function, len(fresh), total, describe(slots[len(fresh)]), "nothing, it had ended")
+        return fresh
+
+
+def _described(tensor: Tensor, slot: Slot) -> str:
+    same = tensor.shape == slot.shape and tensor.dtype == slot.dtype and tensor.device == slot.device
+    return f"{describe(tensor)}{', with other values' if same else ''}"

@@ -1,0 +1,38 @@
+"""Every private name of torch's that the kernel uses, in one place, each with its public counterpart and the reason.
+
+They are what the public wrappers call; without the wrappers a region of tiny operations costs a fifth less. A test
+reads the package for private names anywhere else, and one holds each of these against its public counterpart.
+"""
+from __future__ import annotations
+
+from torchckpt.errors import CheckpointError
+
+__all__ = [
+    "forward_ad",
+    "functorch_is_active",
+    "global_forward_pre_hooks",
+    "hooks_in_force",
+    "modes_are_active",
+    "norm_layer",
+    "pop_hooks",
+    "push_hooks",
+    "set_grad_enabled",
+]
+
+try:
+    from torch._C import _are_functorch_transforms_active as functorch_is_active  # asked by Function.apply; no public form
+    from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
+    from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
+    from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
+    from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
+    from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
+    from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
+    from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
+    from torch.nn.modules.module import (
+        _global_forward_pre_hooks as global_forward_pre_hooks,  # register_module_forward_pre_hook
+    )
+except ImportError as missing:
+    raise CheckpointError(
+        f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"
+        "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
+    ) from missing

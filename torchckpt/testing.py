@@ -1,0 +1,173 @@
+"""Counting what a region costs, and checking that it changes nothing: for tests, users' own included.
+
+>>> with torchckpt.testing.count_recomputes() as recomputes, torchckpt.testing.saved_bytes() as saved:
+...     loss = torchckpt.checkpoint(block, x).sum()
+>>> saved.total == x.nbytes
+True
+>>> loss.backward(); recomputes.total
+1
+"""
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from torchckpt.kernel.ambient import generators_of
+from torchckpt.kernel.checkpointing import checkpoint
+from torchckpt.kernel.determinism import name_of
+from torchckpt.kernel.frame import observers
+from torchckpt.kernel.streams import accelerators_among
+from torchckpt.typing import Function
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+__all__ = ["Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]
+
+
+class Recomputes:
+    """How often regions were replayed: ``total``, and ``by_region`` under the names that errors use."""
+
+    def __init__(self) -> None:
+        self.by_region: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return self.by_region.total()
+
+    def _seen(self, region: str) -> None:
+        self.by_region[region] += 1
+
+
+@contextmanager
+def count_recomputes() -> Iterator[Recomputes]:
+    """Count the replays of all regions in this process, in every thread, until the end of the block."""
+    recomputes = Recomputes()
+    observers.append(recomputes._seen)
+    try:
+        yield recomputes
+    finally:
+        observers.remove(recomputes._seen)
+
+
+class SavedBytes:
+    """Bytes that autograd keeps from a forward for its backward: ``total``."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self._storages.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not (tensor.is_leaf and tensor.requires_grad):
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+@contextmanager
+def saved_bytes() -> Iterator[SavedBytes]:
+    """Count the bytes of the storages that autograd saves in this thread until the end of the block.
+
+    Each storage counts once; those of leaves that require grad (parameters) do not. Inside a region nothing is saved,
+    so of it only the boundary counts.
+    """
+    saved = SavedBytes()
+    with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
+        yield saved
+
+
+class Flops:
+    """Floating-point operations: ``total``, as :class:`torch.utils.flop_counter.FlopCounterMode` counts them."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self._counter = counter
+
+    @property
+    def total(self) -> int:
+        return self._counter.get_total_flops()
+
+
+@contextmanager
+def flops() -> Iterator[Flops]:
+    """Count the FLOPs of forwards, backwards and replays until the end of the block."""
+    from torch.utils.flop_counter import FlopCounterMode  # late: it is slow to import
+
+    with FlopCounterMode(display=False) as counter:
+        yield Flops(counter)
+
+
+def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Module] = (), **kwargs: Any) -> None:
+    """Check that ``function(*args, **kwargs)`` as a region is the plain call, to the bit.
+
+    Both run from the same random state and the same buffers. Compared are the outputs, the gradients of every leaf
+    that they depend on (inputs, parameters, tensors closed over), the buffers, and the generators afterwards. No
+    ``.grad`` is touched. Afterwards buffers and generators are as after one call.
+
+    Args:
+        function: any callable; its outputs are a pytree with at least one tensor.
+        modules: those whose buffers to watch, besides ``function`` itself or the object that it is a method of.
+
+    Raises:
+        AssertionError: listing everything that differs.
+    """
+    watched = [m for m in (function, getattr(function, "__self__", None), *modules) if isinstance(m, nn.Module)]
+    buffers = {f"{type(m).__name__}.{name}": b for m in watched for name, b in m.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    generators = generators_of(accelerators_among(args, kwargs), ())
+    states = [generator.get_state() for generator in generators]
+
+    def observe(call: Function) -> dict[str, Tensor | None]:
+        outputs = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        seen: dict[str, Tensor | None] = {f"output {i}": output.detach().clone() for i, output in enumerate(outputs)}
+        graded = [output for output in outputs if output.requires_grad]
+        leaves = _leaves_of(graded)
+        if graded and leaves:
+            cotangents = [torch.ones_like(output) for output in graded]
+            gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
+            seen.update({f"gradient {i}, of shape {tuple(g.shape)}": g for i, g in enumerate(gradients) if g is not None})
+        seen.update({f"buffer {name}": buffer.clone() for name, buffer in buffers.items()})
+        seen.update({f"generator {i}": generator.get_state() for i, generator in enumerate(generators)})
+        return seen
+
+    plain = observe(function)
+    for name, buffer in buffers.items():
+        buffer.data.copy_(before[name])
+    for generator, state in zip(generators, states):
+        generator.set_state(state)
+    region = observe(functools.partial(checkpoint, function))
+    different = [name for name in {**plain, **region} if not _equal(plain.get(name), region.get(name))]
+    if different:
+        raise AssertionError(f"checkpoint({name_of(function)}) is not the plain call; different: {', '.join(different)}")
+
+
+def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
+    if plain is None or region is None or plain.dtype != region.dtype:
+        return False
+    return torch.equal(plain, region) or torch.equal(plain.nan_to_num(), region.nan_to_num())
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that ``outputs`` depend on, in the order in which their graph is met."""
+    leaves: dict[Tensor, None] = {output: None for output in outputs if output.grad_fn is None}
+    stack = [output.grad_fn for output in outputs]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves[node.variable] = None
+        stack.extend(parent for parent, _ in node.next_functions)
+    return list(leaves)
