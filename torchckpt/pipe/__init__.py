@@ -1,0 +1,4 @@
+"""One process, several devices: a pipeline in the autograd graph."""
+from torchckpt.pipe.pipe import Pipe
+
+__all__ = ["Pipe"]

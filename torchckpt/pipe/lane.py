@@ -1,0 +1,68 @@
+"""Lane: the regions of one stage, in order, and how far ahead of its backwards their replays may run."""
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchckpt.kernel.dependency import fork, join
+from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.recompute import recompute
+
+__all__ = ["Lane", "before"]
+
+
+class Lane:
+    """One stage in one forward.
+
+    With look-ahead k, the backward of a lane runs its regions' replays R and backwards B in one order, whatever the
+    gradients do meanwhile; here for k = 2:
+
+        R3 R2 B3 R1 B2 R0 B1 B0
+
+    Between B(i+k) and B(i+k-1) stands R(i), so k micro-batches are recomputed and alive. The first of k is *one ahead*:
+    R(i) runs as soon as B(i+1) is done, while the gradient of micro-batch i is still on its way. The edges:
+
+        B(i+k)  before  R(i):     micro-batch i+k's output is joined with R(i)'s phony; R(i) was made before that region
+                                  was run, by the same thread, so the engine prefers the region's nodes to it
+        R(i)  before  B(i+k-1):   R(i) is made of phonies forked from the outputs of micro-batches i to i+k-1
+
+    The last k regions have no B(i+k): their replays are tied to the last micro-batch's output, first of all.
+    """
+
+    def __init__(self, lookahead: int) -> None:
+        self._lookahead = lookahead
+        self._frames: list[Frame | None] = []  # by micro-batch; None: its activations are kept
+        self._forked: list[list[Tensor]] = []  # by micro-batch: the phonies of its output
+
+    def due(self) -> list[Tensor]:
+        """The replay, if there is one, that comes after the backward of the next micro-batch: its phony.
+
+        To be called before anything else is done for that micro-batch.
+        """
+        place = len(self._frames) - self._lookahead
+        return self._replays(place, place + 1) if place >= 0 else []
+
+    def passed(self, frame: Frame | None, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """``outputs`` of the next micro-batch's region, at the place where its backward waits for its replay."""
+        forked = [fork(tensor) if tensor.requires_grad else (tensor, None) for tensor in outputs]
+        self._frames.append(frame)
+        self._forked.append([edge for _, edge in forked if edge is not None])
+        return tuple(tensor for tensor, _ in forked)
+
+    def rest(self) -> list[Tensor]:
+        """The replays that come before the backward of the last micro-batch, which has just passed."""
+        count = len(self._frames)
+        return self._replays(max(0, count - self._lookahead), count)
+
+    def _replays(self, first: int, end: int) -> list[Tensor]:
+        edges = []
+        for place in range(first, end):
+            frame = self._frames[place]
+            forked = [edge for edges in self._forked[place : place + self._lookahead] for edge in edges]
+            if frame is not None and forked:
+                edges.append(recompute(frame, *forked))
+        return edges
+
+
+def before(outputs: tuple[Tensor, ...], replays: list[Tensor]) -> tuple[Tensor, ...]:
+    """``outputs`` again, whose backward now comes before ``replays``."""
+    return tuple(join(tensor, *replays) if replays and tensor.requires_grad else tensor for tensor in outputs)

@@ -1,0 +1,113 @@
+"""Links: how a micro-batch leaves one place for the next, on streams of its own.
+
+``Wait`` and ``Copy`` are autograd Functions, so what they do in the forward happens, reversed, in the backward. Each
+runs on the stream that is current where it is called, and so does its backward.
+"""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["Place", "copy", "on", "wait"]
+
+
+class Place(NamedTuple):
+    """A device, and the stream that computes there; None on the CPU, which has no streams."""
+
+    device: torch.device
+    compute: torch.Stream | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Place:
+        """``device`` with the stream that is current there."""
+        return cls(device, None if device.type == "cpu" else torch.accelerator.current_stream(device))
+
+    def side_stream(self) -> torch.Stream | None:
+        return None if self.compute is None else torch.Stream(self.device)
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """A context manager in which ``stream`` is current."""
+    return nullcontext() if stream is None else stream
+
+
+def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """``tensors`` again. In the forward ``after`` waits for ``before``, in the backward ``before`` for ``after``."""
+    return _tensors(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
+
+
+def copy(
+    source: Place, leaves_on: torch.Stream | None, target: Place, enters_on: torch.Stream | None, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """``tensors`` on ``target``, copied on the two streams; in the backward, their gradients on ``source``."""
+    outward, back = (source, leaves_on, target, enters_on), (target, enters_on, source, leaves_on)
+    return _tensors(Copy.apply(outward, back, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
+
+
+def _tensors(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _outputs(ctx: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # A Function makes all its outputs require grad, unless told otherwise.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(output for input, output in zip(inputs, outputs) if not input.requires_grad))
+    return outputs
+
+
+class Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, before: torch.Stream | None, after: torch.Stream | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.streams = before, after
+        _wait(after, before)
+        return _outputs(ctx, inputs, tuple(tensor.detach() for tensor in inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        before, after = ctx.streams
+        _wait(before, after)
+        return None, None, *grads
+
+
+class Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, outward: _Way, back: _Way, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return _outputs(ctx, inputs, tuple(_moved(tensor, *outward) for tensor in inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if grad is None else _moved(grad, *ctx.back) for grad in grads)
+
+
+_Way = tuple[Place, torch.Stream | None, Place, torch.Stream | None]
+
+
+def _wait(stream: torch.Stream | None, other: torch.Stream | None) -> None:
+    if stream is not None and other is not None:
+        stream.wait_stream(other)
+
+
+def _moved(
+    tensor: Tensor, source: Place, leaves_on: torch.Stream | None, target: Place, enters_on: torch.Stream | None
+) -> Tensor:
+    with on(leaves_on), on(enters_on):
+        moved = _transfer(tensor, target.device)
+    # The allocator knows the streams that made these tensors; it must also know those that read them.
+    _record(tensor, leaves_on)
+    _record(moved, target.compute)
+    return moved
+
+
+def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
+    # To the CPU a copy must be awaited: nothing on the CPU waits for a stream.
+    return tensor.to(device, non_blocking=device.type != "cpu") if tensor.device != device else tensor.detach()
+
+
+def _record(tensor: Tensor, stream: torch.Stream | None) -> None:
+    if stream is not None:
+        tensor.record_stream(stream)

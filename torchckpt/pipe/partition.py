@@ -1,0 +1,108 @@
+"""Partition: which layers make a stage, and where each stage is."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchckpt.errors import Fault
+
+__all__ = ["Stage", "balance_faults", "device_faults", "even_balance", "partition", "placement_faults"]
+
+
+class Stage:
+    """Consecutive layers that run as one, on one device."""
+
+    def __init__(self, number: int, first: int, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
+
+    def __call__(self, batch: Any) -> Any:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch
+
+
+def even_balance(layers: int, stages: int) -> list[int]:
+    """Layers per stage, as evenly as can be by number, the first stages taking one more."""
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def partition(layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device | None]) -> list[Stage]:
+    """The stages. A device of None is where the parameters of the stage are, or else where the stage before is."""
+    stages: list[Stage] = []
+    for number, (end, count, device) in enumerate(zip(accumulate(balance), balance, devices)):
+        own = layers[end - count : end]
+        here = device or next(iter(_devices_of(own)), stages[-1].device if stages else torch.device("cpu"))
+        stages.append(Stage(number, end - count, own, here))
+    return stages
+
+
+def balance_faults(balance: Any, layers: int) -> list[Fault]:
+    works = f"balance={even_balance(layers, min(2, layers))}"
+    if not isinstance(balance, Sequence) or not balance or not all(type(n) is int and n > 0 for n in balance):
+        return [Fault("balance must be a list of positive layer counts, one a stage", f"balance={balance!r}", works)]
+    if sum(balance) != layers:
+        rule = f"balance must add up to the number of layers, {layers}"
+        return [Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)]
+    return []
+
+
+def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
+    """``stages`` is their number, where a balance says it."""
+    works = "devices=['cuda:0', 'cuda:1'], or ['cpu', 'cpu'] on a machine without accelerators"
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
+        return [Fault("devices must be a list of devices, one a stage", f"devices={devices!r}", works)]
+    faults = []
+    for device in devices:
+        if (why := _missing(device)) is not None:
+            faults.append(Fault("every device must exist on this machine", f"{device!r}: {why}", works))
+    if stages is not None and len(devices) != stages:
+        faults.append(Fault("devices and balance must be equally long", f"{len(devices)} devices, {stages} stages", works))
+    if stages is None and len(devices) > layers:
+        rule = "there must be a layer for every stage"
+        faults.append(Fault(rule, f"{len(devices)} devices, {layers} layers", f"at most {layers} devices"))
+    return faults
+
+
+def placement_faults(stages: Iterable[Stage]) -> list[Fault]:
+    """A stage that is spread over devices, or a parameter that stages on two devices share."""
+    faults, homes = [], {}
+    for stage in stages:
+        if len(spread := _devices_of(stage.layers)) > 1:
+            received = f"{stage.__qualname__} on {', '.join(map(str, spread))}"
+            faults.append(Fault("the parameters of a stage must be on one device", received, "devices=[...], which moves them"))
+        for name, parameter in _parameters_of(stage.layers):
+            home, first = homes.setdefault(parameter, (stage.device, stage.__qualname__))
+            if home != stage.device:
+                received = f"{name}, in {first} on {home} and in {stage.__qualname__} on {stage.device}"
+                works = "a balance that puts both layers into one stage, or both stages on one device"
+                faults.append(Fault("a parameter cannot be shared by stages on two devices", received, works))
+    return faults
+
+
+def _parameters_of(layers: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            yield f"{type(layer).__name__}.{name}", parameter
+
+
+def _devices_of(layers: Iterable[nn.Module]) -> list[torch.device]:
+    return list(dict.fromkeys(parameter.device for _, parameter in _parameters_of(layers)))
+
+
+def _missing(device: Any) -> str | None:
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        return str(error).splitlines()[0]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device.type == "cpu":
+        return None
+    if accelerator is None or device.type != accelerator.type:
+        return f"this machine has {f'{accelerator.type} devices' if accelerator else 'no accelerator'}"
+    count = torch.accelerator.device_count()
+    return None if (device.index or 0) < count else f"this machine has {count} {device.type} devices"
