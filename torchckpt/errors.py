@@ -4,7 +4,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["ArgumentError", "CheckpointError", "Fault", "RecomputationError", "RegionError", "TransformError", "raise_faults"]
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "Fault",
+    "RecomputationError",
+    "RegionError",
+    "TransformError",
+    "raise_faults",
+]
 
 
 class CheckpointError(Exception):

@@ -129,13 +129,14 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
 
     def observe(call: Function) -> dict[str, Tensor | None]:
         outputs = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
-        seen: dict[str, Tensor | None] = {f"output {i}": output.detach().clone() for i, output in enumerate(outputs)}
+        seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
         leaves = _leaves_of(graded)
         if graded and leaves:
             cotangents = [torch.ones_like(output) for output in graded]
             gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
-            seen.update({f"gradient {i}, of shape {tuple(g.shape)}": g for i, g in enumerate(gradients) if g is not None})
+            found = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
+            seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in found})
         seen.update({f"buffer {name}": buffer.clone() for name, buffer in buffers.items()})
         seen.update({f"generator {i}": generator.get_state() for i, generator in enumerate(generators)})
         return seen

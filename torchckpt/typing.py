@@ -3,9 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
-
-from typing_extensions import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 __all__ = ["CheckpointMode", "ContextFunction", "DeterminismCheck", "Function"]
 

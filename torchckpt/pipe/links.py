@@ -6,17 +6,19 @@ runs on the stream that is current where it is called, and so does its backward.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from torchckpt.kernel.ambient import accelerator_type
+
 __all__ = ["Place", "copy", "on", "wait"]
 
 
 class Place(NamedTuple):
-    """A device, and the stream that computes there; None on the CPU, which has no streams."""
+    """A device, and the stream that computes there; None where there are no streams, as on the CPU."""
 
     device: torch.device
     compute: torch.Stream | None
@@ -24,7 +26,7 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> Place:
         """``device`` with the stream that is current there."""
-        return cls(device, None if device.type == "cpu" else torch.accelerator.current_stream(device))
+        return cls(device, torch.accelerator.current_stream(device) if device.type == accelerator_type() else None)
 
     def side_stream(self) -> torch.Stream | None:
         return None if self.compute is None else torch.Stream(self.device)
@@ -41,7 +43,11 @@ def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple
 
 
 def copy(
-    source: Place, leaves_on: torch.Stream | None, target: Place, enters_on: torch.Stream | None, tensors: tuple[Tensor, ...]
+    source: Place,
+    leaves_on: torch.Stream | None,
+    target: Place,
+    enters_on: torch.Stream | None,
+    tensors: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """``tensors`` on ``target``, copied on the two streams; in the backward, their gradients on ``source``."""
     outward, back = (source, leaves_on, target, enters_on), (target, enters_on, source, leaves_on)
@@ -59,9 +65,13 @@ def _outputs(ctx: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) 
     return outputs
 
 
+_Stream: TypeAlias = torch.Stream | None
+_Way: TypeAlias = tuple[Place, _Stream, Place, _Stream]
+
+
 class Wait(Function):
     @staticmethod
-    def forward(ctx: Any, before: torch.Stream | None, after: torch.Stream | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, before: _Stream, after: _Stream, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.streams = before, after
         _wait(after, before)
         return _outputs(ctx, inputs, tuple(tensor.detach() for tensor in inputs))
@@ -82,9 +92,6 @@ class Copy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *(None if grad is None else _moved(grad, *ctx.back) for grad in grads)
-
-
-_Way = tuple[Place, torch.Stream | None, Place, torch.Stream | None]
 
 
 def _wait(stream: torch.Stream | None, other: torch.Stream | None) -> None:

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
 
@@ -18,7 +18,7 @@ _WORKS = "pipe(x) or pipe((x, mask)), with tensors of one and the same number of
 
 
 def scatter(batch: Batch, chunks: int) -> list[Batch]:
-    """Split every tensor of ``batch`` along dimension 0, as evenly as can be, into ``min(chunks, rows)`` micro-batches."""
+    """Split each tensor of ``batch`` along dimension 0, as evenly as can be, into ``min(chunks, rows)`` parts."""
     tensors = (batch,) if isinstance(batch, Tensor) else batch
     raise_faults("Pipe", _faults(tensors))
     parts = [tensor.tensor_split(min(chunks, len(tensor))) for tensor in tensors]
@@ -36,8 +36,8 @@ def gather(outputs: Sequence[Batch]) -> Batch:
 
 def _faults(tensors: object) -> list[Fault]:
     if not isinstance(tensors, tuple) or not tensors or not all(isinstance(t, Tensor) for t in tensors):
-        received = f"({', '.join(type(t).__name__ for t in tensors)})" if isinstance(tensors, tuple) else type(tensors).__name__
-        return [Fault("the input must be a tensor or a tuple of tensors", received, _WORKS)]
+        parts = f" of ({', '.join(type(t).__name__ for t in tensors)})" if isinstance(tensors, tuple) else ""
+        return [Fault("the input must be a tensor or a tuple of tensors", type(tensors).__name__ + parts, _WORKS)]
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
     if any(t.dim() == 0 for t in tensors):
         return [Fault("every input must have a batch dimension to be split along", f"shapes {shapes}", _WORKS)]

@@ -31,7 +31,9 @@ def even_balance(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
-def partition(layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device | None]) -> list[Stage]:
+def partition(
+    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device | None]
+) -> list[Stage]:
     """The stages. A device of None is where the parameters of the stage are, or else where the stage before is."""
     stages: list[Stage] = []
     for number, (end, count, device) in enumerate(zip(accumulate(balance), balance, devices)):
@@ -61,8 +63,9 @@ def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
         if (why := _missing(device)) is not None:
             faults.append(Fault("every device must exist on this machine", f"{device!r}: {why}", works))
     if stages is not None and len(devices) != stages:
-        faults.append(Fault("devices and balance must be equally long", f"{len(devices)} devices, {stages} stages", works))
-    if stages is None and len(devices) > layers:
+        received = f"{len(devices)} devices, {stages} stages"
+        faults.append(Fault("devices and balance must be equally long", received, works))
+    if stages is None and 0 < layers < len(devices):
         rule = "there must be a layer for every stage"
         faults.append(Fault(rule, f"{len(devices)} devices, {layers} layers", f"at most {layers} devices"))
     return faults
@@ -70,11 +73,13 @@ def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
 
 def placement_faults(stages: Iterable[Stage]) -> list[Fault]:
     """A stage that is spread over devices, or a parameter that stages on two devices share."""
-    faults, homes = [], {}
+    faults: list[Fault] = []
+    homes: dict[nn.Parameter, tuple[torch.device, str]] = {}
     for stage in stages:
         if len(spread := _devices_of(stage.layers)) > 1:
             received = f"{stage.__qualname__} on {', '.join(map(str, spread))}"
-            faults.append(Fault("the parameters of a stage must be on one device", received, "devices=[...], which moves them"))
+            works = "devices=['cuda:0', 'cuda:1'], which moves every layer to the device of its stage"
+            faults.append(Fault("the parameters of a stage must be on one device", received, works))
         for name, parameter in _parameters_of(stage.layers):
             home, first = homes.setdefault(parameter, (stage.device, stage.__qualname__))
             if home != stage.device:

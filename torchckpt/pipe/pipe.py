@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.pipe.microbatch import Batch, gather, scatter
 from torchckpt.pipe.partition import Stage, balance_faults, device_faults, even_balance, partition, placement_faults
 from torchckpt.pipe.pipeline import run_pipeline
@@ -58,7 +59,7 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         raise_faults("Pipe", _faults(module, balance, devices, chunks, checkpoint, lookahead))
-        self._modules = module._modules  # the very layers, under their names
+        self._modules.update(module._modules)  # the very layers, under their names
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
         self.balance = list(balance) if balance else even_balance(len(module), len(devices) if devices else 1)
@@ -82,9 +83,10 @@ class Pipe(nn.Module):
             BatchNorm, see one micro-batch at a time.
         """
         micro_batches = scatter(input, self.chunks)
-        checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}[self.checkpoint]
+        m = len(micro_batches)
+        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
         stages = self._stages()
-        threads = any(stage.device.type != "cpu" for stage in stages)
+        threads = any(stage.device.type == accelerator_type() for stage in stages)
         return gather(run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads))
 
 
@@ -99,10 +101,12 @@ def _faults(module: Any, balance: Any, devices: Any, chunks: Any, checkpoint: An
         faults += balance_faults(balance, layers)
     if devices is not None:
         stages = len(balance) if isinstance(balance, Sequence) else None
-        faults += device_faults(devices, stages, layers or len(devices) if isinstance(devices, Sequence) else layers)
+        faults += device_faults(devices, stages, layers)
     for name, value in (("chunks", chunks), ("lookahead", lookahead)):
         if type(value) is not int or value < 1:
-            faults.append(Fault(f"{name} must be a positive int", f"{name}={value!r}", f"{name}={8 if name == 'chunks' else 1}"))
+            works = f"{name}={8 if name == 'chunks' else 1}"
+            faults.append(Fault(f"{name} must be a positive int", f"{name}={value!r}", works))
     if checkpoint not in _MODES:
-        faults.append(Fault(f"checkpoint must be one of {_MODES}", f"checkpoint={checkpoint!r}", 'checkpoint="except_last"'))
+        received = f"checkpoint={checkpoint!r}"
+        faults.append(Fault(f"checkpoint must be one of {_MODES}", received, 'checkpoint="except_last"'))
     return faults

@@ -4,10 +4,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import torch
-from typing_extensions import TypeAlias
 
 from torchckpt.kernel.ambient import entered, settings
 from torchckpt.kernel.private import hooks_in_force, pop_hooks, push_hooks
