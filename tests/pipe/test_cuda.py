@@ -1,7 +1,6 @@
 """The pipeline on real streams: two stages, on one GPU or on two. CUDA events say what ran when."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ class Timed(nn.Module):
 
 
 @pytest.fixture
-def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """Delays every copy of a backward, on the stream that it runs on, and says from when to when."""
     delays: list[tuple[Any, Any]] = []
     transfer = links._transfer
@@ -60,7 +59,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
         return transfer(tensor, device)
 
     monkeypatch.setattr(links, "_transfer", delayed)
-    yield delays
+    return delays
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -82,6 +82,28 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
+def test_stages_on_one_device_and_stream_are_linked_all_the_same(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Place.of(CPU)
+    monkeypatch.setattr(Place, "of", staticmethod(lambda device: one))
+    two_stages(events, chunks=1, checkpointed=1).backward()
+    assert events == [
+        "forward 0",  # the input is here already
+        "copy0.1 waits for compute0",
+        "copy, copy0.1 to copy0.2",
+        "compute0 waits for copy0.2",
+        "forward 1",
+        "recompute 1",
+        "backward 1",
+        "copy0.2 waits for compute0",
+        "copy, copy0.2 to copy0.1",
+        "recompute 0",
+        "compute0 waits for copy0.1",
+        "backward 0",
+    ]
+
+
 def two_stages(events: list[str], chunks: int, checkpointed: int) -> Tensor:
     stages = partition([Stage(0, events), Stage(1, events)], [1, 1], [CPU, CPU])
     output = gather(run_pipeline(stages, scatter(torch.ones(chunks, 2), chunks), checkpointed, 1, threads=False))

@@ -267,7 +267,8 @@ def test_a_parameter_on_two_devices_is_an_error_that_names_both_stages() -> None
     stages = [Stage(0, 0, [shared], torch.device("cpu")), Stage(1, 1, [shared], torch.device("meta"))]
     assert [str(fault) for fault in placement_faults(stages)] == [
         "a parameter cannot be shared by stages on two devices\n"
-        "  received: Linear.weight, in Pipe stage 0 (layers 0 to 0) on cpu and in Pipe stage 1 (layers 1 to 1) on meta\n"
+        "  received: Linear.weight, in Pipe stage 0 (layers 0 to 0) on cpu "
+        "and in Pipe stage 1 (layers 1 to 1) on meta\n"
         "  works:    a balance that puts both layers into one stage, or both stages on one device"
     ]
 

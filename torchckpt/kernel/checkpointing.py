@@ -161,22 +161,22 @@ class Checkpointing:
         return self._frame.forward(function, args, kwargs)
 
     def recompute(self, outputs: Any) -> Any:
-        """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes into the region.
+        """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes on to the region.
 
         Args:
-            outputs: what :meth:`checkpoint` returned, or what was made from it: a tensor or a pytree of tensors.
+            outputs: what :meth:`checkpoint` returned, or what was made from it: a tensor or a pytree.
 
         Returns:
-            The same, with the first tensor that requires grad replaced by one that carries the edges. If none does,
-            nothing happens. If the loss does not use that tensor, the replay comes with the first unpack instead.
+            The same, with the tensors that require grad replaced by ones that carry the edges.
         """
         self._must_have_run("recompute(outputs)")
         leaves, spec = pytree.tree_flatten(outputs)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                forked, edge = fork(leaf)
-                leaves[place] = join(forked, recompute(self._frame, edge))
-                break
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        forked = [fork(leaves[place]) for place in places]
+        if forked:
+            replay = recompute(self._frame, *(edge for _, edge in forked))
+            for place, (tensor, _) in zip(places, forked):
+                leaves[place] = join(tensor, replay)
         return pytree.tree_unflatten(leaves, spec)
 
     def prefetch(self) -> None:

@@ -108,7 +108,7 @@ class Station:
 
     def _taken_in(self, parcel: Parcel) -> Batch:
         batch, place, stream = parcel
-        if place == self._place:  # the caller's input, already here, or a CPU
+        if stream is None and place == self._place:  # it is here already
             return batch
         tensors = _tensors(batch)
         if place.compute and not stream:  # the caller's input, from another device
