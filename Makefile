@@ -1,5 +1,5 @@
 # Two commands do everything on a machine that has only Python: make demo, make test.
-PYTHON ?= python3.11
+PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 

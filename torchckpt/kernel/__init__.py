@@ -1,4 +1,33 @@
-"""One checkpointed call."""
+"""One checkpointed call: its activations are dropped in the forward, and computed again for the backward.
+
+The problem. Recomputation frees memory and costs a forward. Where gradients travel (a pipeline, an all-reduce) a device
+waits for them, and could recompute meanwhile, but only if something can start the recomputation before they arrive.
+
+The standard answers. *Reentrant* checkpointing runs the forward under ``no_grad`` and a nested backward inside the
+backward: an own node of the graph, which could be placed early, but which breaks ``autograd.grad``, ``inputs=``, double
+and split backward. *Non-reentrant* checkpointing replaces what autograd saves by hooks, and is right in every respect;
+but the first tensor that the backward asks for starts the recomputation, and that is when the gradient is there.
+
+Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a node of the graph that fills it:
+
+     forward                                                   backward, read upwards
+
+       inputs ──► Boundary   keeps them, as autograd keeps       freed once the slots are full
+          │
+          ▼
+       function(*args, **kwargs), in grad mode                   [3] its nodes run, and take their slots.
+          │    pack:   drop the tensor, hand out a slot              A slot that nobody has filled yet
+          │    unpack: take what the slot holds                      recomputes here: late, never wrong
+          ▼
+        fork ─ ─ phony ─ ─► Recompute                            [2] Recompute.backward: frame.recompute()
+          ▼                     ┆
+         ...                    ┆                                    ... the gradient is on its way here ...
+          ▼                     ▼
+        join ◄ ─ ─ phony ─ ─ ─ ─                                 [1] the backward gets here
+
+``Frame`` joins both sides, and is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack
+all call ``recompute()``, and whoever comes first does the work. The phonies say when; the gradients do not depend on it.
+"""
 from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing
 from torchckpt.kernel.module import checkpoint_module

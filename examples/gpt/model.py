@@ -1,0 +1,91 @@
+"""Model: a small GPT, as an ``nn.Sequential`` of an embedding, blocks and a head."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gpt.text import VOCABULARY
+
+__all__ = ["Size", "gpt"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and its mini-batches are."""
+
+    blocks: int
+    width: int
+    heads: int
+    length: int  # characters that it sees
+    rows: int  # of a mini-batch
+    chunks: int  # micro-batches of a mini-batch
+    dropout: float = 0.1
+
+    @property
+    def balance(self) -> list[int]:
+        """Layers of each of the two stages: embedding and half of the blocks, the other half and the head."""
+        return [1 + self.blocks // 2, self.blocks - self.blocks // 2 + 1]
+
+
+def gpt(size: Size) -> nn.Sequential:
+    blocks = [Block(size) for _ in range(size.blocks)]
+    return nn.Sequential(Embedding(size), *blocks, Head(size))
+
+
+class Embedding(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(VOCABULARY, size.width)
+        self.places = nn.Parameter(torch.zeros(size.length, size.width))
+        self.dropout = nn.Dropout(size.dropout)
+        nn.init.normal_(self.characters.weight, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self.dropout(self.characters(codes) + self.places[: codes.shape[1]])
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attend = nn.Sequential(nn.LayerNorm(size.width), Attention(size))
+        self.think = nn.Sequential(
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, 4 * size.width),
+            nn.GELU(),
+            nn.Linear(4 * size.width, size.width),
+            nn.Dropout(size.dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        return x + self.think(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, written out: so its FLOPs are counted, and it is deterministic, on every device."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.queries_keys_values = nn.Linear(size.width, 3 * size.width)
+        self.output = nn.Linear(size.width, size.width)
+        self.dropout = nn.Dropout(size.dropout)
+        future = torch.ones(size.length, size.length, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        split = self.queries_keys_values(x).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(self.future[:length, :length], -math.inf).softmax(-1)
+        mixed = self.dropout(weights) @ v
+        return self.dropout(self.output(mixed.transpose(1, 2).reshape(rows, length, width)))
+
+
+class Head(nn.Sequential):
+    def __init__(self, size: Size) -> None:
+        super().__init__(nn.LayerNorm(size.width), nn.Linear(size.width, VOCABULARY))

@@ -1,0 +1,26 @@
+"""Fixtures of all tests: the device, the seed, and the three ways to make a region."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchckpt
+from tests.helpers import by_hand, prefetched
+
+_NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, _NEEDS_CUDA])])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=[torchckpt.checkpoint, by_hand, prefetched], ids=["checkpoint", "by_hand", "prefetched"])
+def call(request):
+    """Calls a function on its arguments as a region."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

@@ -1,0 +1,350 @@
+"""Determinism: a replay is held to its forward, and a gradient that would be wrong is an error."""
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
+from torchckpt.errors import RecomputationError
+
+# functions whose replay differs from their forward --------------------------------------------------------------------
+
+
+def fewer(x):
+    h = x.sin()
+    return h if is_recomputing() else h.exp()
+
+
+def more_between(x):
+    h = x.sin()
+    if is_recomputing():
+        h = torch.cat([h[:2].sin(), h[2:]])
+    return h.exp()
+
+
+def more_at_the_end(x):
+    h = x.sin().exp()
+    return h.sin() if is_recomputing() else h
+
+
+def other_shape(x):
+    return (x[:2] if is_recomputing() else x).sin().sum()
+
+
+def other_dtype(x):
+    return (x.double() if is_recomputing() else x).sin().float()
+
+
+def other_values(x):
+    return (x * 2 if is_recomputing() else x).sin().exp()
+
+
+class Uncertain(nn.Module):
+    def forward(self, x):
+        return other_shape(x)
+
+    def method(self, x):
+        return other_shape(x)
+
+
+class Holder:
+    class Inner(Uncertain):
+        pass
+
+
+def error_of(function, *args, **options) -> str:
+    loss = checkpoint(function, *args, **options).sum()
+    with pytest.raises(RecomputationError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.fixture
+def x(device):
+    return torch.linspace(0, 1, 4, device=device, requires_grad=True)
+
+
+# the message ----------------------------------------------------------------------------------------------------------
+
+
+def test_message_is_literally_this():
+    assert error_of(fewer, torch.ones(4, requires_grad=True)) == (
+        "the replay of region 'fewer' did not save what its forward saved\n"
+        "  first to differ: saved tensor 2 of 2\n"
+        "  forward saved:   float32 (4,) on cpu\n"
+        "  replay saved:    nothing, it had ended\n"
+        "Likely causes, each with its fix:\n"
+        "  - state that the function changes itself (a counter, a cache): change it under "
+        "`if not torchckpt.is_recomputing():`\n"
+        "  - random numbers of a generator that is not replayed: name it, "
+        "checkpoint(function, x, generators=(generator,))\n"
+        "  - a parameter, buffer or global that changed between forward and backward: change it after the backward\n"
+        "  - a context that held around the forward only (sdpa_kernel, a tensor mode): "
+        "enter it inside, or by context_fn\n"
+        '  - a function that is free to choose: determinism_check="none", if every choice has the same gradients'
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "forward", "replay"),
+    [
+        (fewer, "2 of 2", "float32 (4,)", None),
+        (more_between, "2 of 2", "float32 (4,)", "float32 (2,)"),
+        (other_shape, "1 of 1", "float32 (4,)", "float32 (2,)"),
+        (other_dtype, "1 of 1", "float32 (4,)", "float64 (4,)"),
+    ],
+)
+@pytest.mark.parametrize("check", ["default", "values"])
+def test_difference_is_named_with_its_position_and_both_descriptions(function, place, forward, replay, check, x):
+    message = error_of(function, x, determinism_check=check)
+    assert f"region '{function.__name__}' did not save" in message
+    assert f"first to differ: saved tensor {place}\n" in message
+    assert f"forward saved:   {forward} on {x.device}\n" in message
+    assert f"replay saved:    {f'{replay} on {x.device}' if replay else 'nothing, it had ended'}\n" in message
+    assert "Likely causes, each with its fix:" in message
+
+
+def test_more_at_the_end_is_an_error_where_the_replay_runs_to_its_end(x):
+    message = error_of(more_at_the_end, x, early_stop=False)
+    assert "first to differ: saved tensor 3 of 2\n" in message
+    assert "forward saved:   nothing, it had ended\n" in message
+    assert f"replay saved:    float32 (4,) on {x.device}\n" in message
+
+
+def test_more_at_the_end_is_never_reached_with_early_stop(x):
+    (gradient,) = torch.autograd.grad(checkpoint(more_at_the_end, x).sum(), x)
+    (expected,) = torch.autograd.grad(more_at_the_end(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_other_device_is_an_error_that_names_both():
+    def other_device(x):
+        return (x.cpu() if is_recomputing() else x).sin().cuda()
+
+    message = error_of(other_device, torch.ones(4, device="cuda", requires_grad=True))
+    assert "forward saved:   float32 (4,) on cuda:0\n  replay saved:    float32 (4,) on cpu\n" in message
+
+
+def checkpointed(module):
+    checkpoint_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (other_shape, "other_shape"),
+        (functools.partial(other_shape), "other_shape"),
+        (functools.partial(functools.partial(other_shape)), "other_shape"),
+        (Uncertain(), "Uncertain"),
+        (Holder.Inner(), "Holder.Inner"),
+        (Uncertain().method, "Uncertain.method"),
+        (lambda x: other_shape(x), "<lambda>"),
+    ],
+)
+def test_region_is_called_by_function_method_or_class(function, name):
+    assert f"the replay of region '{name}' " in error_of(function, torch.ones(4, requires_grad=True))
+
+
+def test_region_of_a_checkpointed_module_is_called_by_the_forward_of_its_class():
+    loss = checkpointed(Uncertain())(torch.ones(4, requires_grad=True))
+    with pytest.raises(RecomputationError, match=r"the replay of region 'Uncertain\.forward' did not save"):
+        loss.backward()
+
+
+def test_region_by_hand_is_called_by_its_function():
+    region = Checkpointing(other_shape, torch.ones(4, requires_grad=True))
+    region.checkpoint()
+    with pytest.raises(RecomputationError, match="the replay of region 'other_shape' did not save"):
+        region.prefetch()
+
+
+def test_inner_region_is_the_one_that_is_named():
+    def inner(x):
+        return other_shape(x)
+
+    # An outer replay ends at the inner region's boundary: the inner one is replayed from there, by itself.
+    message = error_of(lambda x: checkpoint(inner, x.exp()), torch.ones(4, requires_grad=True))
+    assert "the replay of region 'test_inner_region_is_the_one_that_is_named.<locals>.inner' did not save" in message
+
+
+# determinism_check="values" -------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    def __init__(self, guarded):
+        super().__init__()
+        self.guarded, self.calls = guarded, 0
+
+    def forward(self, x):
+        if not (self.guarded and is_recomputing()):
+            self.calls += 1
+        return (x * self.calls).sin()
+
+
+def test_values_finds_a_changed_parameter(device):
+    linear = nn.Linear(4, 4, device=device)
+    loss = checkpoint(linear, torch.ones(2, 4, device=device), determinism_check="values").sin().sum()
+    loss.backward()  # as long as nothing changes, it is silent
+
+    def block(x):
+        return linear(x.sin()).sin()
+
+    loss = checkpoint(block, torch.ones(2, 4, device=device), determinism_check="values").sum()
+    with torch.no_grad():
+        linear.bias.add_(1)
+    with pytest.raises(RecomputationError, match=r"saved tensor \d of \d\n.*\n.*, with other values\n") as caught:
+        loss.backward()
+    assert "a parameter, buffer or global that changed between forward and backward" in str(caught.value)
+
+
+def test_values_finds_a_parameter_changed_through_its_data(device):
+    scale = nn.Parameter(torch.ones(4, device=device))
+    loss = checkpoint(lambda x: x.sin() * scale, torch.ones(4, device=device), determinism_check="values").sum()
+    scale.data = scale.data * 2
+    (sum_of_gradients,) = torch.autograd.grad(loss, scale)  # d/d scale = sin(x), which does not depend on scale
+    assert torch.equal(sum_of_gradients, torch.ones(4, device=device).sin())
+
+    loss = checkpoint(lambda x: (x * scale).sin(), torch.ones(4, device=device), determinism_check="values").sum()
+    scale.data = scale.data * 2
+    with pytest.raises(RecomputationError, match="with other values"):
+        loss.backward()
+
+
+def test_values_finds_an_unguarded_counter(x):
+    loss = checkpoint(Counting(guarded=False), x, determinism_check="values").sum()
+    with pytest.raises(RecomputationError, match=r"if not torchckpt\.is_recomputing\(\)"):
+        loss.backward()
+
+
+def test_values_is_silent_about_a_guarded_counter(x):
+    (gradient,) = torch.autograd.grad(checkpoint(Counting(guarded=True), x, determinism_check="values").sum(), x)
+    (expected,) = torch.autograd.grad(Counting(guarded=True)(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def noisy(generator):
+    return lambda x: (x * torch.rand(x.shape, generator=generator, device=x.device)).sin()
+
+
+def test_values_finds_a_generator_that_was_not_named(x):
+    generator = torch.Generator(x.device).manual_seed(1)
+    loss = checkpoint(noisy(generator), x, determinism_check="values").sum()
+    with pytest.raises(RecomputationError, match=r"generators=\(generator,\)"):
+        loss.backward()
+
+
+def test_values_is_silent_about_a_generator_that_was_named(x):
+    generator = torch.Generator(x.device).manual_seed(1)
+    loss = checkpoint(noisy(generator), x, generators=(generator,), determinism_check="values").sum()
+    (gradient,) = torch.autograd.grad(loss, x)
+    (expected,) = torch.autograd.grad(noisy(torch.Generator(x.device).manual_seed(1))(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def test_values_finds_random_numbers_where_no_snapshot_was_taken(x):
+    loss = checkpoint(noisy(None), x, preserve_rng_state=False, determinism_check="values").sum()
+    with pytest.raises(RecomputationError, match="with other values"):
+        loss.backward()
+
+
+def test_values_says_which_tensor_differed_first(x):
+    def third(x):
+        h = x.sin().exp()
+        return (h * 2 if is_recomputing() else h).tanh().exp()
+
+    message = error_of(third, x, determinism_check="values")
+    assert "first to differ: saved tensor 3 of 4\n" in message
+    assert f"forward saved:   float32 (4,) on {x.device}\n" in message
+    assert f"replay saved:    float32 (4,) on {x.device}, with other values\n" in message
+
+
+def test_values_is_silent_about_equal_replays(x):
+    def block(x):
+        h = nn.functional.dropout(x.sin(), 0.5)
+        return h.exp() * (x > 0.5) + h.to(torch.complex64).abs() + h[::2].repeat(2)
+
+    (gradient,) = torch.autograd.grad(checkpoint(block, x, determinism_check="values").sum(), x)
+    assert gradient.shape == x.shape
+
+
+def test_default_does_not_read_values(x):
+    checkpoint(other_values, x).sum().backward()
+
+
+@pytest.mark.parametrize("function", [other_dtype, other_values])
+def test_none_is_silent(function, x):
+    checkpoint(function, x, determinism_check="none").sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_none_cannot_be_silent_about_a_tensor_that_is_missing(x):
+    assert "replay saved:    nothing, it had ended" in error_of(fewer, x, determinism_check="none")
+
+
+# functions that catch exceptions --------------------------------------------------------------------------------------
+
+
+def test_function_that_catches_every_exception_cannot_hide_a_difference(x):
+    def careful(x):
+        h = x.sin()
+        try:
+            h = h[:2].exp() if is_recomputing() else h.exp()
+        except Exception:
+            h = h * 2
+        return h.tanh()
+
+    assert "forward saved:   float32 (4,)" in error_of(careful, x)
+
+
+def test_function_that_catches_every_exception_cannot_hide_other_values(x):
+    def careful(x):
+        try:
+            return other_values(x).tanh()
+        except Exception:
+            return x.sin().exp().tanh()
+
+    assert "with other values" in error_of(careful, x, determinism_check="values")
+
+
+def test_function_that_catches_every_exception_and_saves_the_right_number_instead_cannot_hide_a_difference(x):
+    def careful(x):
+        try:
+            h = x[:2].sin() if is_recomputing() else x.sin()
+        except Exception:
+            h = x.sin()
+        return h.exp()
+
+    assert "replay saved:    float32 (2,)" in error_of(careful, x)
+
+
+def test_function_that_catches_every_exception_with_a_fallback_is_equal(x):
+    def careful(x):
+        try:
+            h = x.sin().exp()
+        except Exception:
+            h = x.cos()
+        return h
+
+    (gradient,) = torch.autograd.grad(checkpoint(careful, x).sum(), x)
+    (expected,) = torch.autograd.grad(careful(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def test_function_that_retries_on_every_exception_is_equal(x):
+    def persistent(x):
+        for _ in range(3):
+            try:
+                return x.sin().exp()
+            except Exception:
+                continue
+        raise RuntimeError("tried three times")
+
+    (gradient,) = torch.autograd.grad(checkpoint(persistent, x).sum(), x)
+    (expected,) = torch.autograd.grad(persistent(x).sum(), x)
+    assert torch.equal(gradient, expected)

@@ -1,0 +1,132 @@
+"""The checksum of determinism_check="values", against a twin in Python's integers, and what it can tell apart."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchckpt.kernel.slots import fingerprint
+
+
+def twin(tensor: Tensor) -> int:
+    """The checksum by its definition, in Python's integers."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    size = tensor.element_size()
+    raw = bytes(tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist())
+    words = [int.from_bytes(raw[at : at + size], "little", signed=size > 1) for at in range(0, len(raw), size)]
+    total = sum(word * (place * 0x13C6EF372 + 1) for place, word in enumerate(words)) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def example(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Elements of which, other than for bool and 8-bit types, no two are equal."""
+    if dtype.is_complex:
+        return torch.complex(torch.randn(shape), torch.randn(shape)).to(dtype)
+    if dtype is torch.bool:
+        return torch.rand(shape) < 0.5
+    if not dtype.is_floating_point:
+        return torch.randint(0, 100, shape, dtype=dtype)
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+NARROW = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.complex64,
+]  # fmt: skip
+WIDE = [torch.int64, torch.float64, torch.complex128]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_fingerprint_is_that_of_its_twin(dtype, shape, device):
+    tensor = example(dtype, *shape)
+    assert fingerprint(tensor.to(device)) == twin(tensor)
+
+
+@pytest.mark.parametrize("dtype", NARROW + WIDE, ids=str)
+def test_fingerprint_reads_elements_and_not_memory(dtype, device):
+    tensor = example(dtype, 4, 6).to(device)
+    assert fingerprint(tensor.t()) == fingerprint(tensor.t().contiguous())
+    assert fingerprint(tensor[:, ::2]) == fingerprint(tensor[:, ::2].clone())
+    assert fingerprint(tensor[1:]) == fingerprint(tensor[1:].clone())
+    assert fingerprint(tensor[:, :1].expand(4, 3)) == fingerprint(tensor[:, :1].expand(4, 3).clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_fingerprint_of_conjugate_and_negative_views_is_that_of_their_values(dtype, device):
+    tensor = example(dtype, 3, 5).to(device)
+    conjugate, negative = tensor.conj(), tensor.conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    assert fingerprint(conjugate) == fingerprint(conjugate.resolve_conj()) != fingerprint(tensor)
+    assert fingerprint(negative) == fingerprint(negative.resolve_neg()) != fingerprint(tensor.imag)
+
+
+@pytest.mark.parametrize("dtype", [d for d in NARROW + WIDE if d != torch.bool], ids=str)
+def test_fingerprint_changes_with_any_one_element_and_with_any_swap(dtype):
+    tensor = example(dtype, 24)
+    known = {fingerprint(tensor)}
+    for place in range(24):
+        other = tensor.clone()
+        other[place] = 101
+        known.add(fingerprint(other))
+    assert len(known) == 25
+    for first in range(24):
+        for second in range(first):
+            if tensor[first] != tensor[second]:
+                order = torch.arange(24)
+                order[first], order[second] = second, first
+                assert fingerprint(tensor[order]) != fingerprint(tensor)
+
+
+@pytest.mark.parametrize("size", [2, 7, 64, 1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, *WIDE], ids=str)
+def test_fingerprint_changes_when_all_elements_change_alike(dtype, size):
+    tensor = example(dtype, size).abs() if dtype != torch.complex64 else example(dtype, size)
+    tensor = tensor + 1
+    changed = {
+        "negated": -tensor,
+        "doubled": tensor * 2,
+        "quartered": tensor / 4,
+        "reversed": tensor.flip(0),
+        "rolled": tensor.roll(1),
+    }
+    same = [name for name, other in changed.items() if fingerprint(other.to(dtype)) == fingerprint(tensor)]
+    assert same == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("distance", [1, 2, 1024, 4096])
+def test_fingerprint_changes_when_two_elements_that_differ_in_their_first_bits_are_swapped(dtype, distance):
+    for low, high in ((1.0, -1.0), (1.0, 2.0), (0.0, 1.0)):
+        tensor = torch.zeros(distance + 1, dtype=dtype)
+        tensor[0], tensor[-1] = low, high
+        assert fingerprint(tensor) != fingerprint(tensor.flip(0)), (low, high)
+
+
+def test_fingerprint_tells_minus_zero_from_zero():
+    assert fingerprint(torch.tensor(-0.0)) != fingerprint(torch.tensor(0.0))
+
+
+def test_fingerprint_tells_nans_to_be_equal_to_themselves():
+    tensor = torch.tensor([float("nan"), 1.0, float("inf")])
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+
+
+class Tagged(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(3).to_sparse(), torch.ones(3, device="meta"), torch.ones(3).as_subclass(Tagged)],
+    ids=["sparse", "meta", "subclass"],
+)
+def test_fingerprint_is_none_where_there_are_no_bits_to_read(tensor):
+    assert fingerprint(tensor) is None
+
+
+def test_fingerprint_of_a_parameter_is_that_of_its_values():
+    tensor = torch.randn(3)
+    assert fingerprint(nn.Parameter(tensor)) == fingerprint(tensor)

@@ -1,0 +1,184 @@
+"""Changes in place: where eager PyTorch would raise, a region gives the right gradient or raises; never a wrong one."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import plain
+from torchckpt import checkpoint
+from torchckpt.errors import RecomputationError
+
+IN_PLACE = "modified by an inplace operation"
+
+
+def shift(x):
+    return x.add_(1)
+
+
+def shift_a_view(x):
+    return x[0].zero_()
+
+
+def shift_without_grad(x):
+    with torch.no_grad():
+        return x.mul_(2)
+
+
+CHANGES = [shift, shift_a_view, shift_without_grad]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_input_changed_after_the_forward_is_an_error_in_eager(change, device):
+    x = torch.ones(4, device=device, requires_grad=True) * 1
+    loss = plain(lambda x: x * x, x).sum()
+    change(x)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_input_changed_after_the_forward_is_an_error_as_in_eager(change, device, call):
+    x = torch.ones(4, device=device, requires_grad=True) * 1
+    loss = call(lambda x: x * x, x).sum()
+    change(x)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+def test_error_of_a_changed_input_shows_its_shape_versions_and_the_fix():
+    x = torch.ones(2, 3)
+    weight = nn.Parameter(torch.ones(3))
+    loss = checkpoint(lambda x: x * weight, x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        "an input of a checkpointed region, [torch.FloatTensor [2, 3]], is at version 1; expected version 0 instead. "
+        "The replay would start from the changed input.\n"
+        "  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
+    )
+
+
+def test_input_without_grad_changed_after_the_forward_is_an_error(device):
+    weight, x = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
+    loss = checkpoint(lambda x: x * weight, x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+def test_input_in_a_container_and_by_keyword_changed_after_the_forward_is_an_error(device):
+    weight = torch.ones(4, device=device, requires_grad=True)
+
+    def product(a, b, *, c):
+        return a["a"] * b[0] * c * weight
+
+    for place in (0, 1, 2):
+        inputs = [torch.ones(4, device=device) for _ in range(3)]
+        loss = checkpoint(product, {"a": inputs[0]}, [inputs[1]], c=inputs[2]).sum()
+        inputs[place].add_(1)
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            loss.backward()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_input_changed_inside_the_function_is_an_error(change, device):
+    def block(x):
+        change(x)
+        return x * x
+
+    loss = checkpoint(block, torch.ones(4, device=device, requires_grad=True) * 1).sum()
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+def test_input_changed_between_two_backwards_is_an_error_as_in_eager(device):
+    for how in (plain, checkpoint):
+        x = torch.ones(4, device=device, requires_grad=True) * 1
+        loss = how(lambda x: x.sin(), x).sum()
+        loss.backward(retain_graph=True)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            loss.backward()
+
+
+def test_output_changed_by_the_caller_has_the_right_gradient_or_none(device):
+    x = torch.ones(4, device=device, requires_grad=True)
+    y = checkpoint(torch.exp, x)
+    y.mul_(2)  # eager saves this output, and raises; a replay makes it again
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, 2 * torch.ones(4, device=device).exp())
+
+
+def scaled_exp(x):
+    h = x.exp()  # saves its result
+    h.mul_(2)
+    return h.sin()
+
+
+def scaled_sigmoid(x):
+    h = x.sigmoid()
+    h.add_(1)
+    return h * h
+
+
+def zeroed_view(x):
+    h = x.exp()
+    h[0].zero_()
+    return h.cos()
+
+
+def used_before(x):
+    h = x * 1
+    y = h.sin()  # saves h
+    h.mul_(3)
+    return y.exp() + h
+
+
+def inner_boundary(x):
+    h = x.exp()
+    y = checkpoint(torch.sin, h)
+    h.mul_(2)
+    return y + h.sin()
+
+
+def rectified(x):
+    h = x.exp()
+    h = nn.functional.relu(h - 1.5, inplace=True) * h
+    return h.add_(1).tanh()
+
+
+FUNCTIONS = [scaled_exp, scaled_sigmoid, zeroed_view, used_before, inner_boundary, rectified]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_intermediate_changed_after_it_was_saved_gives_the_right_gradient_or_an_error(function, early_stop, device):
+    x = torch.linspace(0, 1, 4, dtype=torch.float64, device=device, requires_grad=True)
+    loss = checkpoint(function, x, early_stop=early_stop).sum()
+    message = None
+    try:
+        (gradient,) = torch.autograd.grad(loss, x)
+    except RuntimeError as error:
+        message = str(error)
+    if message is None:
+        assert torch.allclose(gradient, by_differences(function, x), atol=1e-5)
+    else:
+        assert IN_PLACE in message
+
+
+@torch.no_grad()
+def by_differences(function, x):
+    """The gradient of ``function(x).sum()``."""
+    steps = torch.eye(len(x), dtype=x.dtype, device=x.device) * 1e-6
+    return torch.stack([(function(x + step).sum() - function(x - step).sum()) / 2e-6 for step in steps])
+
+
+def test_tensor_closed_over_and_changed_after_the_forward_is_found_by_values(device):
+    h, x = torch.ones(4, device=device), torch.ones(4, device=device, requires_grad=True)
+    loss = checkpoint(lambda x: x * h, x, determinism_check="values").sum()
+    h.mul_(2)
+    with pytest.raises(RecomputationError, match="with other values"):
+        loss.backward()

@@ -1,0 +1,142 @@
+"""Saved-tensor hooks around a region see its boundary, once, and nothing of what is inside."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from tests.helpers import Block, assert_equal, assert_program_transparent, by_hand, leaf, plain
+from torchckpt import checkpoint
+from torchckpt.testing import saved_bytes
+
+
+class Recording(saved_tensors_hooks):
+    """Hooks that write down the storages they pack and unpack, and change nothing."""
+
+    def __init__(self) -> None:
+        self.packed: list[int] = []
+        self.unpacked: list[int] = []
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor):
+        self.packed.append(tensor.untyped_storage().data_ptr())
+        return tensor.detach()
+
+    def _unpack(self, tensor):
+        self.unpacked.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+
+def storages(*tensors):
+    return sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+@pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
+def test_boundary_is_packed_once_and_unpacked_once(call, device):
+    block, x, y = Block().to(device), leaf(3, 4, device=device), torch.randn(4, device=device)
+    with (hooks := Recording()):
+        output = call(lambda x, others: block(x) * others["y"] * others["scale"], x, {"y": y, "scale": 2})
+    assert sorted(hooks.packed) == storages(x, y)
+    output.sum().backward()
+    assert sorted(hooks.unpacked) == storages(x, y)
+    assert len(hooks.packed) == 2
+
+
+def test_plain_call_packs_more_than_the_boundary(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+    with (hooks := Recording()):
+        plain(block, x)
+    assert len(hooks.packed) > 1
+
+
+def test_nested_regions_pack_the_outer_boundary(device):
+    inner, outer, x = Block().to(device), Block().to(device), leaf(3, 4, device=device)
+    with (hooks := Recording()):
+        output = checkpoint(lambda x: outer(checkpoint(inner, x.exp())), x)
+    output.sum().backward()
+    assert hooks.packed == hooks.unpacked == storages(x)
+
+
+def test_chain_of_regions_packs_each_boundary(device):
+    blocks, x = [Block().to(device) for _ in range(3)], leaf(3, 4, device=device)
+    hidden = [x]
+    with (hooks := Recording()):
+        for block in blocks:
+            hidden.append(checkpoint(block, hidden[-1]))
+    assert hooks.packed == [tensor.untyped_storage().data_ptr() for tensor in hidden[:-1]]
+
+
+def test_hooks_inside_the_function_are_its_own_business(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+
+    def program(call, x):
+        def function(x):
+            with saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor):
+                return block(x)
+
+        return call(lambda x: function(x).exp(), x)
+
+    assert_program_transparent(checkpoint, program, x, modules=[block])
+
+
+def test_hooks_that_change_what_they_keep(call, device):
+    block = Block().to(device)
+
+    def program(call, x):
+        with saved_tensors_hooks(lambda tensor: tensor.double().cpu(), lambda kept: kept.float().to(device)):
+            return call(block, x)
+
+    assert_program_transparent(call, program, leaf(3, 4, device=device), modules=[block])
+
+
+@pytest.mark.parametrize("pin_memory", [False, pytest.param(True, marks=pytest.mark.cuda)])
+def test_save_on_cpu(call, device, pin_memory):
+    if pin_memory and device.type == "cpu":
+        pytest.skip("pinned memory needs an accelerator")
+    block = Block().to(device)
+
+    def program(call, x):
+        with save_on_cpu(pin_memory=pin_memory):
+            return call(block, x)
+
+    assert_program_transparent(call, program, leaf(3, 4, device=device), modules=[block])
+
+
+def test_save_on_cpu_of_nested_regions(device):
+    inner, outer = Block().to(device), Block().to(device)
+
+    def program(call, x):
+        with save_on_cpu():
+            return call(lambda x: outer(call(inner, x.exp())).exp(), x)
+
+    assert_program_transparent(checkpoint, program, leaf(3, 4, device=device), modules=[inner, outer])
+
+
+def test_double_backward_under_hooks(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+
+    def second(call):
+        torch.manual_seed(1)
+        with save_on_cpu():
+            (first,) = torch.autograd.grad(call(block, x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.pow(2).sum(), [x, block.first.weight])
+
+    assert_equal(second(checkpoint), second(plain))
+
+
+def test_hooks_disabled_around_the_region_are_the_error_of_torch():
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        with pytest.raises(RuntimeError, match="no hooks here"):
+            checkpoint(torch.exp, leaf(3))
+    assert checkpoint(torch.exp, leaf(3)).requires_grad
+
+
+@pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
+def test_saved_bytes_are_those_of_the_boundary(call, device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+    with saved_bytes() as of_leaf:
+        call(block, x)
+    with saved_bytes() as of_hidden:
+        call(block, x * 2)
+    assert of_leaf.total == 0  # x is the caller's own
+    assert of_hidden.total == x.nbytes

@@ -1,0 +1,173 @@
+"""``context_fn`` with torch's selective checkpointing: equal, and what the policy saves does not run again."""
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from tests.helpers import Block, assert_equal, assert_program_transparent, assert_transparent, in_thread, leaf
+from torchckpt import Checkpointing, checkpoint
+from torchckpt.errors import ArgumentError, RecomputationError
+from torchckpt.testing import flops
+
+aten = torch.ops.aten
+
+
+class CountOps(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[object] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def saving(*ops):
+    """A ``context_fn`` that saves the results of ``ops``."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def by_hand(function, *args, context_fn):
+    region = Checkpointing(function, *args, context_fn=context_fn)
+    return region.recompute(region.checkpoint())
+
+
+POLICIES = {
+    "nothing": [],
+    "matrix products": [aten.addmm.default, aten.mm.default],
+    "activations": [aten.tanh.default, aten.sigmoid.default],
+    "all of them": [aten.addmm.default, aten.mm.default, aten.tanh.default, aten.sigmoid.default],
+}
+
+
+@pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
+@pytest.mark.parametrize("ops", POLICIES.values(), ids=POLICIES)
+def test_selective_checkpointing(call, device, ops):
+    block = Block().to(device)
+    selective = functools.partial(call, context_fn=saving(*ops))
+    assert_transparent(selective, block, leaf(3, 4, device=device), modules=[block])
+
+
+def runs_of(op, device, **options):
+    block = Block().to(device)
+    with CountOps() as ops:
+        checkpoint(block, leaf(3, 4, device=device), **options).sum().backward()
+    return ops.counts[op]
+
+
+def test_saved_operators_do_not_run_again(device):
+    assert runs_of(aten.addmm.default, device) == 4
+    assert runs_of(aten.addmm.default, device, context_fn=saving(aten.addmm.default)) == 2
+
+
+def test_other_operators_run_again(device):
+    assert runs_of(aten.tanh.default, device, context_fn=saving(aten.addmm.default)) == 2
+
+
+def test_flops_are_those_of_the_plain_call(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+    with flops() as of_plain:
+        block(x).sum().backward()
+    with flops() as of_region:
+        checkpoint(block, x).sum().backward()
+    with flops() as of_selective:
+        checkpoint(block, x, context_fn=saving(aten.addmm.default)).sum().backward()
+    # 2 products forward, 4 backward; the replay adds 2, each of 2 * 3 * 4 * 4 operations
+    assert [of_plain.total, of_region.total, of_selective.total] == [6 * 96, 8 * 96, 6 * 96]
+
+
+def test_contexts_are_around_forward_and_replay(device):
+    events = []
+
+    @contextlib.contextmanager
+    def noted(name):
+        events.append(f"enter {name}")
+        try:
+            yield
+        finally:
+            events.append(f"leave {name}")
+
+    def function(x):
+        events.append("function")
+        return x.exp()
+
+    output = checkpoint(function, leaf(3, device=device), context_fn=lambda: (noted("forward"), noted("replay")))
+    events.append("backward")
+    output.sum().backward()
+    assert events == [
+        *("enter forward", "function", "leave forward"),
+        "backward",
+        *("enter replay", "function", "leave replay"),
+    ]
+
+
+def test_contexts_are_made_anew_for_each_call():
+    made = []
+
+    def context_fn():
+        made.append((contextlib.nullcontext(), contextlib.nullcontext()))
+        return made[-1]
+
+    for _ in range(3):
+        checkpoint(torch.exp, leaf(3), context_fn=context_fn)
+    assert len(made) == 3
+
+
+def test_selective_checkpointing_of_nested_regions(device):
+    inner, outer, option = Block().to(device), Block().to(device), saving(aten.addmm.default)
+
+    def program(call, x):
+        return call(lambda x: outer(call(inner, x.exp())).exp(), x)
+
+    selective = functools.partial(checkpoint, context_fn=option)
+    assert_program_transparent(selective, program, leaf(3, 4, device=device), modules=[inner, outer])
+
+
+def test_selective_checkpointing_with_backward_in_another_thread(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+
+    def gradients_of(**options):
+        torch.manual_seed(1)
+        loss = checkpoint(block, x, **options).sum()
+        return in_thread(torch.autograd.grad, loss, [x, *block.parameters()])
+
+    assert_equal(gradients_of(context_fn=saving(aten.addmm.default)), gradients_of())
+
+
+def half_random(x):
+    """Random numbers that a policy saves, and then some that it does not."""
+    return (x * torch.rand_like(x)).sin() * nn.functional.dropout(x, 0.5).sin()
+
+
+SAVES_SOME_RANDOM_NUMBERS = saving(aten.rand_like.default)
+
+
+@pytest.mark.xfail(strict=True, reason="torch's contexts skip the draw, so that the draws after it start too early")
+def test_policy_that_saves_some_random_numbers_and_draws_others_again(device):
+    selective = functools.partial(checkpoint, context_fn=SAVES_SOME_RANDOM_NUMBERS)
+    assert_transparent(selective, half_random, leaf(8, device=device))
+
+
+def test_policy_that_saves_some_random_numbers_is_found_by_their_values(device):
+    y = checkpoint(half_random, leaf(8, device=device), context_fn=SAVES_SOME_RANDOM_NUMBERS, determinism_check="values")
+    with pytest.raises(RecomputationError, match="with other values"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("made", [None, (contextlib.nullcontext(),), [contextlib.nullcontext()] * 2, (1, 2)], ids=repr)
+def test_context_fn_that_returns_something_else(made):
+    with pytest.raises(ArgumentError, match="context_fn must return two context managers, one around the forward and"):
+        checkpoint(torch.exp, leaf(3), context_fn=lambda: made)

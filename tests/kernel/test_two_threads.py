@@ -1,0 +1,155 @@
+"""Two threads use one model at once, and neither sees the other."""
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import in_threads
+from torchckpt import checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+
+
+def transformer_like():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh())
+
+
+def step(model, seed, device):
+    """Output and gradients of one step on the input of that seed."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
+    output = model(x)
+    return [output.detach(), *torch.autograd.grad(output.sin().sum(), [x, *model.parameters()])]
+
+
+def steps(model, seeds, device):
+    return [step(model, seed, device) for seed in seeds]
+
+
+@pytest.mark.parametrize("options", [{}, {"determinism_check": "values"}, {"early_stop": False}], ids=str)
+def test_outputs_and_gradients_are_those_of_one_thread(options, device):
+    model = nn.Sequential(transformer_like(), transformer_like(), transformer_like()).to(device)
+    halves = (range(60), range(60, 120))
+    expected = [steps(model, seeds, device) for seeds in halves]
+    for block in model:
+        checkpoint_module(block, **options)
+    received = in_threads(*(lambda seeds=seeds: steps(model, seeds, device) for seeds in halves))
+    for expected_steps, received_steps in zip(expected, received):
+        for one, other in zip(expected_steps, received_steps):
+            assert all(map(torch.equal, one, other))
+
+
+def test_nested_regions_in_two_threads_are_those_of_one(device):
+    model = nn.Sequential(transformer_like(), transformer_like()).to(device)
+    expected = [steps(model, seeds, device) for seeds in (range(20), range(20, 40))]
+    for module in (model[0][0], model[1][0], model[0], model[1], model):
+        checkpoint_module(module)
+    received = in_threads(lambda: steps(model, range(20), device), lambda: steps(model, range(20, 40), device))
+    for expected_steps, received_steps in zip(expected, received):
+        for one, other in zip(expected_steps, received_steps):
+            assert all(map(torch.equal, one, other))
+
+
+def test_random_numbers_of_a_named_generator_per_thread_are_those_of_one(device):
+    def noisy(x, generator):
+        return (x.sin() * torch.rand(x.shape, generator=generator, device=x.device)).exp().sin()
+
+    def work(seed, call):
+        generator, x = torch.Generator(device).manual_seed(seed), torch.ones(8, device=device, requires_grad=True)
+        return [torch.autograd.grad(call(noisy, x, generator).sum(), x)[0] for _ in range(50)]
+
+    def region(function, x, generator):
+        return checkpoint(function, x, generator, generators=(generator,))
+
+    expected = [work(seed, lambda function, *args: function(*args)) for seed in (1, 2)]
+    received = in_threads(lambda: work(1, region), lambda: work(2, region))
+    assert all(torch.equal(a, b) for one, other in zip(expected, received) for a, b in zip(one, other))
+
+
+def test_two_threads_go_backward_through_one_graph(device):
+    x = torch.randn(8, device=device, requires_grad=True)
+    loss = checkpoint(lambda x: x.sin().exp().tanh(), x).sum()
+    (expected,) = torch.autograd.grad(x.sin().exp().tanh().sum(), x)
+
+    def backward():
+        return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    for gradient in in_threads(backward, backward):
+        assert torch.equal(gradient, expected)
+
+
+class Meeting:
+    """Holds a replay in one thread until the other has done its part."""
+
+    def __init__(self):
+        self.replaying, self.met = threading.Event(), threading.Event()
+
+    def hold(self):
+        if is_recomputing():
+            self.replaying.set()
+            assert self.met.wait(30)
+
+    def run(self, holding, meeting):
+        """``holding()`` in a thread of its own, and ``meeting()`` in the middle of its replay."""
+
+        def meet():
+            assert self.replaying.wait(30)
+            try:
+                return meeting()
+            finally:
+                self.met.set()
+
+        return in_threads(holding, meet)[1]
+
+
+def test_flags_of_a_replay_are_not_seen_in_another_thread():
+    meeting, x = Meeting(), torch.randn(4, requires_grad=True)
+
+    def function(x):
+        y = x.sin()
+        meeting.hold()
+        return y.exp()
+
+    loss = checkpoint(function, x).sum()
+    assert meeting.run(loss.backward, lambda: (is_checkpointing(), is_recomputing())) == (False, False)
+
+
+def test_saved_tensors_of_another_thread_are_not_taken_for_the_replays():
+    meeting, x = Meeting(), torch.randn(4, requires_grad=True)
+
+    def function(x):
+        y = x.sin()
+        meeting.hold()
+        return y.exp()
+
+    loss = checkpoint(function, x).sum()
+    others = meeting.run(loss.backward, lambda: torch.autograd.grad(x.cos().exp().sum(), x)[0])
+    assert torch.equal(others, torch.autograd.grad(x.cos().exp().sum(), x)[0])
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_forward_of_a_norm_layer_counts_while_another_thread_replays_it():
+    norm, meeting, x = nn.BatchNorm1d(4), Meeting(), torch.randn(3, 4, requires_grad=True)
+
+    def function(x):
+        y = norm(x.sin())
+        meeting.hold()
+        return y.exp()
+
+    loss = checkpoint(function, x).sum()
+    meeting.run(loss.backward, lambda: norm(x))
+    assert norm.num_batches_tracked == 2
+
+
+def test_norm_layer_replayed_by_two_threads_keeps_its_statistics():
+    norm, meeting, x = nn.BatchNorm1d(4), Meeting(), torch.randn(3, 4, requires_grad=True)
+
+    def function(x):
+        y = norm(x.sin())
+        meeting.hold()
+        return y.exp()
+
+    losses = [checkpoint(function, x).sum(), checkpoint(lambda x: norm(x).sin().exp(), x).sum()]
+    buffers = {name: (id(buffer), buffer.tolist()) for name, buffer in norm.named_buffers()}
+    meeting.run(losses[0].backward, losses[1].backward)
+    assert {name: (id(buffer), buffer.tolist()) for name, buffer in norm.named_buffers()} == buffers
