@@ -5,12 +5,10 @@ import pytest
 import torch
 
 import torchckpt
-from tests.helpers import by_hand, prefetched
-
-_NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+from tests.helpers import NEEDS_CUDA, by_hand, prefetched
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, _NEEDS_CUDA])])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_CUDA])])
 def device(request):
     return torch.device(request.param)
 

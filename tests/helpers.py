@@ -4,11 +4,14 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt import Checkpointing, is_checkpointing, is_recomputing
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 class Block(nn.Module):

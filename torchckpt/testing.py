@@ -147,9 +147,9 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     for generator, state in zip(generators, states):
         generator.set_state(state)
     region = observe(functools.partial(checkpoint, function))
-    different = [name for name in {**plain, **region} if not _equal(plain.get(name), region.get(name))]
+    different = ", ".join(name for name in {**plain, **region} if not _equal(plain.get(name), region.get(name)))
     if different:
-        raise AssertionError(f"checkpoint({name_of(function)}) is not the plain call; different: {', '.join(different)}")
+        raise AssertionError(f"checkpoint({name_of(function)}) is not the plain call; different: {different}")
 
 
 def _equal(plain: Tensor | None, region: Tensor | None) -> bool:

@@ -253,6 +253,17 @@ def test_values_finds_random_numbers_where_no_snapshot_was_taken(x):
         loss.backward()
 
 
+NORMS = [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=["batch", "instance"])
+def test_values_is_silent_about_running_statistics(norm, device):
+    x, norm = torch.randn(3, 4, 5, device=device, requires_grad=True), norm.to(device)
+    (gradient,) = torch.autograd.grad(checkpoint(norm, x, determinism_check="values").sin().sum(), x)
+    (expected,) = torch.autograd.grad(norm(x).sin().sum(), x)
+    assert torch.equal(gradient, expected)
+
+
 def test_values_says_which_tensor_differed_first(x):
     def third(x):
         h = x.sin().exp()

@@ -15,8 +15,18 @@ def twin(tensor: Tensor) -> int:
     size = tensor.element_size()
     raw = bytes(tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist())
     words = [int.from_bytes(raw[at : at + size], "little", signed=size > 1) for at in range(0, len(raw), size)]
-    total = sum(word * (place * 0x13C6EF372 + 1) for place, word in enumerate(words)) % 2**64
-    return total - 2**64 if total >= 2**63 else total
+    return wrapped(sum(mixed(wrapped(word + place * 0x1E3779B97F4A7C15)) for place, word in enumerate(words)))
+
+
+def mixed(word: int) -> int:
+    for _ in range(2):
+        word = wrapped((word ^ (word >> 33)) * 0x7F51AFD7ED558CCD)
+    return word ^ (word >> 33)
+
+
+def wrapped(number: int) -> int:
+    """As a signed integer of 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def example(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -38,7 +48,7 @@ WIDE = [torch.int64, torch.float64, torch.complex128]
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (), (0,), (2, 0, 3)], ids=str)
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", NARROW + WIDE, ids=str)
 def test_fingerprint_is_that_of_its_twin(dtype, shape, device):
     tensor = example(dtype, *shape)
     assert fingerprint(tensor.to(device)) == twin(tensor)

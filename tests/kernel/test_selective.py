@@ -162,7 +162,8 @@ def test_policy_that_saves_some_random_numbers_and_draws_others_again(device):
 
 
 def test_policy_that_saves_some_random_numbers_is_found_by_their_values(device):
-    y = checkpoint(half_random, leaf(8, device=device), context_fn=SAVES_SOME_RANDOM_NUMBERS, determinism_check="values")
+    x, options = leaf(8, device=device), {"context_fn": SAVES_SOME_RANDOM_NUMBERS, "determinism_check": "values"}
+    y = checkpoint(half_random, x, **options)
     with pytest.raises(RecomputationError, match="with other values"):
         y.sum().backward()
 

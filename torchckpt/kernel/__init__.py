@@ -26,7 +26,7 @@ Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a nod
         join ◄ ─ ─ phony ─ ─ ─ ─                                 [1] the backward gets here
 
 ``Frame`` joins both sides, and is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack
-all call ``recompute()``, and whoever comes first does the work. The phonies say when; the gradients do not depend on it.
+all call ``recompute()``, and whoever comes first does the work. The phonies say when; no gradient depends on it.
 """
 from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing

@@ -6,18 +6,28 @@ from those of the replay's thread. The *random numbers* are the states of the ge
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeAlias
 
 from torchckpt.kernel.private import modes_are_active
 
-__all__ = ["Generator", "RandomState", "Settings", "accelerator_type", "entered", "generators_of", "settings"]
+__all__ = [
+    "Generator",
+    "RandomState",
+    "Settings",
+    "accelerator_type",
+    "exchanged",
+    "generators_of",
+    "moved",
+    "put_back",
+    "random_state",
+    "settings",
+    "within",
+]
 
 
 @functools.cache
@@ -44,8 +54,8 @@ def settings() -> Settings:
     """Those of this thread, now."""
     accelerator = accelerator_type()
     return (
-        _autocast("cpu"),
-        _autocast(accelerator) if accelerator else None,
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.get_autocast_dtype(accelerator) if accelerator and torch.is_autocast_enabled(accelerator) else None,
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.get_default_device() if modes_are_active() else None,
@@ -53,29 +63,23 @@ def settings() -> Settings:
     )
 
 
-def entered(then: Settings) -> AbstractContextManager[Any] | None:
-    """A context manager that brings ``then`` back; None if these settings hold already, the usual case."""
-    now = settings()
-    return None if now == then else _differing(then, now)
-
-
-def _differing(then: Settings, now: Settings) -> ExitStack:
+@contextmanager
+def within(then: Settings) -> Iterator[None]:
+    """Bring ``then`` back, as far as it differs from the settings of now."""
     cpu, accelerator, cache, dtype, device, inference = then
-    stack = ExitStack()
-    if inference != now[5]:
-        stack.enter_context(torch.inference_mode(inference))
-    if dtype != now[3]:
-        stack.enter_context(_default_dtype(dtype))
-    if device != now[4]:
-        stack.enter_context(device or torch.device("cpu"))
-    for device_type, autocast, before in (("cpu", cpu, now[0]), (accelerator_type(), accelerator, now[1])):
-        if device_type and (autocast, cache) != (before, now[2]):
-            stack.enter_context(torch.autocast(device_type, autocast, enabled=autocast is not None, cache_enabled=cache))
-    return stack
-
-
-def _autocast(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    now = settings()
+    with ExitStack() as stack:
+        if inference != now[5]:
+            stack.enter_context(torch.inference_mode(inference))
+        if dtype != now[3]:
+            stack.enter_context(_default_dtype(dtype))
+        if device != now[4]:
+            stack.enter_context(device or torch.device("cpu"))
+        for device_type, autocast, before in (("cpu", cpu, now[0]), (accelerator_type(), accelerator, now[1])):
+            if device_type and (autocast, cache) != (before, now[2]):
+                enabled = autocast is not None
+                stack.enter_context(torch.autocast(device_type, autocast, enabled=enabled, cache_enabled=cache))
+        yield
 
 
 @contextmanager
@@ -116,9 +120,9 @@ class _ModuleGenerator:
 
 
 def _device_generator(device: torch.device) -> Generator:
-    generators = getattr(torch.get_device_module(device), "default_generators", ())
-    generator: Generator = generators[device.index] if len(generators) > (device.index or 0) else _ModuleGenerator(device)
-    return generator
+    generators: Sequence[Generator] = getattr(torch.get_device_module(device), "default_generators", ())
+    index = device.index or 0
+    return generators[index] if index < len(generators) else _ModuleGenerator(device)
 
 
 def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
@@ -128,33 +132,32 @@ def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -
     return (torch.default_generator, *map(_device_generator, devices), *named)
 
 
-_state = operator.methodcaller("get_state")
+RandomState: TypeAlias = list[tuple[Generator, Tensor]]
+"""Generators, each with a state."""
 
 
-class RandomState:
-    """The states of ``generators`` when this is made, to be put back for a while: between ``replay`` and ``resume``."""
+def random_state(generators: Iterable[Generator]) -> RandomState:
+    """The states of ``generators``, now."""
+    return [(generator, generator.get_state()) for generator in generators]
 
-    __slots__ = ("_after", "_before", "_generators")
 
-    def __init__(self, generators: Sequence[Generator]) -> None:
-        self._generators = generators
-        self._before = list(map(_state, generators))
+def moved(then: RandomState) -> RandomState:
+    """``then``, without the generators that have not drawn since.
 
-    def moved(self) -> bool:
-        """Whether any generator has drawn since; those that have not are forgotten.
+    A replay will not ask those either, and so replays in several threads leave alone what the threads share.
+    """
+    return [(generator, state) for generator, state in then if not torch.equal(state, generator.get_state())]
 
-        A replay will not ask those either, and so replays in several threads leave alone what the threads share.
-        """
-        pairs = zip(self._generators, self._before)
-        moved = [(g, state) for g, state in pairs if not torch.equal(state, g.get_state())]
-        self._generators, self._before = [g for g, _ in moved], [state for _, state in moved]
-        return bool(moved)
 
-    def replay(self) -> None:
-        self._after = list(map(_state, self._generators))
-        for generator, state in zip(self._generators, self._before):
-            generator.set_state(state)
+def exchanged(then: RandomState) -> RandomState:
+    """Put the states of ``then`` back, and return those that were there."""
+    now = []
+    for generator, state in then:
+        now.append((generator, generator.get_state()))
+        generator.set_state(state)
+    return now
 
-    def resume(self) -> None:
-        for generator, state in zip(self._generators, self._after):
-            generator.set_state(state)
+
+def put_back(then: RandomState) -> None:
+    for generator, state in then:
+        generator.set_state(state)

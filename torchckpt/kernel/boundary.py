@@ -12,7 +12,9 @@ from torchckpt.kernel.private import hooks_in_force
 
 __all__ = ["Boundary"]
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_LEAVES = frozenset(
+    {Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
+)
 
 
 class Boundary:
@@ -26,7 +28,9 @@ class Boundary:
     __slots__ = ("_leaves", "_saved", "_spec", "_unpack")
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        leaves, self._spec = _flat(args, kwargs)
+        self._spec: pytree.TreeSpec | None
+        flat = not kwargs and _LEAVES.issuperset(map(type, args))  # most calls are, and need no tree
+        leaves, self._spec = (list(args), None) if flat else pytree.tree_flatten((args, dict(kwargs)))
         # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
         hooks = hooks_in_force(False)
         pack, self._unpack = (torch.no_grad()(hooks[0]), hooks[1]) if hooks else (Tensor.detach, None)
@@ -62,18 +66,7 @@ class Boundary:
 def _changed(tensor: Tensor, version: int) -> str:
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: an input of a "
-        f"checkpointed region, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected version "
-        f"{version} instead. The replay would start from the changed input.\n"
+        f"checkpointed region, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected "
+        f"version {version} instead. The replay would start from the changed input.\n"
         "  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
     )
-
-
-def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec | None]:
-    # Most calls are of tensors and atoms alone: they need no tree.
-    if not kwargs:
-        for arg in args:
-            if not isinstance(arg, Tensor) and type(arg) not in _ATOMS:
-                break
-        else:
-            return list(args), None
-    return pytree.tree_flatten((args, dict(kwargs)))

@@ -1,26 +1,48 @@
 """Call: one call of a function, and all that it takes to run it again."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from torchckpt.errors import ArgumentError, Fault
-from torchckpt.kernel.ambient import RandomState, entered, generators_of, settings
+from torchckpt.kernel import norms
+from torchckpt.kernel.ambient import (
+    RandomState,
+    exchanged,
+    generators_of,
+    moved,
+    put_back,
+    random_state,
+    settings,
+    within,
+)
 from torchckpt.kernel.boundary import Boundary
-from torchckpt.kernel.modes import Dropping, Replaying
+from torchckpt.kernel.flags import thread
 from torchckpt.kernel.options import Options
+from torchckpt.kernel.private import pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.kernel.streams import Trail, accelerators_among
 from torchckpt.typing import ContextFunction, Function
 
-__all__ = ["Call"]
+__all__ = ["Call", "Stop"]
+
+
+Pack: TypeAlias = Callable[[Tensor], Any]
+Unpack: TypeAlias = Callable[[Any], Tensor]
+
+
+class Stop(Exception):
+    """What ``pack`` raises to end a replay before its function ends."""
+
 
 class Call:
     """A function, the boundary of one call of it, and the ambient state of that call.
 
-    ``forward`` runs it, once; ``replay`` runs it again from the same state.
+    ``forward`` runs it, once; ``replay`` runs it again from the same state. Both put back what they set, in ``finally``
+    and without context managers, which would be a tenth of the cost of a region of tiny operations.
     """
 
     __slots__ = ("_boundary", "_contexts", "_entry", "_random", "_settings", "devices", "function")
@@ -33,38 +55,62 @@ class Call:
         self._boundary = Boundary(args, kwargs)
         self._contexts = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry = Trail(self.devices) if self.devices else None
-        self._random: RandomState | None = None
+        self._random: RandomState = []
         if options.preserve_rng_state:
-            self._random = RandomState(generators_of(self.devices, options.generators))
+            self._random = random_state(generators_of(self.devices, options.generators))
 
-    def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-    ) -> Any:
-        dropping = Dropping(pack, unpack)
-        with dropping if self._contexts is None else _nested(self._contexts[0], dropping):
-            outputs = self.function(*args, **kwargs)
-        # Backwards of several accelerators run in as many threads, and share the CPU's generator.
-        if self.devices and self._random is not None and not self._random.moved():
-            self._random = None
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack) -> Any:
+        """Run the function, with what autograd saves going through ``pack``, and coming back through ``unpack``."""
+        function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
+        _, recomputing, borrowers = before = thread.flags
+        push_hooks(pack, unpack)
+        thread.flags = True, recomputing, borrowers
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            thread.flags = before
+            pop_hooks()
+        if self.devices:  # whose backwards run in as many threads, and share the CPU's generator
+            self._random = moved(self._random)
         return outputs
 
-    def replay(self, pack: Callable[[Tensor], Tensor]) -> None:
+    def replay(self, pack: Pack) -> None:
+        """Run the function again, to its end or until ``pack``, which gets what autograd saves, raises Stop."""
         # The arguments come first: inside an outer region they are slots themselves, and reading them replays that one.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
             self._entry.followed(tensors)
-        replaying, ambient = Replaying(pack, self._random), entered(self._settings)
-        plain = ambient is None and self._contexts is None
-        with replaying if plain else _nested(ambient, self._contexts and self._contexts[1], replaying):
-            self.function(*args, **kwargs)
+        function = self.function if self._contexts is None else _inside(self._contexts[1], self.function)
+        if self._settings != settings():
+            function = _inside(within(self._settings), function)
+        borrowers: list[nn.Module] = []
+        before, graded, random_after = thread.flags, torch.is_grad_enabled(), exchanged(self._random)
+        push_hooks(pack, _same)
+        set_grad_enabled(True)
+        thread.flags = False, True, borrowers
+        norms.watch(borrowers)
+        try:
+            function(*args, **kwargs)
+        except Stop:
+            pass
+        finally:
+            norms.unwatch(borrowers)
+            thread.flags = before
+            set_grad_enabled(graded)
+            pop_hooks()
+            put_back(random_after)
 
 
-@contextmanager
-def _nested(*contexts: AbstractContextManager[Any] | None) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in filter(None, contexts):
-            stack.enter_context(context)
-        yield
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _inside(context: AbstractContextManager[Any], function: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

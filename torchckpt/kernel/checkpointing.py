@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RegionError, TransformError, raise_faults
+from torchckpt.errors import Fault, RegionError, TransformError
 from torchckpt.kernel.dependency import fork, join
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT, Options, checked
@@ -33,15 +33,20 @@ _DEBUG = Fault(
 
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """``function(*args, **kwargs)`` as a region."""
-    if torch.compiler.is_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
-        from torchckpt.kernel.outside_graph import outside_graph
-
-        return outside_graph(run, function, args, kwargs, options)
-    checked("checkpoint", function, options)
+    if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
+        return _outside(run, function, args, kwargs, options)
+    if options is not DEFAULT or not callable(function):
+        checked("checkpoint", function, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     _refuse_transforms()
     return Frame(options).forward(function, args, kwargs)
+
+
+def _outside(call: Function, *args: Any) -> Any:
+    from torchckpt.kernel.outside_graph import outside_graph
+
+    return outside_graph(call, *args)
 
 
 def _refuse_transforms() -> None:
@@ -104,11 +109,12 @@ def checkpoint(
     The saved-tensor hooks are those of non-reentrant checkpointing in torch; the idea is Chen et al., "Training Deep
     Nets with Sublinear Memory Cost", 2016.
     """
-    if use_reentrant or debug:
-        raise_faults("checkpoint", [fault for fault, given in ((_REENTRANT, use_reentrant), (_DEBUG, debug)) if given])
     options = DEFAULT
-    if not (preserve_rng_state is early_stop is True and context_fn is None and not generators and determinism_check == "default"):
+    if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    if use_reentrant or debug:
+        unsupported = [fault for fault, given in ((_REENTRANT, use_reentrant), (_DEBUG, debug)) if given]
+        checked("checkpoint", function, options, unsupported)
     return run(function, args, kwargs, options)
 
 
@@ -121,8 +127,8 @@ class Checkpointing:
     >>> region.prefetch()             # or: recompute now, before there is any gradient
     >>> y.sum().backward()
 
-    Takes the arguments of :func:`checkpoint`. It is for one forward. While it is referenced, so are the region's inputs,
-    until they have been recomputed.
+    Takes the arguments of :func:`checkpoint`. It is for one forward. While it is referenced, so are the region's
+    inputs, until they have been recomputed.
 
     The names are those of torchgpipe (Kim et al., 2020), whose ``Checkpoint`` and ``Recompute`` these stand for.
     """
@@ -138,17 +144,15 @@ class Checkpointing:
         early_stop: bool = True,
         **kwargs: Any,
     ) -> None:
-        options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        checked("Checkpointing", function, options)
+        self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+        checked("Checkpointing", function, self._options)
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
-        self._frame = Frame(options)
+        self._frame: Frame | None = None  # made by checkpoint(), and where gradients are off, never
 
     def checkpoint(self) -> Any:
         """Run the forward, drop the activations, and return what the function returns. Once."""
-        if torch.compiler.is_compiling():
-            from torchckpt.kernel.outside_graph import outside_graph
-
-            return outside_graph(self.checkpoint)
+        if torch.compiler.is_dynamo_compiling():
+            return _outside(self.checkpoint)
         if self._call is None:
             raise RegionError(
                 "a region runs its forward once\n  received: a second checkpoint()\n"
@@ -158,6 +162,7 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         _refuse_transforms()
+        self._frame = Frame(self._options)
         return self._frame.forward(function, args, kwargs)
 
     def recompute(self, outputs: Any) -> Any:
@@ -169,14 +174,17 @@ class Checkpointing:
         Returns:
             The same, with the tensors that require grad replaced by ones that carry the edges.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _outside(self.recompute, outputs)
         self._must_have_run("recompute(outputs)")
+        if self._frame is None:
+            return outputs
         leaves, spec = pytree.tree_flatten(outputs)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        forked = [fork(leaves[place]) for place in places]
-        if forked:
-            replay = recompute(self._frame, *(edge for _, edge in forked))
-            for place, (tensor, _) in zip(places, forked):
-                leaves[place] = join(tensor, replay)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                # One node for each: had they one in common, a loss of one would run the backward into all.
+                forked, edge = fork(leaf)
+                leaves[place] = join(forked, recompute(self._frame, edge))
         return pytree.tree_unflatten(leaves, spec)
 
     def prefetch(self) -> None:
@@ -184,13 +192,17 @@ class Checkpointing:
 
         The stream waits for the forward's inputs, and a backward on another stream waits for this.
         """
+        if torch.compiler.is_dynamo_compiling():
+            _outside(self.prefetch)
+            return
         self._must_have_run("prefetch()")
-        self._frame.recompute()
+        if self._frame is not None:
+            self._frame.recompute()
 
     @property
     def is_recomputed(self) -> bool:
         """Whether the replay is done, or there was nothing to replay."""
-        return self._frame.is_recomputed
+        return self._call is None if self._frame is None else self._frame.is_recomputed
 
     def _must_have_run(self, call: str) -> None:
         if self._call is not None:

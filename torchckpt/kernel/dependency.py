@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -25,7 +24,7 @@ class Fork(Function):
         return input.detach(), phony(input.device).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:  # type: ignore[override]  # one grad each
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
         return grad
 
 
@@ -37,7 +36,7 @@ class Join(Function):
         return input.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one grad
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return grad, *(None,) * ctx.phonies
 
 

@@ -2,19 +2,24 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["flags", "is_checkpointing", "is_recomputing"]
+__all__ = ["Flags", "is_checkpointing", "is_recomputing", "thread"]
 
 
-class _Flags(threading.local):
-    checkpointing = False
-    recomputing = False
-    norm_layers: list[nn.Module] | None = None  # those that this thread's replay has met (norms.py); None outside one
+class Flags(NamedTuple):
+    checkpointing: bool = False
+    recomputing: bool = False
+    borrowers: list[nn.Module] | None = None  # in a replay: norm layers that use copies of their buffers now (norms.py)
 
 
-flags = _Flags()
+class _Thread(threading.local):
+    flags: tuple[bool, bool, list[nn.Module] | None] = Flags()  # set as plain tuples: a replay is a hot path
+
+
+thread = _Thread()
 
 
 def is_checkpointing() -> bool:
@@ -23,7 +28,7 @@ def is_checkpointing() -> bool:
     Both flags are per thread and independent: (True, False) in a first forward, (False, True) in a replay, and
     (True, True) where the replay of an outer region runs the forward of an inner one.
     """
-    return flags.checkpointing
+    return thread.flags[0]
 
 
 def is_recomputing() -> bool:
@@ -36,4 +41,4 @@ def is_recomputing() -> bool:
     ...             self.calls += 1        # once per forward, at any depth of nesting
     ...         return super().forward(input)
     """
-    return flags.recomputing
+    return thread.flags[1]

@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
-from torchckpt.kernel.call import Call
+from torchckpt.kernel.call import Call, Stop
 from torchckpt.kernel.determinism import differs, name_of
 from torchckpt.kernel.options import Options
+from torchckpt.kernel.private import keep_from_dynamo
 from torchckpt.kernel.slots import Slot, describe
 from torchckpt.kernel.streams import Trail
 from torchckpt.typing import Function
@@ -25,10 +26,6 @@ __all__ = ["Frame", "observers"]
 
 observers: list[Callable[[str], object]] = []
 """Each is called with the name of a region right after that was replayed (``torchckpt.testing`` counts with it)."""
-
-
-class _Stop(Exception):
-    """Ends a replay that has saved all that it was started for."""
 
 
 class Frame:
@@ -65,11 +62,11 @@ class Frame:
         """Fill the slots. Idempotent: the first caller does the work, others wait for it and find it done."""
         with self._lock:
             call, slots = self._call, self._slots
-            if call is None or slots[-1].tensor is not None:
+            if call is None or not slots or slots[-1].tensor is not None:
                 return
-            for slot, tensor in zip(slots, self._replay(call, slots)):
+            for slot, (tensor, version) in zip(slots, self._replay(call, slots)):
                 if slot.tensor is None:
-                    slot.fill(tensor)
+                    slot.tensor, slot.version = tensor, version
             if call.devices:
                 self._trail = Trail(call.devices)
             if self._returned:
@@ -90,43 +87,46 @@ class Frame:
             self._trail.followed((tensor,))
         return tensor
 
-    def _replay(self, call: Call, slots: list[Slot]) -> list[Tensor]:
-        """What the function saves when it runs again, in the order of ``slots``."""
+    def _replay(self, call: Call, slots: list[Slot]) -> list[tuple[Tensor, int]]:
+        """What the function saves when it runs again, in the order of ``slots``, each with its version then."""
         total = len(slots)
         checked = self._options.determinism_check != "none"
         # A function that runs a backward itself unpacks before its forward has returned: the rest is not due yet.
         stops = self._options.early_stop or not self._returned
-        fresh: list[Tensor] = []
-        faults: list[RecomputationError] = []
+        fresh: list[tuple[Tensor, int]] = []
+        different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
 
         def pack(tensor: Tensor) -> Tensor:
             place = len(fresh)
             if place < total:
                 # Without its graph, or it would keep that of the replay alive.
-                kept = tensor if tensor.grad_fn is None else tensor.detach()
-                if checked and not slots[place].accepts(kept):
-                    faults.append(differs(call.function, place, total, describe(slots[place]), _described(kept, slots[place])))
-                    raise faults[0]
-                fresh.append(kept)
+                kept = tensor if tensor.is_leaf else tensor.detach()
+                if checked and not slots[place].accepts(tensor):
+                    different.append(slots[place].compare(tensor))
+                    raise _error(call, slots, place, different)
+                fresh.append((kept, tensor._version))
                 if place + 1 < total or not stops:
                     return kept
             elif checked and not stops:
-                faults.append(differs(call.function, place, total, "nothing, it had ended", describe(tensor)))
-                raise faults[0]
-            raise _Stop
+                different.append(describe(tensor))
+                raise _error(call, slots, place, different)
+            raise Stop
 
         try:
             call.replay(pack)
-        except _Stop:
-            if len(fresh) < total:  # it ends the replay of an outer region, which runs this region's forward
+        except Exception:
+            if different or len(fresh) < total or not stops:
                 raise
-        if faults:  # the function caught it
-            raise faults[0]
-        if len(fresh) < total:
-            raise differs(call.function, len(fresh), total, describe(slots[len(fresh)]), "nothing, it had ended")
+            # Or else the function caught a Stop, and this is what it made of it.
+        if different or len(fresh) < total:  # the function caught the error, or ended before its time
+            raise _error(call, slots, len(fresh), different)
         return fresh
 
 
-def _described(tensor: Tensor, slot: Slot) -> str:
-    same = tensor.shape == slot.shape and tensor.dtype == slot.dtype and tensor.device == slot.device
-    return f"{describe(tensor)}{', with other values' if same else ''}"
+def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> RecomputationError:
+    nothing = "nothing, it had ended"
+    forward = describe(slots[place]) if place < len(slots) else nothing
+    return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
+
+
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay)

@@ -1,14 +1,17 @@
 """``checkpoint_module``: every call of a submodule becomes a region, and nothing else about it changes."""
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault
 from torchckpt.kernel.checkpointing import run
 from torchckpt.kernel.options import Options, checked
 from torchckpt.typing import ContextFunction, DeterminismCheck
@@ -18,48 +21,89 @@ __all__ = ["CheckpointHandle", "checkpoint_module"]
 _OPTIONS = "_torchckpt_options"
 
 
-@functools.cache
-def _checkpointed(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``base``, under the same name, whose ``forward`` is a region.
+class _Checkpointed:
+    """Mixed into the class of a checkpointed module, in front of it.
 
-    A subclass, as FSDP2 and parametrize make them, and not an attribute of the instance: a copy of the module, deep,
+    A class, as FSDP2 and parametrize make one, and not an attribute of the instance: a copy of the module, deep,
     shallow or unpickled, then finds its own weights.
     """
 
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do not tell the base class: it knows nothing of this subclass, and may want arguments."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _plain(self):
+            make, arguments, *state = self.__reduce_ex__(protocol)
+        return (_remade, (make, arguments, self.__dict__.get(_OPTIONS)), *state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        cls: Any = type(self)
+        if cls.__bases__[0] is _Checkpointed:
+            with _plain(self):
+                copied = copy.deepcopy(self, memo)
+            return _checkpointed(copied, self.__dict__.get(_OPTIONS))
+        copied = memo[id(self)] = cls.__new__(cls)  # someone else's subclass of ours, such as parametrize's
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+
+@contextmanager
+def _plain(module: Any) -> Iterator[None]:
+    """Give ``module`` its own class back, for its own ways to copy itself."""
+    cls = type(module)
+    module.__class__ = cls.__bases__[1] if cls.__bases__[0] is _Checkpointed else cls
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+
+
+def _remade(make: Callable[..., Any], arguments: tuple[Any, ...], options: Options | None) -> Any:
+    return _checkpointed(make(*arguments), options)
+
+
+def _checkpointed(module: Any, options: Options | None) -> Any:
+    if not isinstance(module, _Checkpointed):
+        module.__class__ = _class_for(type(module))
+    if options is not None:
+        module.__dict__[_OPTIONS] = options
+    return module
+
+
+def _class_for(base: type[Any]) -> type[Any]:
+    """The subclass of ``base``, under its name, whose ``forward`` is a region. It dies with its last user."""
+    for made in base.__subclasses__():
+        if made.__bases__ == (_Checkpointed, base):
+            return made
+
+    @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super(checkpointed, self).forward
         options = self.__dict__.get(_OPTIONS)
         return plain(*args, **kwargs) if options is None else run(plain, args, kwargs, options)
 
-    def __reduce_ex__(self: Any, protocol: int) -> tuple[Any, ...]:
-        # The class cannot be imported: name its base, and make it again.
-        make, made_from, *state = super(checkpointed, self).__reduce_ex__(protocol)
-        return (_remake, (base, make, tuple(None if part is checkpointed else part for part in made_from)), *state)
-
-    functools.update_wrapper(forward, base.forward)
-    namespace = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__, "__doc__": base.__doc__}
-    checkpointed = type(base)(base.__name__, (base,), {**namespace, "__qualname__": base.__qualname__})
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    metaclass: Any = type(base)
+    checkpointed: type[Any] = metaclass(base.__name__, (_Checkpointed, base), {"forward": forward, **names})
     return checkpointed
-
-
-def _remake(base: type[nn.Module], make: Callable[..., Any], made_from: tuple[Any, ...]) -> Any:
-    checkpointed = _checkpointed(base)
-    return make(*(checkpointed if part is None else part for part in made_from))
 
 
 class CheckpointHandle:
     """Undoes one :func:`checkpoint_module`. Also a context manager, which undoes it at its end."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self._module, self._options = module, options
 
     def remove(self) -> None:
         """Make the module plain again. A second call does nothing."""
-        base = type(self._module).__mro__[1]
-        if self._module.__dict__.pop(_OPTIONS, None) is not None and type(self._module) is _checkpointed(base):
-            self._module.__class__ = base
+        module: Any = self._module
+        if module.__dict__.get(_OPTIONS) is not self._options:
+            return
+        del module.__dict__[_OPTIONS]
+        if type(module).__bases__[0] is _Checkpointed:
+            module.__class__ = type(module).__bases__[1]
 
-    def __enter__(self) -> CheckpointHandle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,11 +138,8 @@ def checkpoint_module(
         ArgumentError: not a module, checkpointed already, or a ``forward`` that is set on the instance.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    raise_faults("checkpoint_module", _faults(module))
-    checked("checkpoint_module", module, options)
-    module.__dict__[_OPTIONS] = options
-    module.__class__ = _checkpointed(type(module))
-    return CheckpointHandle(module)
+    checked("checkpoint_module", checkpoint_module, options, _faults(module))
+    return CheckpointHandle(_checkpointed(module, options), options)
 
 
 def _faults(module: object) -> list[Fault]:
@@ -110,5 +151,6 @@ def _faults(module: object) -> list[Fault]:
         return [Fault("a module is checkpointed once", f"{name}, checkpointed already", "handle.remove() first")]
     if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
         received = f"{name}, whose forward is set on the instance or is a script"
-        return [Fault("the forward must be a method of the module's class", received, "checkpoint(module, x) at the call")]
+        rule = "the forward must be a method of the module's class"
+        return [Fault(rule, received, "checkpoint(module, x) at the call")]
     return []

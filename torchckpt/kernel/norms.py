@@ -1,12 +1,12 @@
 """Running statistics: torch's norm layers update theirs once per forward, and not again in a replay.
 
-While a thread replays, a global forward pre-hook looks at the modules that are called. A norm layer that would update
-its buffers gets copies of them to update, until the replay ends. What such a layer computes does not depend on its
+While a thread replays, global forward hooks look at the modules that are called. A norm layer that would update its
+buffers gets copies of them to update, for as long as that call takes. What such a layer computes does not depend on its
 buffers, so it is the same to the bit. Forwards, and replays without norm layers, pay next to nothing.
 """
 from __future__ import annotations
 
-import sys
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,34 +14,44 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchckpt.kernel.flags import flags
-from torchckpt.kernel.private import global_forward_pre_hooks, norm_layer
+from torchckpt.kernel.flags import thread
+from torchckpt.kernel.private import global_forward_hooks, global_forward_pre_hooks, keep_from_dynamo, norm_layer
 
-__all__ = ["give_back", "unwatch", "watch"]
+__all__ = ["is_statistic", "unwatch", "watch"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
+_FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # as it stands in warnings.filters
 
 _lock = threading.Lock()
 _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
-"""The layers that hold copies now: how many replays use each, and its own buffers."""
+"""The layers that hold copies now: in how many threads at once, and their own buffers."""
 
 
-def watch(replay: object) -> None:
-    """Until ``unwatch(replay)``: in threads that replay, lend copies to the norm layers that are called."""
+def watch(borrowers: list[nn.Module]) -> None:
+    """Until ``unwatch``: in threads that replay, lend copies to the norm layers that are called."""
     # torch warns of any global hook when a compiled module is called. Ours does not mind being called twice. Each new
     # filter makes Python forget which warnings it has shown, so it is added only where it is missing.
-    if "torch._dynamo" in sys.modules and _WARNING not in (getattr(f[1], "pattern", None) for f in warnings.filters):
+    if _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
-    global_forward_pre_hooks[id(replay)] = _lend
+    global_forward_pre_hooks[id(borrowers)] = _lend
+    global_forward_hooks[id(borrowers)] = _end_of_call
 
 
-def unwatch(replay: object) -> None:
-    del global_forward_pre_hooks[id(replay)]
+def unwatch(borrowers: list[nn.Module]) -> None:
+    """End that, and the loans of layers whose call did not end."""
+    del global_forward_pre_hooks[id(borrowers)], global_forward_hooks[id(borrowers)]
+    if borrowers:
+        _give_back(borrowers)
 
 
-def give_back(layers: list[nn.Module]) -> None:
-    """End the loan of a replay that met ``layers``."""
+def is_statistic(tensor: Tensor) -> bool:
+    """Whether ``tensor`` may come from the copies that a norm layer, whose call is under way in this replay, was lent."""
+    return bool(thread.flags[2]) and not tensor.requires_grad
+
+
+def _give_back(layers: list[nn.Module]) -> None:
+    """Put back the buffers of ``layers``, unless another thread uses the copies too."""
     for layer in layers:
         with _lock:
             users, own = _lent.pop(layer)
@@ -52,7 +62,7 @@ def give_back(layers: list[nn.Module]) -> None:
 
 
 def _lend(module: nn.Module, _: Any) -> None:
-    borrowers = flags.norm_layers
+    borrowers = thread.flags[2]
     if borrowers is None:  # this thread does not replay; another one does
         return
     for layer in _updating_layers(module):
@@ -66,8 +76,19 @@ def _lend(module: nn.Module, _: Any) -> None:
             borrowers.append(layer)
 
 
+def _end_of_call(module: nn.Module, _: Any, __: Any) -> None:
+    borrowers = thread.flags[2]
+    if borrowers:
+        ended = [layer for layer in _updating_layers(module) if layer in borrowers]
+        borrowers[:] = [layer for layer in borrowers if layer not in ended]
+        _give_back(ended)
+
+
 def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
-    # A compiled module calls its norm layers out of the hook's sight: take all that it has.
+    # A compiled module calls its norm layers out of the hooks' sight: take all that it has.
     for layer in module.modules() if hasattr(module, "_orig_mod") else (module,):
         if isinstance(layer, norm_layer) and layer.training and layer.track_running_stats:
             yield layer
+
+
+keep_from_dynamo(_lend, _end_of_call)

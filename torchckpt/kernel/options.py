@@ -1,7 +1,7 @@
 """What a caller may choose about a region, checked once, with every fault in one error."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -26,38 +26,31 @@ class Options(NamedTuple):
 DEFAULT = Options()
 
 
-def checked(caller: str, function: object, options: Options) -> Options:
-    """Return ``options``; raise ``ArgumentError`` if they, or ``function``, break a rule."""
-    if options is not DEFAULT or not callable(function):
-        raise_faults(caller, _faults(function, options))
+def checked(caller: str, function: object, options: Options, others: Iterable[Fault] = ()) -> Options:
+    """Return ``options``; raise ``ArgumentError`` if they, or ``function``, break a rule, or there are ``others``."""
+    raise_faults(caller, [*others, *_faults(function, options)])
     return options
 
 
-def _faults(function: object, options: Options) -> list[Fault]:
-    faults = []
+def _faults(function: object, options: Options) -> Iterator[Fault]:
     if not callable(function):
-        faults.append(Fault("the function must be callable", _shown(function), "checkpoint(block, x), not checkpoint(block(x))"))
-    if not isinstance(options.preserve_rng_state, bool):
-        faults.append(Fault("preserve_rng_state must be a bool", _shown(options.preserve_rng_state), "preserve_rng_state=False"))
+        works = "checkpoint(block, x), not checkpoint(block(x))"
+        yield Fault("the function must be callable", _shown(function), works)
+    for name, value in (("preserve_rng_state", options.preserve_rng_state), ("early_stop", options.early_stop)):
+        if not isinstance(value, bool):
+            yield Fault(f"{name} must be a bool", _shown(value), f"{name}=False")
     if not _are_generators(options.generators):
-        faults.append(
-            Fault("generators must be a sequence of torch.Generator", _shown(options.generators), "generators=(generator,)")
-        )
+        works = "generators=(generator,)"
+        yield Fault("generators must be a sequence of torch.Generator", _shown(options.generators), works)
+    elif options.generators and options.preserve_rng_state is False:
+        works = "preserve_rng_state=True, the default; or no generators"
+        yield Fault("generators are replayed only with preserve_rng_state", "preserve_rng_state=False", works)
     if options.determinism_check not in _CHECKS:
-        faults.append(
-            Fault(f"determinism_check must be one of {_CHECKS}", _shown(options.determinism_check), 'determinism_check="values"')
-        )
+        received, works = _shown(options.determinism_check), 'determinism_check="values"'
+        yield Fault(f"determinism_check must be one of {_CHECKS}", received, works)
     if options.context_fn is not None and not callable(options.context_fn):
-        faults.append(
-            Fault(
-                "context_fn must be callable, and return two context managers",
-                _shown(options.context_fn),
-                "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)",
-            )
-        )
-    if not isinstance(options.early_stop, bool):
-        faults.append(Fault("early_stop must be a bool", _shown(options.early_stop), "early_stop=False"))
-    return faults
+        works = "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
+        yield Fault("context_fn must be callable, and return two context managers", _shown(options.context_fn), works)
 
 
 def _are_generators(given: Any) -> bool:
@@ -65,5 +58,7 @@ def _are_generators(given: Any) -> bool:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -10,7 +10,7 @@ __all__ = ["outside_graph"]
 
 
 # Disabled, not merely a graph break: were the function compiled in its forward, its replay would run another program.
-@torch.compiler.disable(
+@torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
     reason="a torchckpt region is run outside compiled graphs; compile the block inside it instead: "
     "torchckpt.checkpoint(torch.compile(block), x), or drop fullgraph=True"
 )

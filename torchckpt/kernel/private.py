@@ -5,13 +5,19 @@ reads the package for private names anywhere else, and one holds each of these a
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
 from torchckpt.errors import CheckpointError
 
 __all__ = [
     "forward_ad",
     "functorch_is_active",
+    "global_forward_hooks",
     "global_forward_pre_hooks",
     "hooks_in_force",
+    "keep_from_dynamo",
     "modes_are_active",
     "norm_layer",
     "pop_hooks",
@@ -20,14 +26,18 @@ __all__ = [
 ]
 
 try:
-    from torch._C import _are_functorch_transforms_active as functorch_is_active  # asked by Function.apply; no public form
+    from torch._C import (
+        _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
+    )
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
+    from torch._C import _dynamo
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
-    from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
+    from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
+    from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks  # register_module_forward_hook
     from torch.nn.modules.module import (
         _global_forward_pre_hooks as global_forward_pre_hooks,  # register_module_forward_pre_hook
     )
@@ -36,3 +46,17 @@ except ImportError as missing:
         f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
+
+
+def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
+    """Have Dynamo pass by ``functions``, those defined in them, and whatever these call.
+
+    Autograd and modules call them from within compiled code, whose callees Dynamo compiles. ``torch.compiler.disable``
+    would do it too, at the price of importing Dynamo.
+    """
+    frames = _dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    codes = [function.__code__ for function in functions]
+    for code in codes:
+        frames.set_code_exec_strategy(code, skip)
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))

@@ -21,9 +21,10 @@ class Recompute(Function):
         return phonies[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, _: None) -> tuple[None, ...]:  # type: ignore[override]  # one gradient, and undefined
+    def backward(ctx: Any, _: None) -> tuple[None, ...]:
         ctx.frame.recompute()
-        return (None,) * (1 + ctx.edges)
+        nothing: tuple[None, ...] = (None,) * (1 + ctx.edges)
+        return nothing
 
 
 def recompute(frame: Frame, *phonies: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
+from torchckpt.kernel.norms import is_statistic
 
 __all__ = ["Slot", "describe", "fingerprint"]
 
@@ -17,25 +18,23 @@ class Slot:
     The graph node that saved the tensor owns the slot, so what fills it lives as long as eager's saved tensor would.
     """
 
-    __slots__ = ("_version", "device", "dtype", "fingerprint", "shape", "tensor")
+    __slots__ = ("device", "dtype", "fingerprint", "shape", "tensor", "version")
 
     def __init__(self, tensor: Tensor, values: bool) -> None:
         self.tensor: Tensor | None = None
+        self.version = 0  # the tensor's when the replay saved it, which may have changed it since
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.fingerprint = fingerprint(tensor) if values else None
-
-    def fill(self, tensor: Tensor) -> None:
-        self.tensor, self._version = tensor, tensor._version
 
     def take(self) -> Tensor:
         """The tensor; raises, as eager autograd does, if it was changed in place after it was saved."""
         tensor = self.tensor
         if tensor is None:
             raise RecomputationError("a slot is empty after the replay of its region: this is a bug of torchckpt")
-        if tensor._version != self._version:
+        if tensor._version != self.version:
             raise RecomputationError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"the {self}, saved inside a region, is at version {tensor._version}; expected version {self._version} "
+                f"the {self}, saved inside a region, is at version {tensor._version}; expected version {self.version} "
                 "instead\n  works:    the operation out of place, such as h = h + 1 instead of h.add_(1)"
             )
         return tensor
@@ -44,7 +43,13 @@ class Slot:
         """Whether ``tensor`` could be the one that the forward saved here."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
-        return self.fingerprint is None or self.fingerprint == fingerprint(tensor)
+        # A norm layer's buffers have moved on since the forward; its gradients do not depend on them.
+        return self.fingerprint is None or is_statistic(tensor) or self.fingerprint == fingerprint(tensor)
+
+    def compare(self, tensor: Tensor) -> str:
+        """``tensor`` in words, for an error that shows this slot beside it."""
+        same = describe(tensor) == describe(self)
+        return f"{describe(tensor)}{', with other values' if same else ''}"
 
     def __str__(self) -> str:
         return describe(self)
@@ -58,7 +63,8 @@ def describe(tensor: Tensor | Slot) -> str:
 def fingerprint(tensor: Tensor) -> int | None:
     """A checksum of the bits of ``tensor`` and of their places; None where there are no bits to read.
 
-    It is the sum of the elements, read as integers, each times an odd number that depends on its place, modulo 2**64.
+    It is the sum, modulo 2**64, of the elements, read as integers and mixed with their places, so that every bit of an
+    element and of its place tells on every bit of its term.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return None
@@ -66,6 +72,9 @@ def fingerprint(tensor: Tensor) -> int | None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().contiguous().flatten()
-    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    odd = torch.arange(bits.numel(), device=bits.device) * 0x13C6EF372 + 1
-    return int((bits * odd).sum())
+    elements = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    bits = elements + torch.arange(elements.numel(), device=elements.device) * 0x1E3779B97F4A7C15
+    for _ in range(2):  # the steps of MurmurHash3's finalizer: shift, exclusive or, multiply
+        bits ^= bits >> 33
+        bits *= 0x7F51AFD7ED558CCD
+    return int((bits ^ (bits >> 33)).sum())

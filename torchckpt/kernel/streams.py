@@ -14,7 +14,7 @@ __all__ = ["Trail", "accelerators_among"]
 
 
 def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
-    """The accelerators that tensors among the arguments lie on; if none does, the current one; on a CPU machine none."""
+    """The accelerators that tensors among the arguments lie on, or else the current one; none on a CPU machine."""
     kind = accelerator_type()
     if kind is None:
         return ()

@@ -1,6 +1,9 @@
 """Lane: the regions of one stage, in order, and how far ahead of its backwards their replays may run."""
 from __future__ import annotations
 
+from itertools import chain, zip_longest
+from typing import TypeAlias
+
 from torch import Tensor
 
 from torchckpt.kernel.dependency import fork, join
@@ -8,6 +11,11 @@ from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.recompute import recompute
 
 __all__ = ["Lane", "before"]
+
+
+Edges: TypeAlias = list[list[Tensor]]
+"""Per output of the stage the phonies that belong to it. Each output has replays of its own, of the same frame, so that
+no edge makes a backward enter a branch that its loss does not use."""
 
 
 class Lane:
@@ -31,10 +39,10 @@ class Lane:
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
         self._frames: list[Frame | None] = []  # by micro-batch; None: its activations are kept
-        self._forked: list[list[Tensor]] = []  # by micro-batch: the phonies of its output
+        self._forked: list[Edges] = []  # by micro-batch
 
-    def due(self) -> list[Tensor]:
-        """The replay, if there is one, that comes after the backward of the next micro-batch: its phony.
+    def due(self) -> Edges:
+        """The replay, if there is one, that comes after the backward of the next micro-batch.
 
         To be called before anything else is done for that micro-batch.
         """
@@ -45,24 +53,31 @@ class Lane:
         """``outputs`` of the next micro-batch's region, at the place where its backward waits for its replay."""
         forked = [fork(tensor) if tensor.requires_grad else (tensor, None) for tensor in outputs]
         self._frames.append(frame)
-        self._forked.append([edge for _, edge in forked if edge is not None])
+        self._forked.append([[] if edge is None else [edge] for _, edge in forked])
         return tuple(tensor for tensor, _ in forked)
 
-    def rest(self) -> list[Tensor]:
+    def rest(self) -> Edges:
         """The replays that come before the backward of the last micro-batch, which has just passed."""
         count = len(self._frames)
         return self._replays(max(0, count - self._lookahead), count)
 
-    def _replays(self, first: int, end: int) -> list[Tensor]:
-        edges = []
-        for place in range(first, end):
-            frame = self._frames[place]
-            forked = [edge for edges in self._forked[place : place + self._lookahead] for edge in edges]
-            if frame is not None and forked:
-                edges.append(recompute(frame, *forked))
-        return edges
+    def _replays(self, first: int, end: int) -> Edges:
+        return _together([self._replay(place) for place in range(first, end)])
+
+    def _replay(self, place: int) -> Edges:
+        frame = self._frames[place]
+        forked = _together(self._forked[place : place + self._lookahead])
+        return [] if frame is None else [[recompute(frame, *edges)] if edges else [] for edges in forked]
 
 
-def before(outputs: tuple[Tensor, ...], replays: list[Tensor]) -> tuple[Tensor, ...]:
-    """``outputs`` again, whose backward now comes before ``replays``."""
-    return tuple(join(tensor, *replays) if replays and tensor.requires_grad else tensor for tensor in outputs)
+def before(outputs: tuple[Tensor, ...], replays: Edges) -> tuple[Tensor, ...]:
+    """``outputs`` again, the backward of each of which now comes before its ``replays``."""
+    joined = list(outputs)
+    for place, (tensor, edges) in enumerate(zip(outputs, replays)):
+        if edges and tensor.requires_grad:
+            joined[place] = join(tensor, *edges)
+    return tuple(joined)
+
+
+def _together(several: list[Edges]) -> Edges:
+    return [list(chain.from_iterable(edges)) for edges in zip_longest(*several, fillvalue=[])]

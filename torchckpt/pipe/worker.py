@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from torchckpt.kernel.ambient import entered, settings
+from torchckpt.kernel.ambient import settings, within
 from torchckpt.kernel.private import hooks_in_force, pop_hooks, push_hooks
 
 __all__ = ["Run", "in_caller", "workers"]
@@ -31,12 +31,12 @@ def workers(stages: int) -> Iterator[Run]:
     The first exception, of whatever kind, is raised in the caller, with its traceback, when the tasks that were started
     with it have ended. The threads end with the block.
     """
-    within = _ambient()
+    in_caller_s_state = _ambient()
     with ExitStack() as stack:
         threads = [stack.enter_context(ThreadPoolExecutor(1, f"torchckpt stage {stage}")) for stage in range(stages)]
 
         def run(tasks: list[tuple[int, Task]]) -> None:
-            started = [threads[stage].submit(within, task) for stage, task in tasks]
+            started = [threads[stage].submit(in_caller_s_state, task) for stage, task in tasks]
             wait(started)
             for future in started:
                 _raise_from(future)
@@ -53,16 +53,13 @@ def _ambient() -> Callable[[Task], None]:
     """How to run a task in another thread with the settings, grad mode and saved-tensor hooks of this one."""
     then, graded, hooks = settings(), torch.is_grad_enabled(), hooks_in_force(False)
 
-    def within(task: Task) -> None:
-        with ExitStack() as stack:
-            if (restored := entered(then)) is not None:
-                stack.enter_context(restored)
-            stack.enter_context(torch.set_grad_enabled(graded))
+    def run(task: Task) -> None:
+        with within(then), torch.set_grad_enabled(graded), ExitStack() as stack:
             if hooks is not None:
                 push_hooks(*hooks)
                 stack.callback(pop_hooks)
             task()
 
-    return within
+    return run
 
 

@@ -1,0 +1,118 @@
+"""Memory: what a step keeps, and how many bytes are alive while it runs."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.variants import Variant
+from torchckpt.testing import saved_bytes
+
+__all__ = ["Curve", "bytes_alive", "kept_bytes"]
+
+
+def kept_bytes(variant: Variant, x: Tensor) -> list[int]:
+    """What each stage keeps between its forward and its backward.
+
+    Counted is every storage, once, that autograd saves while the stage runs all its micro-batches: activations, or the
+    inputs of regions. Parameters are not.
+    """
+    kept = []
+    for stage in variant.stages():
+        with saved_bytes() as saved:
+            x = stage(x)
+        kept.append(saved.total)
+    return kept
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes of activations and gradients alive, after each operation of a forward and of its backward."""
+
+    forward: list[int]
+    backward: list[int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward + self.backward)
+
+
+def bytes_alive(forward: Callable[[], Tensor], on_accelerator: bool) -> Curve:
+    """Run ``forward``, which returns a loss, and its backward. What was there before does not count."""
+    ledger = AllocatedBytes() if on_accelerator else LiveBytes()
+    with ledger:
+        loss = forward()
+    turn = len(ledger.curve)
+    with ledger:
+        loss.backward()
+    return Curve(ledger.curve[:turn], ledger.curve[turn:])
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts each storage that an operation makes, until nobody holds it. Exact, where the caller's thread does all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.curve: list[int] = []
+        self._alive = 0
+        self._known: set[int] = set()  # the ids of the storages that exist, and are counted or were there before
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._meet((args, kwargs), counted=False)
+        outputs = operation(*args, **kwargs)
+        self._meet(outputs, counted=True)
+        self.curve.append(self._alive)
+        return outputs
+
+    def _meet(self, values: Any, counted: bool) -> None:
+        for tensor in pytree.tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                self._enter(tensor.untyped_storage(), counted)
+
+    def _enter(self, storage: torch.UntypedStorage, counted: bool) -> None:
+        number, size = id(storage), storage.nbytes() if counted else 0
+        if number not in self._known:
+            self._known.add(number)
+            self._alive += size
+            weakref.finalize(storage, self._leave, number, size)
+
+    def _leave(self, number: int, size: int) -> None:
+        self._known.remove(number)
+        self._alive -= size
+
+
+class AllocatedBytes(TorchDispatchMode):
+    """What the accelerators' allocators have given out, after each operation; in threads without it, each module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.curve: list[int] = []
+        self._before = _allocated()
+
+    def __enter__(self) -> AllocatedBytes:
+        self._hook = register_module_forward_hook(lambda *_: self._look())
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hook.remove()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = operation(*args, **(kwargs or {}))
+        self._look()
+        return outputs
+
+    def _look(self) -> None:
+        self.curve.append(_allocated() - self._before)
+
+
+def _allocated() -> int:
+    return sum(torch.accelerator.memory_allocated(device) for device in range(torch.accelerator.device_count()))

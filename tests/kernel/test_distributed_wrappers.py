@@ -1,0 +1,209 @@
+"""DDP and FSDP2 on two ranks, with gloo: as the same wrapper without checkpointing, to the bit."""
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from torchckpt import checkpoint, checkpoint_module
+from torchckpt.errors import RecomputationError
+from torchckpt.testing import count_recomputes
+
+RANKS, STEPS = 2, 2
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.uses_all = True
+
+    def forward(self, x):
+        h = x + nn.functional.dropout(self.second(nn.functional.gelu(self.first(self.norm(x)))), 0.2)
+        return self.unused(h).tanh() if self.uses_all else h.tanh()
+
+
+class Forgetful(Block):
+    """Counts its calls, and does not say that the replay is none."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x * self.calls)
+
+
+class Model(nn.Module):
+    """Three blocks; ``call`` is how they are called."""
+
+    def __init__(self, uses_all: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.call = nn.ModuleList(Block() for _ in range(3)), None
+        self.head = nn.Linear(8, 1)
+        for block in self.blocks:
+            block.uses_all = uses_all
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+        return self.head(x)
+
+
+# what runs on each rank -----------------------------------------------------------------------------------------------
+
+
+def ddp(model, **options):
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def fsdp2(model, reshard=True):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def by_module(model, **options):
+    for block in model.blocks:
+        checkpoint_module(block, **options)
+
+
+def by_call(model, **options):
+    model.call = functools.partial(checkpoint, **options)
+
+
+def whole(model, **options):
+    checkpoint_module(model, **options)
+
+
+def train(model, wrap, prepare):
+    """Losses and gradients of a few steps, how often each gradient hook fired, and how often regions were replayed."""
+    prepare(model)
+    wrapped = wrap(model)
+    fired: Counter[str] = Counter()
+    for name, parameter in wrapped.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    seen = []
+    with count_recomputes() as recomputes:
+        for step in range(STEPS):
+            torch.manual_seed(100 * step + dist.get_rank())
+            loss = wrapped(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            gradients = [parameter.grad for parameter in wrapped.parameters()]
+            seen += [loss.detach(), *(local(gradient) for gradient in gradients if gradient is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+    return [tensor.clone() for tensor in seen], fired, recomputes.total
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+CASES = {
+    "ddp": (ddp, True),
+    "ddp find_unused_parameters": (functools.partial(ddp, find_unused_parameters=True), False),
+    "ddp static_graph": (functools.partial(ddp, static_graph=True), True),
+    "ddp gradient_as_bucket_view": (functools.partial(ddp, gradient_as_bucket_view=True), True),
+    "fsdp2": (fsdp2, True),
+    "fsdp2 without resharding": (functools.partial(fsdp2, reshard=False), True),
+}
+WAYS = {
+    "checkpoint_module": (by_module, 3),
+    "checkpoint_module values": (functools.partial(by_module, determinism_check="values"), 3),
+    "checkpoint": (by_call, 3),
+    "checkpoint values": (functools.partial(by_call, determinism_check="values"), 3),
+    "whole model": (whole, 1),
+    "no early stop": (functools.partial(by_module, early_stop=False), 3),
+}
+
+
+def reports():
+    """For each case and way: what is different from the wrapper without checkpointing."""
+    found = {}
+    for case, (wrap, uses_all) in CASES.items():
+        expected, hooks, _ = train(Model(uses_all), wrap, lambda model: None)
+        for way, (prepare, regions) in WAYS.items():
+            try:
+                tensors, fired, recomputes = train(Model(uses_all), wrap, prepare)
+            except Exception:
+                found[case, way] = traceback.format_exc()
+                continue
+            equal = len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
+            found[case, way] = {
+                "equal": equal,
+                "hooks fired": fired == hooks and set(fired.values()) == {STEPS},
+                "recomputes per step and region": recomputes / STEPS / regions,
+            }
+    return found
+
+
+def error_of_a_forgetful_block():
+    """What is raised under FSDP2 where a replay has other values than its forward."""
+    model = Model()
+    model.blocks[1] = Forgetful()
+    try:
+        train(model, fsdp2, functools.partial(by_module, determinism_check="values"))
+    except RecomputationError as error:
+        return str(error)
+    return "nothing"
+
+
+def work(rank: int, folder: str) -> None:
+    """One rank: join, report, leave."""
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    try:
+        torch.save({**reports(), "forgetful": error_of_a_forgetful_block()}, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+# what is held of it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """The reports of all ranks. No process outlives this."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False)
+    try:
+        done = [processes.join(timeout=60) for _ in range(RANKS)]  # each returns when one more rank has ended
+        assert any(done), "the ranks are stuck"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_wrapper_with_checkpointing_is_the_wrapper_without(reported, case, way):
+    for report in reported:
+        assert report[case, way] == {"equal": True, "hooks fired": True, "recomputes per step and region": 1}
+
+
+def test_values_are_compared_under_fsdp2_too(reported):
+    for report in reported:
+        assert "the replay of region 'FSDPForgetful.forward' did not save what its forward saved" in report["forgetful"]
+        assert "float32 (4, 8) on cpu, with other values" in report["forgetful"]

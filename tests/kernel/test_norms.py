@@ -1,0 +1,261 @@
+"""Running statistics inside regions: updated once per forward, as without one."""
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from tests.helpers import assert_equal, in_threads, leaf, plain, run
+from torchckpt import Checkpointing, checkpoint, is_recomputing
+
+LAYERS = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (5, 4)),
+    "BatchNorm1d of sequences": (lambda: nn.BatchNorm1d(4), (5, 4, 3)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), (5, 4, 3, 3)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(4), (5, 4, 2, 2, 2)),
+    "LazyBatchNorm1d": (lambda: nn.LazyBatchNorm1d(), (5, 4)),
+    "cumulative average": (lambda: nn.BatchNorm1d(4, momentum=None), (5, 4)),
+    "momentum of 1": (lambda: nn.BatchNorm1d(4, momentum=1.0), (5, 4)),
+    "without weights": (lambda: nn.BatchNorm1d(4, affine=False), (5, 4)),
+    "without statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False), (5, 4)),
+    "frozen weights": (lambda: nn.BatchNorm1d(4).requires_grad_(False), (5, 4)),
+    "eval mode": (lambda: nn.BatchNorm1d(4).eval(), (5, 4)),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), (5, 4)),
+    "SyncBatchNorm in eval mode": (lambda: nn.SyncBatchNorm(4).eval(), (5, 4)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, track_running_stats=True), (5, 4, 3)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, track_running_stats=True, affine=True), (5, 4, 3, 3)),
+    "InstanceNorm without statistics": (lambda: nn.InstanceNorm2d(4), (5, 4, 3, 3)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (5, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
+}
+
+
+def assert_statistics_equal(call, program, module, *inputs):
+    """``program(call, module, *inputs)``, run twice, gives what plain calls give; buffers as well."""
+    twin, own = copy.deepcopy(module), dict(module.named_buffers())
+
+    def observed(call, module):
+        runs = [run(program, call, module, *inputs, modules=[module]) for _ in range(2)]
+        return runs, dict(module.named_buffers())
+
+    assert_equal(observed(call, module), observed(plain, twin))
+    for name, buffer in module.named_buffers():
+        assert own.get(name, buffer) is buffer
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
+def test_layer(call, device, make, shape):
+    def program(call, layer, x):
+        return call(lambda x: nn.functional.dropout(layer(x.exp()), 0.5).sin(), x)
+
+    layer = make().to(device)
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        layer(torch.randn(shape, device=device))
+    assert_statistics_equal(call, program, layer, leaf(*shape, device=device))
+
+
+def test_lazy_layer_that_the_region_initializes(device):
+    layer, twin, x = nn.LazyBatchNorm1d().to(device), nn.LazyBatchNorm1d().to(device), leaf(5, 4, device=device)
+    received = torch.autograd.grad(checkpoint(layer, x).exp().sum(), [x, layer.weight])
+    assert_equal(received, torch.autograd.grad(twin(x).exp().sum(), [x, twin.weight]))
+    assert_equal(dict(layer.named_buffers()), dict(twin.named_buffers()))
+
+
+def test_layer_counts_its_forwards(call, device):
+    layer = nn.BatchNorm1d(4).to(device)
+    for _ in range(3):
+        call(layer, leaf(5, 4, device=device)).sum().backward()
+    assert layer.num_batches_tracked == 3
+
+
+def test_layer_called_twice_in_a_region(call, device):
+    def program(call, layer, x):
+        return call(lambda x: layer(layer(x.exp()) * 3 + 1).sin(), x)
+
+    assert_statistics_equal(call, program, nn.BatchNorm1d(4).to(device), leaf(5, 4, device=device))
+
+
+def test_layer_in_two_regions(call, device):
+    def program(call, layer, x):
+        return call(layer, x) + call(layer, x.exp())
+
+    assert_statistics_equal(call, program, nn.BatchNorm1d(4).to(device), leaf(5, 4, device=device))
+
+
+def test_layer_inside_and_outside_a_region(call, device):
+    def program(call, layer, x):
+        return layer(call(lambda x: layer(x).exp(), x))
+
+    assert_statistics_equal(call, program, nn.BatchNorm1d(4).to(device), leaf(5, 4, device=device))
+
+
+def test_layer_under_no_grad_inside_the_region(call, device):
+    def program(call, layer, x):
+        def function(x):
+            with torch.no_grad():
+                scale = layer(x.exp())
+            return (x * scale).sin() * scale
+
+        return call(function, x)
+
+    assert_statistics_equal(call, program, nn.BatchNorm1d(4).to(device), leaf(5, 4, device=device))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_layer_where_gradients_are_off(device, mode):
+    layer = nn.BatchNorm1d(4).to(device)
+    with mode():
+        checkpoint(layer, torch.randn(5, 4, device=device))
+    assert layer.num_batches_tracked == 1
+
+
+def test_layers_in_nested_regions(device):
+    layers = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(3)).to(device)
+
+    def program(call, layers, x):
+        def level(x, depth):
+            hidden = layers[depth](x.exp())
+            return call(level, hidden, depth + 1).sin() if depth < 2 else hidden
+
+        return call(level, x, 0)
+
+    assert_statistics_equal(checkpoint, program, layers, leaf(5, 4, device=device))
+
+
+def test_one_layer_at_every_depth(device):
+    def program(call, layer, x):
+        def level(x, depth):
+            hidden = layer(x.exp())
+            return call(level, hidden, depth - 1).sin() if depth else hidden
+
+        return call(level, x, 2)
+
+    assert_statistics_equal(checkpoint, program, nn.BatchNorm1d(4).to(device), leaf(5, 4, device=device))
+
+
+def test_replay_that_raises_leaves_the_statistics(device):
+    layer = nn.BatchNorm1d(4).to(device)
+
+    def function(x):
+        hidden = layer(x.exp())
+        if is_recomputing():
+            raise KeyError
+        return hidden.sin()
+
+    loss = checkpoint(function, leaf(5, 4, device=device)).sum()
+    own, after_forward = dict(layer.named_buffers()), {name: b.clone() for name, b in layer.named_buffers()}
+    with pytest.raises(KeyError):
+        loss.backward()
+    assert_equal(dict(layer.named_buffers()), after_forward)
+    assert all(own[name] is buffer for name, buffer in layer.named_buffers())
+
+
+def test_statistics_that_the_caller_changes_between_forward_and_backward_stay(device):
+    layer = nn.BatchNorm1d(4).to(device)
+    loss = checkpoint(lambda x: layer(x.exp()).sin(), leaf(5, 4, device=device)).sum()
+    layer.reset_running_stats()
+    loss.backward()
+    assert_equal(dict(layer.named_buffers()), dict(nn.BatchNorm1d(4).to(device).named_buffers()))
+
+
+# compiled -------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A norm layer between two layers without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).tanh()
+
+
+def compiled_module(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+def compiled_in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def compiled_function(model):
+    return torch.compile(lambda x: model(x), backend="aot_eager")
+
+
+@pytest.mark.parametrize("compiled", [compiled_module, compiled_in_place, compiled_function])
+def test_layer_in_compiled_code_inside_a_region(device, compiled):
+    torch._dynamo.reset()
+
+    def program(call, model, x):
+        function = compiled(model)
+        return call(lambda x: function(x).sin(), x)
+
+    assert_statistics_equal(checkpoint, program, Net().to(device), leaf(5, 4, device=device))
+
+
+# threads and hooks ----------------------------------------------------------------------------------------------------
+
+
+def test_two_threads_replay_one_layer(device):
+    layer = nn.BatchNorm1d(4).to(device)
+    own = dict(layer.named_buffers())
+    regions = [Checkpointing(lambda x: layer(x.exp()).sin(), leaf(5, 4, device=device)) for _ in range(8)]
+    for region in regions:
+        region.checkpoint()
+    after_forwards = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    in_threads(*(region.prefetch for region in regions))
+    assert_equal(dict(layer.named_buffers()), after_forwards)
+    assert all(own[name] is buffer for name, buffer in layer.named_buffers())
+
+
+def test_no_hook_is_left_behind(call, device):
+    layer = nn.BatchNorm1d(4).to(device)
+    call(layer, leaf(5, 4, device=device)).sum().backward()
+    assert not any_global_hook()
+
+
+def test_no_hook_is_left_behind_by_a_replay_that_raises(device):
+    def function(x):
+        if is_recomputing():
+            raise KeyError
+        return x.exp()
+
+    with pytest.raises(KeyError):
+        checkpoint(function, leaf(3, device=device)).sum().backward()
+    assert not any_global_hook()
+
+
+def test_global_hooks_of_the_caller_stay(device):
+    events = []
+    before = register_module_forward_pre_hook(lambda module, _: events.append(f"before {type(module).__name__}"))
+    after = register_module_forward_hook(lambda module, _, __: events.append(f"after {type(module).__name__}"))
+    layer = nn.BatchNorm1d(4).to(device)
+    try:
+        checkpoint(lambda x: layer(x.exp()).sin(), leaf(5, 4, device=device)).sum().backward()
+        layer(torch.randn(5, 4, device=device))
+    finally:
+        before.remove()
+        after.remove()
+    assert events == ["before BatchNorm1d", "after BatchNorm1d"] * 3
+    assert not any_global_hook()
+
+
+def test_layer_is_not_kept_alive(device):
+    layer = nn.BatchNorm1d(4).to(device)
+    alive = weakref.ref(layer)
+    checkpoint(layer, leaf(5, 4, device=device)).sum().backward()
+    gc.disable()
+    try:
+        del layer
+        assert alive() is None
+    finally:
+        gc.enable()

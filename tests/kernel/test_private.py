@@ -1,0 +1,195 @@
+"""Each private name of torch's that the kernel uses does what its public counterpart does."""
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from tests.helpers import leaf
+from torchckpt.errors import CheckpointError
+from torchckpt.kernel import private
+
+
+class Hooks:
+    """A pair that writes down its calls."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def pack(self, tensor):
+        self.events.append("pack")
+        return tensor
+
+    def unpack(self, tensor):
+        self.events.append("unpack")
+        return tensor
+
+
+def backward_of_exp():
+    leaf(3).exp().sum().backward()
+
+
+def push_hooks_and_pop_hooks():
+    public, ours = Hooks(), Hooks()
+    with saved_tensors_hooks(public.pack, public.unpack):
+        backward_of_exp()
+    private.push_hooks(ours.pack, ours.unpack)
+    backward_of_exp()
+    private.pop_hooks()
+    backward_of_exp()
+    assert ours.events == public.events == ["pack", "unpack"]
+
+
+def hooks_in_force():
+    outer, inner = Hooks(), Hooks()
+    assert private.hooks_in_force(False) is None
+    with saved_tensors_hooks(outer.pack, outer.unpack):
+        with saved_tensors_hooks(inner.pack, inner.unpack):
+            assert private.hooks_in_force(False) == (inner.pack, inner.unpack)
+        assert private.hooks_in_force(False) == (outer.pack, outer.unpack)
+    assert private.hooks_in_force(False) is None
+
+
+def set_grad_enabled():
+    for enabled in (False, True):
+        private.set_grad_enabled(enabled)
+        assert torch.is_grad_enabled() is enabled
+
+
+def modes_are_active():
+    assert not private.modes_are_active()
+    with torch.device("meta"):
+        assert private.modes_are_active()
+        assert torch.get_default_device() == torch.device("meta")
+    assert not private.modes_are_active()
+    torch.set_default_device("meta")
+    assert private.modes_are_active()
+    torch.set_default_device(None)
+    assert not private.modes_are_active()
+
+
+def functorch_is_active():
+    seen = []
+    assert not private.functorch_is_active()
+    torch.vmap(lambda x: seen.append(private.functorch_is_active()) or x)(torch.zeros(2))
+    torch.func.grad(lambda x: seen.append(private.functorch_is_active()) or x)(torch.zeros(()))
+    torch.func.jvp(lambda x: seen.append(private.functorch_is_active()) or x, (torch.zeros(2),), (torch.zeros(2),))
+    assert seen == [True, True, True]
+    assert not private.functorch_is_active()
+
+
+def level_of_forward_ad():
+    assert private.forward_ad is forward_ad
+    levels = [private.forward_ad._current_level]
+    with forward_ad.dual_level():
+        levels.append(private.forward_ad._current_level)
+    levels.append(private.forward_ad._current_level)
+    assert [level >= 0 for level in levels] == [False, True, False]
+
+
+def global_forward_pre_hooks():
+    def hook(module, args):
+        pass
+
+    assert not private.global_forward_pre_hooks
+    handle = register_module_forward_pre_hook(hook)
+    assert private.global_forward_pre_hooks == {handle.id: hook}
+    handle.remove()
+    assert not private.global_forward_pre_hooks
+
+
+def global_forward_hooks():
+    def hook(module, args, output):
+        pass
+
+    assert not private.global_forward_hooks
+    handle = register_module_forward_hook(hook)
+    assert private.global_forward_hooks == {handle.id: hook}
+    handle.remove()
+    assert not private.global_forward_hooks
+
+
+def norm_layer():
+    public = {layer for layer in vars(nn).values() if isinstance(layer, type) and issubclass(layer, private.norm_layer)}
+    names = {f"{lazy}{kind}Norm{d}d" for lazy in ("", "Lazy") for kind in ("Batch", "Instance") for d in (1, 2, 3)}
+    assert {layer.__name__ for layer in public} == {*names, "SyncBatchNorm"}
+    for layer in (nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)):
+        assert list(layer._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def graphs_of(function):
+    """How many graphs Dynamo makes where eager code between compiled frames calls ``function``."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    eager = torch.compiler.disable(lambda x: function(x), recursive=False)
+    torch.compile(lambda x: eager(x), backend=backend)(torch.zeros(2))
+    torch._dynamo.reset()
+    return len(graphs)
+
+
+def keep_from_dynamo():
+    def ours(x):
+        def inner(x):
+            return callee(x)
+
+        return inner(x) * x.sin()
+
+    def public(x):
+        return callee(x) * x.sin()
+
+    def callee(x):
+        return x.exp()
+
+    def other(x):
+        return callee(x) * x.sin()
+
+    private.keep_from_dynamo(ours)
+    assert graphs_of(other) == 1
+    assert graphs_of(torch.compiler.disable(public)) == 0
+    assert graphs_of(ours) == 0
+    assert graphs_of(ours) == 0  # torch._dynamo.reset() does not undo it
+
+
+COUNTERPARTS = {
+    "forward_ad": level_of_forward_ad,
+    "functorch_is_active": functorch_is_active,
+    "global_forward_hooks": global_forward_hooks,
+    "global_forward_pre_hooks": global_forward_pre_hooks,
+    "hooks_in_force": hooks_in_force,
+    "keep_from_dynamo": keep_from_dynamo,
+    "modes_are_active": modes_are_active,
+    "norm_layer": norm_layer,
+    "pop_hooks": push_hooks_and_pop_hooks,
+    "push_hooks": push_hooks_and_pop_hooks,
+    "set_grad_enabled": set_grad_enabled,
+}
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", private.__all__)
+def test_private_name_does_what_its_public_counterpart_does(name):
+    COUNTERPARTS[name]()
+
+
+def test_torch_without_a_private_name_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.delattr(torch._C, "_len_torch_function_stack")
+    monkeypatch.delitem(sys.modules, "torchckpt.kernel.private")
+    with pytest.raises(CheckpointError) as caught:
+        import torchckpt.kernel.private  # noqa: F401
+    rule, received, works = str(caught.value).splitlines()
+    assert rule == "torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py"
+    assert received.startswith("  received: cannot import name '_len_torch_function_stack' from 'torch._C'")
+    assert works == "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
+
+
+def test_every_private_name_has_a_counterpart():
+    assert list(COUNTERPARTS) == sorted(private.__all__)

@@ -1,0 +1,122 @@
+"""The public surface, letter for letter: a change to it is a change to this file."""
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import torchckpt
+from torchckpt import errors, testing, typing
+
+
+def test_names():
+    assert torchckpt.__all__ == [
+        "CheckpointError",
+        "Checkpointing",
+        "Pipe",
+        "__version__",
+        "checkpoint",
+        "checkpoint_module",
+        "errors",
+        "is_checkpointing",
+        "is_recomputing",
+        "testing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            errors,
+            [
+                "ArgumentError",
+                "CheckpointError",
+                "Fault",
+                "RecomputationError",
+                "RegionError",
+                "TransformError",
+                "raise_faults",
+            ],
+        ),
+        (testing, ["Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]),
+        (typing, ["CheckpointMode", "ContextFunction", "DeterminismCheck", "Function"]),
+    ],
+)
+def test_names_of_the_public_modules(module, names):
+    assert module.__all__ == names
+
+
+@pytest.mark.parametrize("module", [torchckpt, errors, testing, typing])
+def test_every_name_is_there(module):
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+OPTIONS = (
+    "preserve_rng_state: 'bool' = True, generators: 'Sequence[torch.Generator]' = (), "
+    "determinism_check: 'DeterminismCheck' = 'default', context_fn: 'ContextFunction | None' = None, "
+)
+
+SIGNATURES = {
+    "checkpoint": (
+        "(function: 'Function', *args: 'Any', use_reentrant: 'bool | None' = None, "
+        f"{OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True, **kwargs: 'Any') -> 'Any'"
+    ),
+    "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'CheckpointHandle'",
+    "Checkpointing": (
+        f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"
+    ),
+    "Checkpointing.checkpoint": "(self) -> 'Any'",
+    "Checkpointing.recompute": "(self, outputs: 'Any') -> 'Any'",
+    "Checkpointing.prefetch": "(self) -> 'None'",
+    "Pipe": (
+        "(module: 'nn.Sequential', balance: 'Sequence[int] | None' = None, "
+        "devices: 'Sequence[torch.device | str | int] | None' = None, chunks: 'int' = 1, "
+        "checkpoint: 'CheckpointMode' = 'except_last', lookahead: 'int' = 1) -> 'None'"
+    ),
+    "Pipe.forward": "(self, input: 'Batch') -> 'Batch'",
+    "is_checkpointing": "() -> 'bool'",
+    "is_recomputing": "() -> 'bool'",
+    "testing.count_recomputes": "() -> 'Iterator[Recomputes]'",
+    "testing.saved_bytes": "() -> 'Iterator[SavedBytes]'",
+    "testing.flops": "() -> 'Iterator[Flops]'",
+    "testing.assert_transparent": (
+        "(function: 'Function', *args: 'Any', modules: 'Sequence[nn.Module]' = (), **kwargs: 'Any') -> 'None'"
+    ),
+}
+
+
+def named(path):
+    found = torchckpt
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signature(path):
+    assert str(inspect.signature(named(path))) == SIGNATURES[path]
+
+
+def test_checkpointing_has_these_members_and_no_other():
+    assert [name for name in vars(torchckpt.Checkpointing) if not name.startswith("_")] == [
+        "checkpoint",
+        "recompute",
+        "prefetch",
+        "is_recomputed",
+    ]
+    assert isinstance(inspect.getattr_static(torchckpt.Checkpointing, "is_recomputed"), property)
+
+
+def test_handle_of_a_module_has_these_members_and_no_other():
+    from torchckpt.kernel.module import CheckpointHandle
+
+    assert [name for name in vars(CheckpointHandle) if not name.startswith("_")] == ["remove"]
+
+
+def test_every_public_function_is_documented():
+    assert [path for path in SIGNATURES if not inspect.getdoc(named(path))] == []
+
+
+def test_version_is_three_numbers():
+    assert [part.isdigit() for part in torchckpt.__version__.split(".")] == [True, True, True]

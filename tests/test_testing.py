@@ -1,0 +1,297 @@
+"""The helpers of torchckpt.testing count what there is, and find what differs."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import in_thread
+from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+from torchckpt.testing import assert_transparent, count_recomputes, flops, saved_bytes
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def block(x):
+    return x.sin().exp().sin()
+
+
+# count_recomputes -----------------------------------------------------------------------------------------------------
+
+
+def test_recomputes_are_counted_by_region():
+    linear = nn.Linear(4, 4)
+    checkpoint_module(linear)
+    with count_recomputes() as recomputes:
+        for _ in range(3):
+            checkpoint(block, linear(leaf(2, 4))).sum().backward()
+        checkpoint(torch.sin, leaf(2)).sum().backward()
+    assert recomputes.total == 7
+    assert recomputes.by_region == {"'block'": 3, "'Linear.forward'": 3, name_of_sin(): 1}
+
+
+def name_of_sin():
+    return f"'{torch.sin.__qualname__}'"
+
+
+def test_forwards_and_replays_outside_the_block_are_not_counted():
+    loss, other = checkpoint(block, leaf(2)).sum(), checkpoint(block, leaf(2)).sum()
+    with count_recomputes() as recomputes:
+        checkpoint(block, leaf(2))
+        assert recomputes.total == 0
+        loss.backward()
+        assert recomputes.total == 1
+    other.backward()
+    assert recomputes.total == 1
+
+
+def test_replay_that_is_prefetched_counts_once():
+    with count_recomputes() as recomputes:
+        region = Checkpointing(block, leaf(2))
+        loss = region.recompute(region.checkpoint()).sum()
+        region.prefetch()
+        region.prefetch()
+        loss.backward()
+    assert recomputes.by_region == {"'block'": 1}
+
+
+def test_replay_that_fails_does_not_count():
+    def failing(x):
+        y = x.sin()
+        if is_recomputing():
+            raise ValueError("the pump is off")
+        return y.exp()
+
+    with count_recomputes() as recomputes, pytest.raises(ValueError, match="the pump is off"):
+        checkpoint(failing, leaf(2)).sum().backward()
+    assert recomputes.total == 0
+
+
+def test_counters_may_overlap():
+    with count_recomputes() as outer:
+        checkpoint(block, leaf(2)).sum().backward()
+        with count_recomputes() as inner:
+            checkpoint(block, leaf(2)).sum().backward()
+    assert (outer.total, inner.total) == (2, 1)
+
+
+def test_replays_in_other_threads_are_counted():
+    loss = checkpoint(block, leaf(2)).sum()
+    with count_recomputes() as recomputes:
+        in_thread(loss.backward)
+    assert recomputes.total == 1
+
+
+def test_counter_ends_when_its_block_raises():
+    with pytest.raises(ValueError, match="the pump is off"), count_recomputes() as recomputes:
+        raise ValueError("the pump is off")
+    checkpoint(block, leaf(2)).sum().backward()
+    assert recomputes.total == 0
+
+
+# saved_bytes ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_saved_by_eager_and_by_a_region():
+    x = leaf(1024) * 1
+    with saved_bytes() as saved:
+        y = block(x)
+    assert saved.total == 2 * x.nbytes  # x, and its exp once for two operators
+    with saved_bytes() as saved:
+        z = checkpoint(block, x)
+    assert saved.total == x.nbytes
+    del y, z
+
+
+def test_storage_counts_once_and_whole():
+    x = leaf(1024) * 1
+    with saved_bytes() as saved:
+        y = [x.sin(), x.cos(), x[:10].sin(), x.view(2, 512).sin()]
+    assert saved.total == x.nbytes
+    del y
+
+
+def test_nothing_saved_is_zero():
+    with saved_bytes() as saved:
+        y = leaf(1024) + 1
+    assert saved.total == 0
+    del y
+
+
+def test_leaves_that_require_grad_do_not_count():
+    weight, x = nn.Parameter(torch.randn(1024)), leaf(1024)
+    with saved_bytes() as saved:
+        y = (x * weight).sum() + x.sin().sum()
+    assert saved.total == 0
+    del y
+
+
+def test_parameters_that_are_saved_as_views_do_not_count():
+    linear, x = nn.Linear(64, 32), leaf(8, 64) * 1
+    with saved_bytes() as saved:
+        y = linear(x)  # its backward needs x and the transposed weight
+    assert saved.total == x.nbytes
+    del y
+
+
+def test_bytes_of_one_step_after_another_add_up():
+    with saved_bytes() as saved:
+        for _ in range(5):
+            x = leaf(1024) * 1
+            x.sin().sum().backward()
+            del x
+    assert saved.total == 5 * 4096
+
+
+def test_backward_works_after_the_block():
+    x = leaf(1024)
+    with saved_bytes():
+        loss = block(x * 1).sum() + checkpoint(block, x * 1).sum()
+    (gradient,) = torch.autograd.grad(loss, x)
+    (half,) = torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(gradient, 2 * half)
+
+
+# flops ----------------------------------------------------------------------------------------------------------------
+
+
+def test_flops_of_a_forward_a_backward_and_a_replay():
+    linear, x = nn.Linear(16, 32, bias=False), leaf(8, 16)
+    product = 2 * 8 * 16 * 32
+    with flops() as counted:
+        loss = checkpoint(lambda x: linear(x).sin().exp(), x).sum()
+        assert counted.total == product
+        loss.backward()
+    assert counted.total == product + product + 2 * product
+
+
+def test_flops_of_nothing_are_zero():
+    with flops() as counted:
+        leaf(4)
+    assert counted.total == 0
+
+
+# assert_transparent ---------------------------------------------------------------------------------------------------
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.register_buffer("counter", torch.zeros(()))
+        self.linear, self.step = nn.Linear(4, 4), step
+
+    def forward(self, x):
+        if not (is_recomputing() and self.step == "guarded"):
+            self.counter += 1
+        return self.linear(x).sin()
+
+    def method(self, x):
+        return self(x)
+
+
+def test_transparent_function_passes_and_nothing_is_touched():
+    x, module = leaf(3, 4), WithBuffer("guarded")
+    assert_transparent(module, x)
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.counter == 1
+
+
+def test_generators_are_afterwards_as_after_one_call():
+    x = leaf(3, 4)
+    torch.manual_seed(3)
+    nn.functional.dropout(x)
+    expected = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert_transparent(nn.functional.dropout, x)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_arguments_by_keyword_and_in_containers_are_passed():
+    def function(pair, *, scale):
+        return {"sum": pair[0] + pair[1] * scale, "count": 2}
+
+    assert_transparent(function, (leaf(3), leaf(3)), scale=2.0)
+
+
+def test_function_without_gradients_passes():
+    assert_transparent(torch.sin, torch.randn(3))
+
+
+def test_output_that_is_a_leaf_passes():
+    x = leaf(3)
+    assert_transparent(lambda x: (x, x.sin()), x)
+
+
+def test_complex_and_integer_outputs_pass():
+    assert_transparent(lambda x: (torch.complex(x, x).sin(), x.argsort()), leaf(3))
+
+
+def test_nan_is_equal_to_nan():
+    assert_transparent(lambda x: (x * float("nan")).sin(), leaf(3))
+
+
+def broken_in_three_places(x):
+    return [x.sin() * (2 if is_checkpointing() else 1), x.cos(), x.detach() + is_checkpointing()]
+
+
+def test_differences_are_all_listed_under_the_name_of_the_function():
+    with pytest.raises(AssertionError) as caught:
+        assert_transparent(broken_in_three_places, leaf(3))
+    assert str(caught.value) == (
+        "checkpoint('broken_in_three_places') is not the plain call; "
+        "different: output 0, output 2, gradient 0, of shape (3,)"
+    )
+
+
+def test_gradient_of_a_tensor_closed_over_is_compared():
+    weight = leaf(3)
+    with pytest.raises(AssertionError, match=r"different: gradient 0, of shape \(3,\)$"):
+        assert_transparent(lambda x: (weight * (2 if is_recomputing() else 1)).sin() + x, torch.randn(3))
+
+
+def test_gradient_that_is_missing_is_a_difference():
+    weight = leaf(3)
+
+    def function(x):
+        return x.sin() + (weight.detach() if is_checkpointing() else weight)
+
+    with pytest.raises(AssertionError, match="different: gradient"):
+        assert_transparent(function, leaf(3))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda x: x.double() if is_checkpointing() else x,
+        lambda x: x[:2] if is_checkpointing() else x,
+        lambda x: x * (0.0 if is_checkpointing() else float("nan")),
+        lambda x: x.abs() * (torch.finfo(x.dtype).max if is_checkpointing() else float("inf")),
+        lambda x: x.detach() if is_checkpointing() else x * 1,
+    ],
+    ids=["dtype", "shape", "zero for nan", "largest for infinity", "requires_grad"],
+)
+def test_output_of_another_kind_is_a_difference(broken):
+    with pytest.raises(AssertionError, match="is not the plain call; different: "):
+        assert_transparent(broken, torch.ones(3, requires_grad=True))
+
+
+def test_buffers_of_the_module_of_a_method_and_of_named_modules_are_watched():
+    module, x = WithBuffer("unguarded"), leaf(3, 4)
+    for function, modules in ((module, ()), (module.method, ()), (lambda x: module(x), [module])):
+        with pytest.raises(AssertionError, match=r"different: buffer WithBuffer\.counter$"):
+            assert_transparent(function, x, modules=modules)
+
+
+def test_buffers_of_two_modules_of_one_class_are_watched_apart():
+    first, second = WithBuffer("unguarded"), WithBuffer("guarded")
+    for modules in ([first, second], [second, first]):
+        with pytest.raises(AssertionError, match="counter"):
+            assert_transparent(lambda x: first(second(x)), leaf(3, 4), modules=modules)
+
+
+def test_error_of_the_function_passes_through():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        assert_transparent(nn.Linear(3, 3), leaf(2, 4))
