@@ -1,6 +1,8 @@
 """Fixtures of all tests: the device, the seed, and the three ways to make a region."""
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -22,3 +24,12 @@ def call(request):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled before the test, and nothing of it stays."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()

@@ -1,8 +1,7 @@
-"""Memory: what a step keeps, and how many bytes are alive while it runs."""
+"""Memory: what a stage keeps, and how many bytes are alive while a step runs."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +43,12 @@ class Curve:
         return max(self.forward + self.backward)
 
 
-def bytes_alive(forward: Callable[[], Tensor], on_accelerator: bool) -> Curve:
-    """Run ``forward``, which returns a loss, and its backward. What was there before does not count."""
-    ledger = AllocatedBytes() if on_accelerator else LiveBytes()
+def bytes_alive(variant: Variant, batch: tuple[Tensor, Tensor], seed: int) -> Curve:
+    """Run a forward and its backward. What was there before, such as parameters, does not count."""
+    variant.optimizer.zero_grad()
+    ledger = LiveBytes() if batch[0].device.type == "cpu" else AllocatedBytes()
     with ledger:
-        loss = forward()
+        loss = variant.loss(batch, seed)
     turn = len(ledger.curve)
     with ledger:
         loss.backward()
@@ -56,13 +56,13 @@ def bytes_alive(forward: Callable[[], Tensor], on_accelerator: bool) -> Curve:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts each storage that an operation makes, until nobody holds it. Exact, where the caller's thread does all."""
+    """Counts each storage from the operation that makes it until nobody holds it: exact, where one thread does all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.curve: list[int] = []
         self._alive = 0
-        self._known: set[int] = set()  # the ids of the storages that exist, and are counted or were there before
+        self._known: set[int] = set()  # ids of the storages that live, and are counted or were there before
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,15 +74,14 @@ class LiveBytes(TorchDispatchMode):
 
     def _meet(self, values: Any, counted: bool) -> None:
         for tensor in pytree.tree_leaves(values):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._known:
                 self._enter(tensor.untyped_storage(), counted)
 
     def _enter(self, storage: torch.UntypedStorage, counted: bool) -> None:
         number, size = id(storage), storage.nbytes() if counted else 0
-        if number not in self._known:
-            self._known.add(number)
-            self._alive += size
-            weakref.finalize(storage, self._leave, number, size)
+        self._known.add(number)
+        self._alive += size
+        weakref.finalize(storage, self._leave, number, size)
 
     def _leave(self, number: int, size: int) -> None:
         self._known.remove(number)
@@ -90,14 +89,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes(TorchDispatchMode):
-    """What the accelerators' allocators have given out, after each operation; in threads without it, each module."""
+    """Asks the accelerators' allocators after each operation; after each module, in threads that have no such mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.curve: list[int] = []
         self._before = _allocated()
 
-    def __enter__(self) -> AllocatedBytes:
+    def __enter__(self) -> Any:
         self._hook = register_module_forward_hook(lambda *_: self._look())
         return super().__enter__()
 

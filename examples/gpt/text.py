@@ -26,13 +26,13 @@ class Text:
     """Up to ``limit`` characters of the standard library, in the order of its file names."""
 
     def __init__(self, limit: int = 3_000_000) -> None:
-        self.codes = encode(_sources(limit))
+        self._codes = encode(_sources(limit))
 
-    def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, rows: int, length: int, device: str) -> tuple[Tensor, Tensor]:
         """The mini-batch of a step, always the same one: characters, and at each place the next character."""
         generator = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(self.codes) - length, (rows, 1), generator=generator)
-        window = self.codes[starts + torch.arange(length + 1)]
+        starts = torch.randint(len(self._codes) - length, (rows, 1), generator=generator)
+        window = self._codes[starts + torch.arange(length + 1)].to(device)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 

@@ -13,9 +13,10 @@ from torch.nn.functional import cross_entropy
 from gpt.model import Size, gpt
 from torchckpt import Pipe
 
-__all__ = ["NONE", "STOCK", "TORCHCKPT", "Variant", "variants"]
+__all__ = ["DEFAULT", "NONE", "STOCK", "TORCHCKPT", "Variant", "variants"]
 
-NONE, STOCK, TORCHCKPT = "no checkpointing", "torch.utils.checkpoint", "torchckpt"
+NONE, STOCK = "no checkpointing", "torch.utils.checkpoint"
+TORCHCKPT, DEFAULT = 'torchckpt "always"', 'torchckpt "except_last"'
 
 
 class Variant:
@@ -50,6 +51,7 @@ class Variant:
 
 
 def variants(size: Size, devices: list[str], seed: int) -> list[Variant]:
+    """All of them, the one without checkpointing first."""
     torch.manual_seed(seed)
     model = gpt(size)
     plain, ours, default = (copy.deepcopy(model) for _ in range(3))
@@ -60,7 +62,7 @@ def variants(size: Size, devices: list[str], seed: int) -> list[Variant]:
         Variant(NONE, Pipe(plain, size.balance, checkpoint="never", **options)),
         Variant(STOCK, Pipe(stock, [1, 1], checkpoint="never", **options)),
         Variant(TORCHCKPT, Pipe(ours, size.balance, checkpoint="always", **options)),
-        Variant("except the last", Pipe(default, size.balance, checkpoint="except_last", **options)),
+        Variant(DEFAULT, Pipe(default, size.balance, checkpoint="except_last", **options)),
     ]
 
 

@@ -17,13 +17,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_block_inside_a_region(call, device, backend):
     block = Block().to(device)

@@ -191,15 +191,22 @@ def compiled_function(model):
     return torch.compile(lambda x: model(x), backend="aot_eager")
 
 
-@pytest.mark.parametrize("compiled", [compiled_module, compiled_in_place, compiled_function])
-def test_layer_in_compiled_code_inside_a_region(device, compiled):
-    torch._dynamo.reset()
-
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_layer_in_a_compiled_module_inside_a_region(device):
     def program(call, model, x):
-        function = compiled(model)
+        function = compiled_module(model)
         return call(lambda x: function(x).sin(), x)
 
     assert_statistics_equal(checkpoint, program, Net().to(device), leaf(5, 4, device=device))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [compiled_in_place, compiled_function])
+def test_layer_in_other_compiled_code_counts_again_in_the_replay_as_the_readme_says(device, compiled):
+    model = Net().to(device)
+    function = compiled(model)
+    checkpoint(lambda x: function(x).sin(), leaf(5, 4, device=device)).sum().backward()
+    assert model.norm.num_batches_tracked == 2
 
 
 # threads and hooks ----------------------------------------------------------------------------------------------------

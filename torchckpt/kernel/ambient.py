@@ -11,7 +11,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import (
+    Tensor,
+    get_autocast_dtype,
+    get_default_device,
+    get_default_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    is_inference_mode_enabled,
+)
 
 from torchckpt.kernel.private import modes_are_active
 
@@ -54,12 +62,12 @@ def settings() -> Settings:
     """Those of this thread, now."""
     accelerator = accelerator_type()
     return (
-        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-        torch.get_autocast_dtype(accelerator) if accelerator and torch.is_autocast_enabled(accelerator) else None,
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device() if modes_are_active() else None,
-        torch.is_inference_mode_enabled(),
+        get_autocast_dtype("cpu") if is_autocast_enabled("cpu") else None,
+        get_autocast_dtype(accelerator) if accelerator and is_autocast_enabled(accelerator) else None,
+        is_autocast_cache_enabled(),
+        get_default_dtype(),
+        get_default_device() if modes_are_active() else None,
+        is_inference_mode_enabled(),
     )
 
 

@@ -1,7 +1,7 @@
 """Boundary: the arguments of a region, all that stays in memory between its forward and its replay."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from torchckpt.kernel.private import hooks_in_force
 
 __all__ = ["Boundary"]
 
-_LEAVES = frozenset(
-    {Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
-)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
 class Boundary:
@@ -25,42 +23,49 @@ class Boundary:
     the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_leaves", "_saved", "_spec", "_unpack")
+    __slots__ = ("_saved", "_spec", "_unpack")
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._spec: pytree.TreeSpec | None
-        flat = not kwargs and _LEAVES.issuperset(map(type, args))  # most calls are, and need no tree
-        leaves, self._spec = (list(args), None) if flat else pytree.tree_flatten((args, dict(kwargs)))
-        # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
+        leaves, self._spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
         pack, self._unpack = (torch.no_grad()(hooks[0]), hooks[1]) if hooks else (Tensor.detach, None)
-        self._saved: list[tuple[int, bool, int]] = []
-        for place, leaf in enumerate(leaves):
+        self._saved: list[tuple[Any, int | None, bool]] = []  # what is kept, a tensor's version, and requires_grad
+        for leaf in leaves:
             # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
-                self._saved.append((place, leaf.requires_grad, leaf._version))
-                leaves[place] = pack(leaf)
-        self._leaves = leaves
+                self._saved.append((pack(leaf), leaf._version, leaf.requires_grad))
+            else:
+                self._saved.append((leaf, None, False))
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
         """``(args, kwargs)`` for a replay, and the tensors in them, detached from the graph that they came from.
 
         Raises ``RuntimeError``, as eager autograd does, if one was changed in place since.
         """
-        leaves = self._leaves.copy()
-        tensors = []
-        for place, requires_grad, version in self._saved:
-            tensor = leaves[place]
-            if self._unpack is not None:
-                tensor = self._unpack(tensor).detach()
-            elif tensor._version != version:
-                raise RuntimeError(_changed(tensor, version))
-            leaves[place] = tensor.requires_grad_() if requires_grad else tensor
-            tensors.append(tensor)
+        leaves, tensors = [], []
+        for leaf, version, requires_grad in self._saved:
+            if version is not None:
+                if self._unpack is not None:
+                    leaf = self._unpack(leaf).detach()
+                elif leaf._version != version:
+                    raise RuntimeError(_changed(leaf, version))
+                if requires_grad:
+                    leaf.requires_grad_()
+                tensors.append(leaf)
+            leaves.append(leaf)
         if self._spec is None:
-            return tuple(leaves), {}, tensors
+            return leaves, {}, tensors
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs, tensors
+
+
+def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    # Those of most calls are, and need no tree.
+    for arg in args:
+        if not isinstance(arg, Tensor) and type(arg) not in _ATOMS:
+            return False
+    return not kwargs
 
 
 def _changed(tensor: Tensor, version: int) -> str:

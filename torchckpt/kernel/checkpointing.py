@@ -147,7 +147,7 @@ class Checkpointing:
         self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
         checked("Checkpointing", function, self._options)
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
-        self._frame: Frame | None = None  # made by checkpoint(), and where gradients are off, never
+        self._frame: Frame | None = None  # of a forward that has returned, where gradients were on
 
     def checkpoint(self) -> Any:
         """Run the forward, drop the activations, and return what the function returns. Once."""
@@ -162,8 +162,10 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         _refuse_transforms()
-        self._frame = Frame(self._options)
-        return self._frame.forward(function, args, kwargs)
+        frame = Frame(self._options)
+        outputs = frame.forward(function, args, kwargs)
+        self._frame = frame
+        return outputs
 
     def recompute(self, outputs: Any) -> Any:
         """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes on to the region.

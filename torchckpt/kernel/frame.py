@@ -27,6 +27,8 @@ __all__ = ["Frame", "observers"]
 observers: list[Callable[[str], object]] = []
 """Each is called with the name of a region right after that was replayed (``torchckpt.testing`` counts with it)."""
 
+_RLock = type(threading.RLock())  # what threading.RLock(), a function in Python, makes
+
 
 class Frame:
     """One region in one forward. ``forward()`` is called once, ``recompute()`` by whoever comes first.
@@ -43,7 +45,7 @@ class Frame:
         self._slots: list[Slot] = []
         self._returned = False  # whether the forward has, so that no more slots will come
         self._trail: Trail | None = None
-        self._lock = threading.RLock()
+        self._lock = _RLock()
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)

@@ -46,7 +46,7 @@ def unwatch(borrowers: list[nn.Module]) -> None:
 
 
 def is_statistic(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may come from the copies that a norm layer, whose call is under way in this replay, was lent."""
+    """Whether ``tensor`` may come from copies that were lent, to a norm layer whose call is under way."""
     return bool(thread.flags[2]) and not tensor.requires_grad
 
 

@@ -42,9 +42,6 @@ def _faults(function: object, options: Options) -> Iterator[Fault]:
     if not _are_generators(options.generators):
         works = "generators=(generator,)"
         yield Fault("generators must be a sequence of torch.Generator", _shown(options.generators), works)
-    elif options.generators and options.preserve_rng_state is False:
-        works = "preserve_rng_state=True, the default; or no generators"
-        yield Fault("generators are replayed only with preserve_rng_state", "preserve_rng_state=False", works)
     if options.determinism_check not in _CHECKS:
         received, works = _shown(options.determinism_check), 'determinism_check="values"'
         yield Fault(f"determinism_check must be one of {_CHECKS}", received, works)

@@ -29,8 +29,8 @@ try:
     from torch._C import (
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
-    from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _dynamo
+    from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__

@@ -1,0 +1,167 @@
+"""Trains a small GPT on the sources of Python's standard library: the same training, with and without recomputation.
+
+Two stages, several micro-batches. First all variants make the same steps, side by side: without checkpointing, with
+``torch.utils.checkpoint``, and with ``torchckpt``. Then torchckpt's goes on alone, and writes some text.
+
+    python examples/train_gpt.py --out demo
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeAlias
+
+# Both are read when torch starts. Waiting threads do not spin: they would take the cores from whoever shares them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# cuBLAS computes the same bits each time.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from gpt.memory import bytes_alive, kept_bytes
+from gpt.model import Size
+from gpt.picture import draw_memory
+from gpt.table import Measured, table
+from gpt.text import Text, decode, encode
+from gpt.variants import TORCHCKPT, Variant, variants
+from torch import Tensor
+
+from torchckpt import Pipe
+from torchckpt.testing import flops
+
+FULL = Size(blocks=6, width=128, heads=4, length=128, rows=16, chunks=8)
+QUICK = Size(blocks=4, width=32, heads=2, length=64, rows=8, chunks=4)
+
+Batches: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
+"""The mini-batch of each step."""
+
+
+def main() -> None:
+    options = parsed_options()
+    size = QUICK if options.quick else FULL
+    devices = two_devices(options.device)
+    batches = partial(Text().batch, rows=size.rows, length=size.length, device=devices[0])
+    contenders = variants(size, devices, seed=0)
+    print(f"A GPT of {size.blocks} blocks; 2 stages on {' and '.join(devices)}; {size.chunks} micro-batches.\n")
+
+    measured = compare(contenders, batches, options.compare)
+    print(table(measured, options.compare), end="\n\n")
+    check(measured)
+
+    ours = next(variant for variant in contenders if variant.name == TORCHCKPT)
+    train(ours, batches, range(options.compare, options.steps), options.seconds)
+    print("\n" + sample(ours.pipe, "def ", 20 if options.quick else 300, size.length), end="\n\n")
+
+    draw(measured, size, options.out / "memory.svg")
+
+
+def compare(contenders: Sequence[Variant], batches: Batches, steps: int) -> list[Measured]:
+    """All make the same steps, in turns, so that whatever else the machine does slows each of them alike."""
+    seconds: dict[Variant, list[float]] = {variant: [] for variant in contenders}
+    for step in range(steps):
+        for variant in contenders:
+            seconds[variant].append(timed_step(variant, batches(step), step))
+    gradients = contenders[0].gradients()
+    return [measure(variant, gradients, seconds[variant], batches(steps), seed=steps) for variant in contenders]
+
+
+def timed_step(variant: Variant, batch: tuple[Tensor, Tensor], seed: int) -> float:
+    start = time.perf_counter()
+    variant.step(batch, seed)
+    return time.perf_counter() - start
+
+
+def measure(
+    variant: Variant, gradients: list[Tensor], seconds: list[float], batch: tuple[Tensor, Tensor], seed: int
+) -> Measured:
+    """What can be counted of one more step, and whether the gradients of the last one are ``gradients``."""
+    equal = all(torch.equal(ours, plain) for ours, plain in zip(variant.gradients(), gradients))
+    with flops() as counted:
+        loss = variant.loss(batch, seed)
+        loss.backward()
+    return Measured(
+        name=variant.name,
+        loss=loss.item(),
+        gradients_equal=equal,
+        kept_bytes=kept_bytes(variant, batch[0]),
+        curve=bytes_alive(variant, batch, seed),
+        step_flops=counted.total,
+        step_seconds=statistics.median(seconds),
+    )
+
+
+def check(measured: list[Measured]) -> None:
+    if any(m.loss != measured[0].loss for m in measured):
+        sys.exit("The losses differ: recomputation has changed the training.")
+    if not all(m.gradients_equal for m in measured):
+        sys.exit("The gradients differ: recomputation has changed the training.")
+
+
+def train(variant: Variant, batches: Batches, steps: range, limit_seconds: float) -> None:
+    """Go on for these steps, or until the time is over."""
+    start = time.perf_counter()
+    for done, step in enumerate(steps, 1):
+        x, y = batches(step)
+        loss = variant.step((x, y), step)
+        seconds = time.perf_counter() - start
+        over = step == steps[-1] or seconds > limit_seconds
+        if over or done % 10 == 0:
+            print(f"step {step + 1:4}   loss {loss:.3f}   {done * x.numel() / seconds:,.0f} tokens/s", flush=True)
+        if over:
+            break
+
+
+@torch.no_grad()
+def sample(pipe: Pipe, text: str, characters: int, length: int) -> str:
+    """``text``, continued."""
+    pipe.eval()
+    codes = encode(text)[None]
+    for _ in range(characters):
+        logits = pipe(codes[:, -length:])[:, -1]
+        following = torch.multinomial((logits / 0.8).softmax(-1), 1)
+        codes = torch.cat([codes, following.cpu()], dim=1)
+    return decode(codes[0])
+
+
+def draw(measured: list[Measured], size: Size, path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        print("There is no picture, for want of matplotlib: pip install 'torchckpt[plot]'")
+        return
+    plain, stock, ours, _ = (m.curve for m in measured)
+    subtitle = f"one training step of a GPT: {size.blocks} blocks, 2 stages, {size.chunks} micro-batches"
+    draw_memory(plain, stock, ours, subtitle, path)
+    print(f"The picture of the memory is {path}")
+
+
+def two_devices(kind: str) -> list[str]:
+    """Where the two stages are: on the CPU, on two accelerators, or both on the one that there is."""
+    if kind == "cpu":
+        return ["cpu", "cpu"]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != kind:
+        sys.exit(f"--device {kind}: there is none here; --device {found.type if found else 'cpu'} would work")
+    return [f"{kind}:0", f"{kind}:{min(1, torch.accelerator.device_count() - 1)}"]
+
+
+def parsed_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu (default), or cuda: two GPUs, or both stages on one")
+    parser.add_argument("--compare", type=int, default=10, help="steps that all variants make (%(default)s)")
+    parser.add_argument("--steps", type=int, default=110, help="steps that torchckpt's makes in all (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="limit for those that it makes alone (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and a few steps, to see that all works")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the picture (%(default)s)")
+    options = parser.parse_args()
+    if options.quick:
+        options.compare, options.steps = 2, 6
+    return options
+
+
+if __name__ == "__main__":
+    main()
