@@ -27,9 +27,15 @@ def seed():
 
 
 @pytest.fixture
-def fresh_dynamo():
+def fresh_dynamo(collected):
     """Nothing is compiled before the test, and nothing of it stays."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def collected():
+    """What the tests of a file leave to the garbage collector is gone after the last one."""
+    yield
     gc.collect()

@@ -39,7 +39,7 @@ def test_names():
                 "raise_faults",
             ],
         ),
-        (testing, ["Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]),
+        (testing, ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]),
         (typing, ["CheckpointMode", "ContextFunction", "DeterminismCheck", "Function"]),
     ],
 )

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from torchckpt.kernel.ambient import generators_of
+from torchckpt.kernel.ambient import generators_of, put_back, random_state
 from torchckpt.kernel.checkpointing import checkpoint
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.frame import observers
@@ -30,7 +31,7 @@ from torchckpt.typing import Function
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]
+__all__ = ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]
 
 
 class Recomputes:
@@ -62,17 +63,18 @@ class SavedBytes:
     """Bytes that autograd keeps from a forward for its backward: ``total``."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, int] = {}
+        self._storages: dict[StorageWeakRef, int] = {}  # by storage, not by address, which may be used again
 
     @property
     def total(self) -> int:
         return sum(self._storages.values())
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not (tensor.is_leaf and tensor.requires_grad):
+        whole = tensor if tensor._base is None else tensor._base
+        if not (whole.is_leaf and whole.requires_grad):
             storage = tensor.untyped_storage()
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor if tensor.grad_fn is None else tensor.detach()
+            self._storages[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]  # in torch
+        return tensor if tensor.is_leaf else tensor.detach()
 
 
 @contextmanager
@@ -121,13 +123,14 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     Raises:
         AssertionError: listing everything that differs.
     """
-    watched = [m for m in (function, getattr(function, "__self__", None), *modules) if isinstance(m, nn.Module)]
-    buffers = {f"{type(m).__name__}.{name}": b for m in watched for name, b in m.named_buffers()}
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    owners = (function, getattr(function, "__self__", None), *modules)
+    watched = _buffers_of(owner for owner in owners if isinstance(owner, nn.Module))
+    before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
     generators = generators_of(accelerators_among(args, kwargs), ())
-    states = [generator.get_state() for generator in generators]
+    states = random_state(generators)
 
     def observe(call: Function) -> dict[str, Tensor | None]:
+        torch.clear_autocast_cache()  # it would make two plain calls differ
         outputs = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
         seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
@@ -137,25 +140,45 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
             gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
             found = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
             seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in found})
-        seen.update({f"buffer {name}": buffer.clone() for name, buffer in buffers.items()})
+        seen.update({label: _clone(holder._buffers.get(name)) for label, holder, name, _ in watched})
         seen.update({f"generator {i}": generator.get_state() for i, generator in enumerate(generators)})
         return seen
 
     plain = observe(function)
-    for name, buffer in buffers.items():
-        buffer.data.copy_(before[name])
-    for generator, state in zip(generators, states):
-        generator.set_state(state)
+    for holder, name, buffer, value in before:
+        buffer.data.copy_(value)
+        holder._buffers[name] = buffer
+    put_back(states)
     region = observe(functools.partial(checkpoint, function))
     different = ", ".join(name for name in {**plain, **region} if not _equal(plain.get(name), region.get(name)))
     if different:
         raise AssertionError(f"checkpoint({name_of(function)}) is not the plain call; different: {different}")
 
 
+def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Each buffer once: a label, the module that holds it, its name there, and the buffer."""
+    found: dict[tuple[int, str], tuple[str, nn.Module, str, Tensor]] = {}
+    for number, module in enumerate(modules):
+        for path, holder in module.named_modules():
+            for name, buffer in holder._buffers.items():
+                if buffer is not None:
+                    where = ".".join(filter(None, (type(module).__name__, path, name)))
+                    label = f"buffer {where}{f' of module {number}' if number else ''}"
+                    found.setdefault((id(holder), name), (label, holder, name, buffer))
+    return list(found.values())
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
 def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
-    if plain is None or region is None or plain.dtype != region.dtype:
+    """To the bit, but that not-a-number equals itself."""
+    if plain is None or region is None:
+        return plain is region
+    if (plain.shape, plain.dtype) != (region.shape, region.dtype):
         return False
-    return torch.equal(plain, region) or torch.equal(plain.nan_to_num(), region.nan_to_num())
+    return bool(((plain == region) | ((plain != plain) & (region != region))).all())
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:

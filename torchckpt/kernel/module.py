@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,30 +31,23 @@ class _Checkpointed:
         """Do not tell the base class: it knows nothing of this subclass, and may want arguments."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _plain(self):
-            make, arguments, *state = self.__reduce_ex__(protocol)
-        return (_remade, (make, arguments, self.__dict__.get(_OPTIONS)), *state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        cls: Any = type(self)
-        if cls.__bases__[0] is _Checkpointed:
-            with _plain(self):
-                copied = copy.deepcopy(self, memo)
-            return _checkpointed(copied, self.__dict__.get(_OPTIONS))
-        copied = memo[id(self)] = cls.__new__(cls)  # someone else's subclass of ours, such as parametrize's
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return copied
+        # The class cannot be imported: name its base, and make it again.
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = reduced
+        own, base = type(self), type(self).__bases__[-1]
+        plain = tuple(base if argument is own else argument for argument in arguments)
+        return (_remade, (make, plain, self.__dict__.get(_OPTIONS)), *state)
 
 
-@contextmanager
-def _plain(module: Any) -> Iterator[None]:
-    """Give ``module`` its own class back, for its own ways to copy itself."""
-    cls = type(module)
-    module.__class__ = cls.__bases__[1] if cls.__bases__[0] is _Checkpointed else cls
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """For a base that copies itself its own way, which it does in its own class."""
+    cls = type(self)
+    self.__class__ = cls.__bases__[-1]
     try:
-        yield
+        copied = copy.deepcopy(self, memo)
     finally:
-        module.__class__ = cls
+        self.__class__ = cls
+    return _checkpointed(copied, self.__dict__.get(_OPTIONS))
 
 
 def _remade(make: Callable[..., Any], arguments: tuple[Any, ...], options: Options | None) -> Any:
@@ -82,9 +74,12 @@ def _class_for(base: type[Any]) -> type[Any]:
         options = self.__dict__.get(_OPTIONS)
         return plain(*args, **kwargs) if options is None else run(plain, args, kwargs, options)
 
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace["forward"] = forward
+    if hasattr(base, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy
     metaclass: Any = type(base)
-    checkpointed: type[Any] = metaclass(base.__name__, (_Checkpointed, base), {"forward": forward, **names})
+    checkpointed: type[Any] = metaclass(base.__name__, (_Checkpointed, base), namespace)
     return checkpointed
 
 
