@@ -21,9 +21,9 @@ def draw_memory(plain: Curve, stock: Curve, ours: Curve, subtitle: str, path: Pa
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     _frame(axes, f"Same loss, {plain.peak / ours.peak:.1f}x less memory", subtitle, plain.peak / MIB)
-    _curve(axes, ours, "torchckpt: {:.0f} MiB, each stage one micro-batch ahead", _BLUE, (0.385, 0.3))
-    _curve(axes, stock, "torch.utils.checkpoint: {:.0f} MiB", _ORANGE, (0.385, 0.4))
-    _curve(axes, plain, "no checkpointing: {:.0f} MiB", _BLACK, (0.385, 0.93))
+    _curve(axes, ours, "torchckpt", _BLUE, (0.37, 0.35))
+    _curve(axes, stock, "torch.utils.checkpoint", _ORANGE, (0.37, 0.25))
+    _curve(axes, plain, "no checkpointing", _BLACK, (0.37, 0.95))
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "torchckpt"}):  # the same picture is the same file
         figure.savefig(path, metadata={"Date": None})
@@ -33,7 +33,7 @@ def _frame(axes: Any, title: str, subtitle: str, top: float) -> None:
     axes.set_title(title, loc="left", fontsize=17, fontweight="bold", pad=26)
     axes.text(0, 1.04, subtitle, transform=axes.transAxes, fontsize=11.5, color="#555555")
     axes.set(xlim=(0, 1 + _BACKWARD), ylim=(0, 1.05 * top))
-    axes.set_ylabel("MiB", fontsize=12)
+    axes.set_ylabel("MiB alive", fontsize=12)
     axes.set_xticks([0.5, 1 + _BACKWARD / 2], ["forward", "backward"], fontsize=13)
     axes.tick_params(axis="x", length=0)
     axes.axvline(1, color="#999999", linestyle=":", linewidth=1.2)
@@ -42,17 +42,14 @@ def _frame(axes: Any, title: str, subtitle: str, top: float) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _curve(axes: Any, curve: Curve, label: str, color: str, place: tuple[float, float]) -> None:
-    """The curve, and a label that says its peak, at a place given in fractions of the axes."""
+def _curve(axes: Any, curve: Curve, name: str, color: str, label: tuple[float, float]) -> None:
+    """The curve, a dot at its peak, and a label at a place given in fractions of the axes."""
     points = [*_spread(curve.forward, 0, 1), *_spread(curve.backward, 1, _BACKWARD)]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    axes.plot(xs, ys, color=color, linewidth=1.8)
-    peak = (xs[ys.index(max(ys))], max(ys))
-    axes.plot(*peak, "o", color=color, markersize=5)
-    line = {"arrowstyle": "-", "color": color, "linewidth": 0.9, "relpos": (0.0, 0.5), "shrinkA": 0}
-    text = label.format(max(ys))
-    font = {"fontsize": 12.5, "fontweight": "bold", "color": color, "verticalalignment": "center"}
-    axes.annotate(text, peak, place, textcoords="axes fraction", arrowprops=line, **font)
+    x, y = max(points, key=lambda point: point[1])
+    axes.plot(*zip(*points), color=color, linewidth=1.8)
+    axes.plot(x, y, "o", color=color, markersize=6)
+    font = {"fontsize": 13, "fontweight": "bold", "color": color, "verticalalignment": "center"}
+    axes.text(*label, f"{name}: {y:.0f} MiB", transform=axes.transAxes, **font)
 
 
 def _spread(alive: list[int], start: float, width: float) -> list[tuple[float, float]]:

@@ -84,12 +84,14 @@ class Call:
         if self._settings != settings():
             function = _inside(within(self._settings), function)
         borrowers: list[nn.Module] = []
-        before, graded, random_after = thread.flags, torch.is_grad_enabled(), exchanged(self._random)
-        push_hooks(pack, _same)
-        set_grad_enabled(True)
-        thread.flags = False, True, borrowers
-        norms.watch(borrowers)
+        before, graded = thread.flags, torch.is_grad_enabled()
+        random_after: RandomState = []
+        push_hooks(pack, _same)  # the only step that may raise: where hooks are disabled
         try:
+            random_after = exchanged(self._random)
+            set_grad_enabled(True)
+            thread.flags = False, True, borrowers
+            norms.watch(borrowers)
             function(*args, **kwargs)
         except Stop:
             pass

@@ -40,7 +40,8 @@ def watch(borrowers: list[nn.Module]) -> None:
 
 def unwatch(borrowers: list[nn.Module]) -> None:
     """End that, and the loans of layers whose call did not end."""
-    del global_forward_pre_hooks[id(borrowers)], global_forward_hooks[id(borrowers)]
+    global_forward_pre_hooks.pop(id(borrowers), None)
+    global_forward_hooks.pop(id(borrowers), None)
     if borrowers:
         _give_back(borrowers)
 
