@@ -39,7 +39,10 @@ def test_names():
                 "raise_faults",
             ],
         ),
-        (testing, ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]),
+        (
+            testing,
+            ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"],
+        ),
         (typing, ["CheckpointMode", "ContextFunction", "DeterminismCheck", "Function"]),
     ],
 )
