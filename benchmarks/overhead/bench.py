@@ -36,6 +36,8 @@ VARIANTS: dict[str, Callable[..., Any]] = {
     "torchckpt": torchckpt.checkpoint,
 }
 
+REQUIRED_OVERHEAD = {"torch.utils.checkpoint": 0.40, "torch.utils.checkpoint, reentrant": 1.00}
+
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The 10th, the median, the 90th."""
@@ -158,26 +160,31 @@ _IMPORT = "import time, torch; start = time.perf_counter(); import torchckpt; pr
 
 
 def import_milliseconds(rounds: int) -> list[float]:
-    """What ``import torchckpt`` adds to ``import torch``, each in a fresh interpreter. The first compiles it, uncounted."""
+    """What ``import torchckpt`` adds to ``import torch``, each in a fresh interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", _IMPORT]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(rounds + 1)]
-    return [float(run.stdout) * 1e3 for run in runs[1:]]
+    run = partial(subprocess.run, [sys.executable, "-c", _IMPORT], stdout=subprocess.PIPE, check=True, env=environment)
+    run()  # compiles it
+    return [float(run().stdout) * 1e3 for _ in range(rounds)]
 
 
 # report -------------------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device) -> str:
-    name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else _cpu()
-    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+def machine(device: torch.device) -> dict[str, str]:
+    name = _processor() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return {
+        "device": name,
+        "processor": _processor(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
-def _cpu() -> str:
+def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{model} (one thread)"
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def measure(device: torch.device, rounds: int) -> dict[str, Any]:
@@ -186,8 +193,7 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
         "machine": machine(device),
         "rounds": rounds,
         "microseconds a call": {name: percentiles(values) for name, values in microseconds.items()},
-        "overhead over torch.utils.checkpoint's": percentiles(overhead(microseconds, "torch.utils.checkpoint")),
-        "overhead over reentrant's": percentiles(overhead(microseconds, "torch.utils.checkpoint, reentrant")),
+        "overhead": {over: percentiles(overhead(microseconds, over)) for over in REQUIRED_OVERHEAD},
         "FLOPs recomputed, share of a forward": count_flops(device),
         "bytes kept": count_bytes(device),
         "import torchckpt, ms": percentiles(import_milliseconds(max(20, rounds // 2))),
@@ -195,22 +201,27 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    print(f"{results['machine']}; {results['rounds']} rounds, variants in turn; p10, median, p90\n")
-    print("one call of two tiny operations, forward and backward, microseconds")
-    for name, (low, median, high) in results["microseconds a call"].items():
-        print(f"  {name:36}{low:8.1f}{median:8.1f}{high:8.1f}")
-    required = {"overhead over torch.utils.checkpoint's": 0.40, "overhead over reentrant's": 1.0}
-    for name, limit in required.items():
-        low, median, high = results[name]
-        print(f"  {name:36}{low:8.2f}{median:8.2f}{high:8.2f}   required: at most {limit:.2f}")
-    print("\nFLOPs recomputed for a transformer block, as a share of its forward")
-    for row in results["FLOPs recomputed, share of a forward"]:
-        print(f"  {row['shape']:16}" + "  ".join(f"{name} {row[name]:.3f}" for name in VARIANTS))
-    print("\nbytes kept between forward and backward")
-    for row in results["bytes kept"]:
-        print(f"  {row['shape']:16}" + "  ".join(f"{name} {row[name]:,}" for name in row if name != "shape"))
-    low, median, high = results["import torchckpt, ms"]
-    print(f"\nimport torchckpt, after import torch: {low:.1f} {median:.1f} {high:.1f} ms   required: at most 50")
+    print(", ".join(f"{key}: {value}" for key, value in results["machine"].items()))
+    print(f"one thread, {results['rounds']} rounds with the variants in turn\n")
+    print(f"{'two tiny operations, forward + backward':58}{'p10':>10}{'median':>8}{'p90':>8}   required")
+    for name, values in results["microseconds a call"].items():
+        print(f"  {name + ', µs':56}{_cells(values, 1)}")
+    for name, values in results["overhead"].items():
+        print(f"  {'torchckpt adds, over ' + name:56}{_cells(values, 3)}   at most {REQUIRED_OVERHEAD[name]:.2f}")
+    print(f"{'import torchckpt, after import torch, ms':58}{_cells(results['import torchckpt, ms'], 1)}   at most 50")
+    _show_rows("FLOPs recomputed, share of a forward", results, ".3f", "torchckpt at most torch.utils.checkpoint")
+    _show_rows("bytes kept", results, ",", "torchckpt equal to the boundary")
+
+
+def _cells(values: Sequence[float], digits: int) -> str:
+    return "  " + "".join(f"{value:8.{digits}f}" for value in values)
+
+
+def _show_rows(title: str, results: dict[str, Any], form: str, required: str) -> None:
+    print(f"\n{title}, of a transformer block (batch x sequence x width); required: {required}")
+    for row in results[title]:
+        cells = (f"{name} {value:{form}}" for name, value in row.items() if name != "shape")
+        print(f"  {row['shape']:14}" + "; ".join(cells))
 
 
 def main() -> None:

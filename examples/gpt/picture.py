@@ -25,7 +25,7 @@ def draw_memory(plain: Curve, stock: Curve, ours: Curve, subtitle: str, path: Pa
     _curve(axes, stock, "torch.utils.checkpoint", _ORANGE, (0.37, 0.25))
     _curve(axes, plain, "no checkpointing", _BLACK, (0.37, 0.95))
     note = "torchckpt: in each stage one micro-batch\nis recomputed ahead of its gradient"
-    font = {"fontsize": 11, "color": "#555555", "horizontalalignment": "right"}
+    font: dict[str, Any] = {"fontsize": 11, "color": "#555555", "horizontalalignment": "right"}
     axes.text(0.99, 0.655, note, transform=axes.transAxes, **font)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "torchckpt"}):  # the same picture is the same file
@@ -51,7 +51,7 @@ def _curve(axes: Any, curve: Curve, name: str, color: str, label: tuple[float, f
     x, y = max(points, key=lambda point: point[1])
     axes.plot(*zip(*points), color=color, linewidth=1.8)
     axes.plot(x, y, "o", color=color, markersize=6)
-    font = {"fontsize": 13, "fontweight": "bold", "color": color, "verticalalignment": "center"}
+    font: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": color, "verticalalignment": "center"}
     axes.text(*label, f"{name}: {y:.0f} MiB", transform=axes.transAxes, **font)
 
 

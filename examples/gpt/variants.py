@@ -39,8 +39,14 @@ class Variant:
         self.optimizer.step()
         return loss.item()
 
-    def gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.pipe.parameters()]
+    def wait(self) -> None:
+        """Until the devices have done all that they were given."""
+        for device in {parameter.device for parameter in self.pipe.parameters()}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.pipe.parameters() if parameter.grad is not None]
 
     def stages(self) -> Iterator[Pipe]:
         """Each stage as a pipeline of its own, over the same layers."""
