@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.helpers import assert_equal, in_threads, leaf, plain, run
-from torchckpt import Checkpointing, checkpoint, is_recomputing
+from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 
 LAYERS = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (5, 4)),
@@ -165,6 +165,17 @@ def test_statistics_that_the_caller_changes_between_forward_and_backward_stay(de
 
 
 # compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [lambda layer: layer.forward, checkpoint_module], ids=["forward", "checkpoint_module"])
+def test_layer_that_is_the_region_itself(device, call):
+    layer, x = nn.BatchNorm1d(4).to(device), leaf(5, 4, device=device)
+    own = dict(layer.named_buffers())
+    function = call(layer)
+    outputs = checkpoint(function, x) if callable(function) else layer(x)
+    outputs.exp().sum().backward()
+    assert layer.num_batches_tracked == 1
+    assert all(buffer is own[name] for name, buffer in layer.named_buffers())
 
 
 class Net(nn.Module):

@@ -4,6 +4,7 @@ Everything but the streams is real: the graph, the engine, the order in which it
 """
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -78,6 +79,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Place, "of", staticmethod(of))
     monkeypatch.setattr(links, "_transfer", transfer)
+    monkeypatch.setattr(links, "_device", lambda stream: nullcontext())
     monkeypatch.setattr(links, "_record", lambda tensor, stream: None)
     return events
 

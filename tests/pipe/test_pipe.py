@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 import torchckpt
@@ -184,6 +185,22 @@ def test_a_copy_uses_its_own_weights(again: Any) -> None:
 def test_balance_defaults() -> None:
     assert torchckpt.Pipe(layers()).balance == [6]
     assert torchckpt.Pipe(layers(), devices=["cpu"] * 4).balance == [2, 2, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+def test_inside_compiled_code_it_runs_outside_the_graph() -> None:
+    torch._dynamo.reset()
+    pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=2)
+    x = torch.randn(4, 6)
+    assert torch.equal(torch.compile(lambda x: pipe(x) + 1, backend="eager")(x), pipe(x) + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a torchckpt region is run outside compiled graphs"):
+        torch.compile(lambda x: pipe(x) + 1, backend="eager", fullgraph=True)(x)
+
+
+def test_inside_a_transform_it_is_an_error_that_says_what_works() -> None:
+    pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=2)
+    with pytest.raises(torchckpt.errors.TransformError, match="a region cannot be entered under vmap, jvp"):
+        torch.func.grad(lambda x: pipe(x).sum())(torch.randn(4, 6))
 
 
 # wrong calls --------------------------------------------------------------------------------------------------------

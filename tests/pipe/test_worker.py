@@ -1,8 +1,10 @@
 """Workers: threads that raise what their stages raise, carry the caller's state, and leave nothing behind."""
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
+import weakref
 from typing import Any
 
 import pytest
@@ -110,6 +112,37 @@ def test_hooks_around_the_call_see_the_boundaries_of_the_workers() -> None:
     assert sorted(packed) == [(5, 2), (5, 3)]
 
 
+@pytest.mark.parametrize("call", [torchckpt.checkpoint, lambda function, x: function(x)], ids=["in a region", "plain"])
+def test_a_pipeline_with_threads_inside_a_region_is_the_pipeline(call: Any) -> None:
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+    x = torch.randn(6, 3, requires_grad=True)
+
+    def gradient(call: Any) -> Tensor:
+        torch.manual_seed(0)
+        return torch.autograd.grad(call(lambda x: run(layers, x, True, 3), x).square().sum(), x)[0]
+
+    assert torch.equal(gradient(call), gradient(lambda function, x: run(layers, x, False, 3)))
+
+
+def test_the_exception_of_a_worker_holds_nothing_in_a_cycle() -> None:
+    freed: list[Any] = []
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            local = x + 1
+            weakref.finalize(local, freed.append, "local")
+            raise ValueError("why")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="why") as raised:
+            run([Fails()], torch.ones(2, 2), threads=True, chunks=1)
+        del raised
+        assert freed == ["local"]
+    finally:
+        gc.enable()
+
+
 def test_gradients_are_those_of_the_caller_s_thread() -> None:
     layers = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]
     x = torch.randn(6, 3)
@@ -157,5 +190,5 @@ def test_workers_end_with_their_block() -> None:
     with workers(3) as start:
         names: list[str] = []
         start([(stage, lambda: names.append(threading.current_thread().name)) for stage in range(3)])
-        assert sorted(names) == [f"torchckpt stage {stage}_0" for stage in range(3)]
+        assert sorted(names) == [f"torchckpt worker {stage}_0" for stage in range(3)]
     assert threading.active_count() == before

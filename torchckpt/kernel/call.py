@@ -70,8 +70,8 @@ class Call:
         finally:
             thread.flags = before
             pop_hooks()
-        if self.devices:  # whose backwards run in as many threads, and share the CPU's generator
-            self._random = moved(self._random)
+        if self.devices:  # whose backwards run in as many threads, and share the CPU's generator, the first
+            self._random = moved(self._random[:1]) + self._random[1:]
         return outputs
 
     def replay(self, pack: Pack) -> None:
@@ -91,7 +91,7 @@ class Call:
             random_after = exchanged(self._random)
             set_grad_enabled(True)
             thread.flags = False, True, borrowers
-            norms.watch(borrowers)
+            norms.watch(borrowers, self.function)
             function(*args, **kwargs)
         except Stop:
             pass

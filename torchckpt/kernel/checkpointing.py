@@ -16,7 +16,7 @@ from torchckpt.kernel.private import forward_ad, functorch_is_active
 from torchckpt.kernel.recompute import recompute
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
-__all__ = ["Checkpointing", "checkpoint", "run"]
+__all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
 
 _REENTRANT = Fault(
     "use_reentrant must be False or None: a nested backward breaks autograd.grad, inputs=, double backward and split "
@@ -34,22 +34,24 @@ _DEBUG = Fault(
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """``function(*args, **kwargs)`` as a region."""
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
-        return _outside(run, function, args, kwargs, options)
+        return outside(run, function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
         checked("checkpoint", function, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    _refuse_transforms()
+    refuse_transforms()
     return Frame(options).forward(function, args, kwargs)
 
 
-def _outside(call: Function, *args: Any) -> Any:
+def outside(call: Function, *args: Any) -> Any:
+    """``call(*args)`` outside the graph that Dynamo is tracing."""
     from torchckpt.kernel.outside_graph import outside_graph
 
     return outside_graph(call, *args)
 
 
-def _refuse_transforms() -> None:
+def refuse_transforms() -> None:
+    """Raise ``TransformError`` inside a transform that regions do not support."""
     # The check is here, and not left to autograd: under torch.func.grad the hooks would be passed by in silence.
     if functorch_is_active() or forward_ad._current_level >= 0:
         raise TransformError(
@@ -94,7 +96,8 @@ def checkpoint(
             ``"values"`` the bits as well, by a checksum that costs a pass over each saved tensor, and on an accelerator
             a synchronisation; ``"none"`` nothing.
         context_fn: returns two context managers, one for the forward, one for the replay, as
-            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
+            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them. Each is entered once, so a
+            backward whose replay raised cannot be tried again.
         debug: False, for callers of torch's function; ``determinism_check="values"`` serves its purpose.
         early_stop: end the replay with the last tensor that is needed. Off runs the function to its end.
 
@@ -152,7 +155,7 @@ class Checkpointing:
     def checkpoint(self) -> Any:
         """Run the forward, drop the activations, and return what the function returns. Once."""
         if torch.compiler.is_dynamo_compiling():
-            return _outside(self.checkpoint)
+            return outside(self.checkpoint)
         if self._call is None:
             raise RegionError(
                 "a region runs its forward once\n  received: a second checkpoint()\n"
@@ -161,7 +164,7 @@ class Checkpointing:
         (function, args, kwargs), self._call = self._call, None
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        _refuse_transforms()
+        refuse_transforms()
         frame = Frame(self._options)
         outputs = frame.forward(function, args, kwargs)
         self._frame = frame
@@ -177,7 +180,7 @@ class Checkpointing:
             The same, with the tensors that require grad replaced by ones that carry the edges.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _outside(self.recompute, outputs)
+            return outside(self.recompute, outputs)
         self._must_have_run("recompute(outputs)")
         if self._frame is None:
             return outputs
@@ -192,10 +195,11 @@ class Checkpointing:
     def prefetch(self) -> None:
         """Recompute now, on this thread and its current stream, unless it is done already.
 
-        The stream waits for the forward's inputs, and a backward on another stream waits for this.
+        The stream waits for the forward's inputs, and a backward on another stream waits for this. On a stream other
+        than the forward's, tensors that the function closes over are the caller's to keep until the stream is done.
         """
         if torch.compiler.is_dynamo_compiling():
-            _outside(self.prefetch)
+            outside(self.prefetch)
             return
         self._must_have_run("prefetch()")
         if self._frame is not None:

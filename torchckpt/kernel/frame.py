@@ -51,8 +51,8 @@ class Frame:
         call = self._call = Call(function, args, kwargs, self._options)
         outputs = call.forward(args, kwargs, self._pack, self._unpack)
         self._returned = True
-        if not self._slots:
-            self._call = None
+        if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
+            self._call, self._slots = None, []
         return outputs
 
     @property
@@ -66,11 +66,12 @@ class Frame:
             call, slots = self._call, self._slots
             if call is None or not slots or slots[-1].tensor is not None:
                 return
-            for slot, (tensor, version) in zip(slots, self._replay(call, slots)):
-                if slot.tensor is None:
-                    slot.tensor, slot.version = tensor, version
+            fresh = self._replay(call, slots)
             if call.devices:
-                self._trail = Trail(call.devices)
+                self._trail = Trail(call.devices)  # before the slots, which are read without the lock
+            for slot, (tensor, version) in zip(slots, fresh):
+                if slot.tensor is None:
+                    slot.version, slot.tensor = version, tensor
             if self._returned:
                 self._call, self._slots = None, []
             for observer in observers:

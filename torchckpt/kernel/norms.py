@@ -28,14 +28,17 @@ _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
 """The layers that hold copies now: in how many threads at once, and their own buffers."""
 
 
-def watch(borrowers: list[nn.Module]) -> None:
-    """Until ``unwatch``: in threads that replay, lend copies to the norm layers that are called."""
+def watch(borrowers: list[nn.Module], function: Any) -> None:
+    """Until ``unwatch``: lend copies to the norm layers that this replay of ``function`` calls."""
     # torch warns of any global hook when a compiled module is called. Ours does not mind being called twice. Each new
     # filter makes Python forget which warnings it has shown, so it is added only where it is missing.
     if _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
     global_forward_pre_hooks[id(borrowers)] = _lend
     global_forward_hooks[id(borrowers)] = _end_of_call
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, norm_layer):  # its forward is called, and not the module
+        _lend(owner, None)
 
 
 def unwatch(borrowers: list[nn.Module]) -> None:

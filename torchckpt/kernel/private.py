@@ -29,12 +29,12 @@ try:
     from torch._C import (
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
-    from torch._C import _dynamo
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
     from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks  # register_module_forward_hook
@@ -54,9 +54,8 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
     Autograd and modules call them from within compiled code, whose callees Dynamo compiles. ``torch.compiler.disable``
     would do it too, at the price of importing Dynamo.
     """
-    frames = _dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     codes = [function.__code__ for function in functions]
     for code in codes:
-        frames.set_code_exec_strategy(code, skip)
+        set_code_exec_strategy(code, skip)
         codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))

@@ -1,7 +1,7 @@
 """Streams of any accelerator, through ``torch.Stream`` and ``torch.accelerator``: who waits for whom."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,13 +14,20 @@ __all__ = ["Trail", "accelerators_among"]
 
 
 def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
-    """The accelerators that tensors among the arguments lie on, or else the current one; none on a CPU machine."""
+    """The accelerators that tensors among the arguments lie on, or else the current one, if one was used at all."""
     kind = accelerator_type()
     if kind is None:
         return ()
     leaves = pytree.tree_leaves((args, kwargs))
     found = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == kind)
-    return tuple(found) or (torch.device(kind, torch.accelerator.current_device_index()),)
+    if found or not _is_initialized(kind):
+        return tuple(found)
+    return (torch.device(kind, torch.accelerator.current_device_index()),)
+
+
+def _is_initialized(kind: str) -> bool:
+    ask: Callable[[], bool] | None = getattr(getattr(torch, kind, None), "is_initialized", None)
+    return ask is None or ask()
 
 
 class Trail:

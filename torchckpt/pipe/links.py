@@ -5,7 +5,8 @@ runs on the stream that is current where it is called, and so does its backward.
 """
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,9 +33,18 @@ class Place(NamedTuple):
         return None if self.compute is None else torch.Stream(self.device)
 
 
-def on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A context manager in which ``stream`` is current."""
-    return nullcontext() if stream is None else stream
+@contextmanager
+def on(stream: torch.Stream | None) -> Iterator[None]:
+    """Make ``stream`` current, and its device."""
+    if stream is None:
+        yield
+    else:
+        with _device(stream), stream:  # a stream that is current on its device already does not switch to that device
+            yield
+
+
+def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
+    return torch.accelerator.device_index(stream.device_index)
 
 
 def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -111,10 +121,12 @@ def _moved(
 
 
 def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
-    # To the CPU a copy must be awaited: nothing on the CPU waits for a stream.
-    return tensor.to(device, non_blocking=device.type != "cpu") if tensor.device != device else tensor.detach()
+    if tensor.device == device:
+        return tensor.detach()
+    # To the CPU a copy must be awaited, and from there too: nothing on the CPU waits for a stream.
+    return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 
 
 def _record(tensor: Tensor, stream: torch.Stream | None) -> None:
-    if stream is not None:
+    if stream is not None and tensor.device == stream.device:
         tensor.record_stream(stream)

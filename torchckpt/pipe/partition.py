@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault
+from torchckpt.kernel.ambient import accelerator_type
 
-__all__ = ["Stage", "balance_faults", "device_faults", "even_balance", "partition", "placement_faults"]
+__all__ = ["Stage", "balance_faults", "device_faults", "even_balance", "indexed", "partition", "placement_faults"]
 
 
 class Stage:
@@ -24,6 +25,13 @@ class Stage:
         for layer in self.layers:
             batch = layer(batch)
         return batch
+
+
+def indexed(device: torch.device) -> torch.device:
+    """``device`` with its index: ``cuda`` is the current CUDA device."""
+    if device.index is not None or device.type != accelerator_type():
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def even_balance(layers: int, stages: int) -> list[int]:

@@ -9,8 +9,17 @@ from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
+from torchckpt.kernel.checkpointing import outside, refuse_transforms
 from torchckpt.pipe.microbatch import Batch, gather, scatter
-from torchckpt.pipe.partition import Stage, balance_faults, device_faults, even_balance, partition, placement_faults
+from torchckpt.pipe.partition import (
+    Stage,
+    balance_faults,
+    device_faults,
+    even_balance,
+    indexed,
+    partition,
+    placement_faults,
+)
 from torchckpt.pipe.pipeline import run_pipeline
 from torchckpt.typing import CheckpointMode
 
@@ -63,7 +72,7 @@ class Pipe(nn.Module):
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
         self.balance = list(balance) if balance else even_balance(len(module), len(devices) if devices else 1)
-        self.devices = [torch.device(device) for device in devices] if devices else None
+        self.devices = [indexed(torch.device(device)) for device in devices] if devices else None
         stages = self._stages()
         if self.devices:
             for stage in stages:
@@ -79,9 +88,14 @@ class Pipe(nn.Module):
         """Run a mini-batch: a tensor, or a tuple of tensors, each with the rows along dimension 0.
 
         Returns:
-            What the module would return for it, on the device of the last stage. Layers that look across rows, such as
-            BatchNorm, see one micro-batch at a time.
+            What the module would return for it, on the device of the last stage; a plain tuple for a tuple of any kind.
+            Layers that look across rows, such as BatchNorm, see one micro-batch at a time. Random numbers that stages
+            on different accelerators draw from the CPU's generator come in no fixed order.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return outside(self.forward, input)  # type: ignore[no-any-return]  # a forward returns a Batch
+        if torch.is_grad_enabled():
+            refuse_transforms()
         micro_batches = scatter(input, self.chunks)
         m = len(micro_batches)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]

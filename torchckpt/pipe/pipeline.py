@@ -24,7 +24,8 @@ and after nothing that has to do with that gradient: so it overlaps the copy, an
 downstream. What it does wait for, and what waits for it, is the lane's business (``lane.py``). No edge of a phony
 carries data, so none makes one stream wait for another.
 
-On the CPU there are no streams: Wait and Copy are left out, and everything runs in the caller's thread, in clock order.
+Stages on one device share its compute stream and its thread. On the CPU there are no streams: Wait and Copy are left
+out, and everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.flags import is_checkpointing, is_recomputing
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT
+from torchckpt.kernel.private import hooks_in_force
 from torchckpt.pipe.clock import clock_cycles
 from torchckpt.pipe.lane import Lane, before
 from torchckpt.pipe.links import Place, copy, on, wait
@@ -57,8 +60,11 @@ def run_pipeline(
     Args:
         checkpointed: how many of the micro-batches, the first ones, run as regions.
         lookahead: how many micro-batches of a stage may be recomputed and alive.
-        threads: whether each stage has a thread of its own, or all run in the caller's.
+        threads: whether each device has a thread of its own, or all stages run in the caller's. Under saved-tensor
+            hooks of the caller, those of an outer region among them, they always do: what hooks see has one order.
     """
+    threads = threads and hooks_in_force(False) is None and not (is_checkpointing() or is_recomputing())
+    devices = list(dict.fromkeys(stage.device for stage in stages))
     places = [Place.of(stage.device) for stage in stages]
     stations = [Station(stage, place, Lane(lookahead), stage is stages[-1]) for stage, place in zip(stages, places)]
     parcels = [Parcel(batch, Place.of(_tensors(batch)[0].device), None) for batch in micro_batches]
@@ -67,10 +73,11 @@ def run_pipeline(
     def step(i: int, j: int) -> None:
         parcels[i] = stations[j].step(parcels[i], i < checkpointed, i == last)
 
-    threading: AbstractContextManager[Run] = workers(len(stages)) if threads else nullcontext(in_caller)
+    # Stages on one device share its generator: one thread runs them, in one order.
+    threading: AbstractContextManager[Run] = workers(len(devices)) if threads else nullcontext(in_caller)
     with threading as run:
         for tick in clock_cycles(len(parcels), len(stages)):
-            run([(j, partial(step, i, j)) for i, j in tick])
+            run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])
     return [parcel.batch for parcel in parcels]
 
 

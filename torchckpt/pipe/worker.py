@@ -1,4 +1,4 @@
-"""Workers: one thread a stage, for stages whose work is asynchronous. Made for one forward, and gone after it."""
+"""Workers: one thread a device, whose work is asynchronous. Made for one forward, and gone after it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -9,13 +9,12 @@ from typing import TypeAlias
 import torch
 
 from torchckpt.kernel.ambient import settings, within
-from torchckpt.kernel.private import hooks_in_force, pop_hooks, push_hooks
 
 __all__ = ["Run", "in_caller", "workers"]
 
 Task: TypeAlias = Callable[[], None]
 Run: TypeAlias = Callable[[list[tuple[int, Task]]], None]
-"""Runs tasks, each given with its stage, that do not depend on each other."""
+"""Runs tasks that do not depend on each other, each given with the number of its worker."""
 
 
 def in_caller(tasks: list[tuple[int, Task]]) -> None:
@@ -25,41 +24,42 @@ def in_caller(tasks: list[tuple[int, Task]]) -> None:
 
 
 @contextmanager
-def workers(stages: int) -> Iterator[Run]:
-    """Threads that run the tasks of a stage each, in the caller's ambient state.
+def workers(count: int) -> Iterator[Run]:
+    """Threads that run their tasks in order, with the grad mode, autocast and defaults of the caller.
 
     The first exception, of whatever kind, is raised in the caller, with its traceback, when the tasks that were started
     with it have ended. The threads end with the block.
     """
-    in_caller_s_state = _ambient()
+    as_in_caller = _ambient()
     with ExitStack() as stack:
-        threads = [stack.enter_context(ThreadPoolExecutor(1, f"torchckpt stage {stage}")) for stage in range(stages)]
+        threads = [stack.enter_context(ThreadPoolExecutor(1, f"torchckpt worker {n}")) for n in range(count)]
 
         def run(tasks: list[tuple[int, Task]]) -> None:
-            started = [threads[stage].submit(in_caller_s_state, task) for stage, task in tasks]
-            wait(started)
-            for future in started:
-                _raise_from(future)
+            started = [threads[worker].submit(as_in_caller, task) for worker, task in tasks]
+            try:
+                wait(started)
+                while started:
+                    _raise_from(started.pop(0))
+            finally:
+                started.clear()  # an exception holds these variables, and its future the exception
 
         yield run
 
 
 def _raise_from(future: Future[None]) -> None:
-    if (exception := future.exception()) is not None:
-        raise exception
+    exception = future.exception()
+    try:
+        if exception is not None:
+            raise exception
+    finally:
+        del future, exception
 
 
 def _ambient() -> Callable[[Task], None]:
-    """How to run a task in another thread with the settings, grad mode and saved-tensor hooks of this one."""
-    then, graded, hooks = settings(), torch.is_grad_enabled(), hooks_in_force(False)
+    then, graded = settings(), torch.is_grad_enabled()
 
     def run(task: Task) -> None:
-        with within(then), torch.set_grad_enabled(graded), ExitStack() as stack:
-            if hooks is not None:
-                push_hooks(*hooks)
-                stack.callback(pop_hooks)
+        with within(then), torch.set_grad_enabled(graded):
             task()
 
     return run
-
-
