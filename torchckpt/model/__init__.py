@@ -1,0 +1,1 @@
+"""Arithmetic without torch: schedules, their simulation and bounds."""
