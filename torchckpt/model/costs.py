@@ -17,7 +17,7 @@ class StageCosts:
     saved_bytes: float = 1.0
     """A: everything that a forward saves for its backward."""
     boundary_bytes: float = 0.0
-    """c: what a recomputed micro-batch keeps instead, and what is sent to the next stage."""
+    """c: what a recomputed micro-batch keeps instead, its input: what the stage before sends, and gets a gradient of."""
     static_bytes: float = 0.0
     """Parameters, gradients, optimizer state."""
 

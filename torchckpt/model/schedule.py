@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 from torchckpt.model.action import Action
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "Segments"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How a stage is recomputed: as ``total`` segments of equal size, the last ``early`` of them by ``R``, the rest
+    inside the backward, one at a time, each right before its own backward."""
+
+    early: int = 1
+    total: int = 1
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,10 @@ class Schedule:
     placement: tuple[int, ...]
     """Per stage the rank that it is on."""
     micro_batches: int
+    late: frozenset[tuple[int, int]] = frozenset()
+    """The (stage, micro-batch) whose ``R`` waits for the gradient first: recompute at arrival."""
+    segments: tuple[Segments, ...] = ()
+    """Per stage, how much of a recompute its ``R`` does. Empty: all of it."""
 
     @property
     def stages(self) -> int:

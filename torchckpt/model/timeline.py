@@ -9,7 +9,7 @@ from torchckpt.model.schedule import Schedule
 __all__ = ["Event", "Message", "Timeline"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """An action on a rank, from ``start_seconds`` to ``end_seconds``."""
 
@@ -19,7 +19,7 @@ class Event:
     end_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """What ``action`` sent to ``to_stage``: an activation after a forward, a gradient after a backward."""
 
