@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ class _Grid(NamedTuple):
 def gantt(timeline: Timeline, width: int = 160) -> str:
     """Who does what when; time runs to the right, ``.`` is idle, ``-`` goes on with what stands before it.
 
-    In full where ``width`` columns suffice; else without the numbers of the micro-batches; else each column has the
-    letter of what takes most of it.
+    In full where ``width`` columns suffice; else without the numbers of the micro-batches; else letters get as many
+    columns as their time is worth.
 
     >>> print(gantt(simulate(with_recompute(one_f_one_b(2, 2), "arrival"), StageCosts())))
     stage 0 | F0 F1 .  .  .  R0 B0--- R1 B1---
@@ -109,15 +109,23 @@ def _idle(start: int, end: int, grid: _Grid) -> list[str]:
 
 
 def _crowded(events: list[Event], grid: _Grid, room: int) -> str:
-    """Each column is what takes most of its time."""
+    """Each column is one of the things done in it, so that all together get as many columns as their time is worth."""
     shares: list[dict[str, float]] = [{} for _ in range(room)]
-    busy = [0.0] * room
     for event in events:
         start, end = (seconds * grid.columns_per_second for seconds in (event.start_seconds, event.end_seconds))
+        letter = event.action.kind.value
         for column in range(int(start), min(math.ceil(end), room)):
             share = min(end, column + 1) - max(start, column)
-            letter = event.action.kind.value
             shares[column][letter] = shares[column].get(letter, 0.0) + share
-            busy[column] += share
-    letters = [max(share, key=share.__getitem__, default=".") for share in shares]
-    return "".join("." if taken < 0.5 else letter for letter, taken in zip(letters, busy))
+    return "".join(_shared_out(shares))
+
+
+def _shared_out(shares: list[dict[str, float]]) -> Iterator[str]:
+    due: dict[str, float] = {}
+    for column in shares:
+        column["."] = max(0.0, 1.0 - sum(column.values()))
+        for letter, share in column.items():
+            due[letter] = due.get(letter, 0.0) + share
+        chosen = max((letter for letter in column if column[letter] > _TOLERANCE), key=lambda letter: due[letter])
+        due[chosen] -= 1.0
+        yield chosen
