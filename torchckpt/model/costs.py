@@ -17,9 +17,12 @@ class StageCosts:
     saved_bytes: float = 1.0
     """A: everything that a forward saves for its backward."""
     boundary_bytes: float = 0.0
-    """c: what a recomputed micro-batch keeps instead, its input: what the stage before sends, and gets a gradient of."""
+    """c: what a recomputed micro-batch keeps instead, its input. The stage before sends it, and gets its gradient."""
     static_bytes: float = 0.0
     """Parameters, gradients, optimizer state."""
+    collective_seconds: float = 0.0
+    """Of one forward and backward together, those seconds in which the stage waits for a collective of its own. Only
+    the bound counts them as room for a recompute; the simulator does not fill them."""
 
 
 @dataclass(frozen=True)

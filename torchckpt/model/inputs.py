@@ -14,8 +14,8 @@ __all__ = ["per_boundary", "per_stage"]
 
 def per_stage(costs: StageCosts | Sequence[StageCosts], stages: int) -> tuple[list[StageCosts], list[Fault]]:
     """The costs of every stage, and what is wrong with them."""
-    works = f"StageCosts(), or a list of {stages}"
-    listed, faults = _spread("costs", StageCosts, costs, stages, f"one StageCosts, or one for each of {stages} stages", works)
+    rule = f"one StageCosts, or one for each of {stages} stages"
+    listed, faults = _spread("costs", StageCosts, costs, stages, rule, f"StageCosts(), or a list of {stages}")
     for place, one in enumerate(listed):
         where = "costs" if isinstance(costs, StageCosts) else f"costs[{place}]"
         for name in (field.name for field in fields(StageCosts)):

@@ -3,12 +3,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from torchckpt.model.action import Action, Kind
 
 __all__ = ["Visit", "in_turn", "phases", "visits"]
 
-Visit = tuple[int, int]
+Visit: TypeAlias = tuple[int, int]
 """A stage and a micro-batch."""
 
 

@@ -9,7 +9,7 @@ from torchckpt.model.action import Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.schedule import Schedule, Segments
 
-__all__ = ["NOTHING", "Instruction", "Program", "compile_program", "recomputed_keys"]
+__all__ = ["NOTHING", "Instruction", "Program", "compile_program", "recomputed_keys", "travel_seconds"]
 
 NOTHING = -1
 """In place of a token or a wire: needs none, gives none, goes over none."""
@@ -108,8 +108,8 @@ class _Table:
             own.weight_grad_seconds,
             recompute * segments.early / segments.total,
             recompute * (segments.total - segments.early) / segments.total,
-            _seconds(links[stage], costs[stage + 1]) if stage < last else 0.0,
-            _seconds(links[stage - 1], own) if stage else 0.0,
+            travel_seconds(links[stage], costs[stage + 1]) if stage < last else 0.0,
+            travel_seconds(links[stage - 1], own) if stage else 0.0,
         )
 
     @property
@@ -124,7 +124,8 @@ class _Table:
             self.gradient_wire = wires.setdefault((here, placement[self.stage - 1]), len(wires))
 
 
-def _seconds(link: Link, receiver: StageCosts) -> float:
+def travel_seconds(link: Link, receiver: StageCosts) -> float:
+    """Of a message between a stage and ``receiver``, the stage after it."""
     return link.latency_seconds + receiver.boundary_bytes / link.bandwidth
 
 

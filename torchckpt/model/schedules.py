@@ -6,12 +6,12 @@ of actions is the same.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.counts import at_least, nearest, whole
-from torchckpt.model.orders import in_turn, phases, visits
+from torchckpt.model.orders import Visit, in_turn, phases, visits
 from torchckpt.model.schedule import Schedule
 
 __all__ = [
@@ -149,15 +149,15 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
 
     def order(rank: int) -> Iterable[Action]:
         up = ranks - 1 - rank
-        whole_ones, halves = (" ".join(_alternate(rank + 1, first, kind)) for first, kind in ((0, "B"), (rank + 1, "I")))
+        turns = ["ba"[turn % 2] for turn in range(2 * (rank + 1))]
         plan = [
             (2 * up, "Fa"),
             (rank + 1, "Fa Fb"),
             (up, "Ib W Fb"),
             (m - 2 * ranks + rank + 1, "Fa Bb Fb Ba"),
             (up, "Bb Fb Ba"),
-            (1, whole_ones),
-            (1, halves),
+            (1, " ".join("B" + chunk for chunk in turns[: rank + 1])),
+            (1, " ".join("I" + chunk for chunk in turns[rank + 1 :])),
             (up, "W Ia"),
             (rank + 1, "W"),
         ]
@@ -166,16 +166,11 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
     return _folded("dualpipe_v", ranks, m, order)
 
 
-def _alternate(count: int, first: int, kind: str) -> list[str]:
-    return [kind + "ba"[turn % 2] for turn in range(first, first + count)]
-
-
 def _all_then_all(stage: int, m: int, back: Iterable[int]) -> Iterable[Action]:
     return [*(Action(stage, Kind.FORWARD, i) for i in range(m)), *(Action(stage, Kind.BACKWARD, i) for i in back)]
 
 
-def _there_and_back(stages: Iterable[int], m: int, together: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    stages = list(stages)
+def _there_and_back(stages: Sequence[int], m: int, together: int) -> tuple[list[Visit], list[Visit]]:
     return visits(stages, m, together), visits(stages[::-1], m, together)
 
 

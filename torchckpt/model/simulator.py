@@ -35,7 +35,7 @@ def simulate(
 ) -> Timeline:
     """Run ``schedule`` on paper.
 
-    >>> simulate(one_f_one_b(4, 8), StageCosts(forward_seconds=1, input_grad_seconds=1, weight_grad_seconds=1)).step_seconds
+    >>> simulate(one_f_one_b(4, 8), StageCosts(forward_seconds=1.0)).step_seconds
     33.0
 
     Args:

@@ -74,7 +74,8 @@ def stuck(schedule: Schedule, played: Run) -> Iterator[Misplaced]:
         here = len(played.starts[owner])
         rule = "no rank waits for one that waits for it: a deadlock"
         waits = f"{action} waits for {awaited} of rank {owner}, which stands at {schedule.ranks[owner][here]}"
-        yield Misplaced(rank, position, Fault(rule, waits, f"{awaited} earlier on rank {owner}, or {action} later here"))
+        works = f"{awaited} earlier on rank {owner}, or {action} later here"
+        yield Misplaced(rank, position, Fault(rule, waits, works))
 
 
 def misplaced(schedule: Schedule) -> Iterator[Misplaced]:
@@ -95,8 +96,9 @@ def misplaced(schedule: Schedule) -> Iterator[Misplaced]:
     for stage, i in sorted(schedule.late):
         if not (0 <= stage < stages and 0 <= i < m and done[stage * m + i] & _R):
             rank = schedule.placement[stage] if 0 <= stage < stages else 0
-            rule = "only what is recomputed can be late"
-            yield Misplaced(rank, None, Fault(rule, f"({stage}, {i}) in late, no {stage}R{i}", f"{stage}R{i} on this rank"))
+            rule, recompute = "only what is recomputed can be late", Action(stage, Kind.RECOMPUTE, i)
+            fault = Fault(rule, f"({stage}, {i}) in late, no {recompute}", f"{recompute} on this rank")
+            yield Misplaced(rank, None, fault)
 
 
 def _missing(schedule: Schedule, done: bytearray) -> Iterator[Misplaced]:
@@ -144,12 +146,11 @@ def _out_of_order(action: Action, bit: int, state: int) -> Fault:
     before = next(other for other in _NAMES if _EXCLUDES[bit] & state & other)
     if before == bit:
         return Fault("every action stands once", f"{action} again", f"one {action}")
+    received = f"{action} after {_of(action, before)}"
     if bit == _R:
-        return Fault(f"{action} comes before {_NAMES[before]}", f"{action} after {_of(action, before)}", f"{action}, ..., "
-                     f"{_of(action, before)}")
+        return Fault(f"{action} comes before {_NAMES[before]}", received, f"{action}, ..., {_of(action, before)}")
     rule = "a backward is whole (B) or in two halves (I, W)"
-    works = f"{action}, without {_of(action, before)}"
-    return Fault(rule, f"{action} after {_of(action, before)}", works)
+    return Fault(rule, received, f"{action}, without {_of(action, before)}")
 
 
 def _of(action: Action, bit: int) -> Action:
