@@ -62,8 +62,11 @@ def _rows(timeline: Timeline, room: int) -> list[str]:
 
 def _exact(timeline: Timeline, shortest: float, room: int) -> _Grid | None:
     """The narrowest grid in which every event begins on a column, and its label fits; None if that is too wide."""
-    unit = _unit({time for event in timeline.events for time in (event.start_seconds, event.end_seconds)})
-    if unit is None:
+    if timeline.step_seconds > shortest * room:
+        return None
+    times = {time for event in timeline.events for time in (event.start_seconds, event.end_seconds)}
+    unit = _unit(time / shortest for time in times) * shortest
+    if not unit:
         return None
     longest = max(len(label(timeline.schedule, event.action)) for event in timeline.events)
     for needed in (longest + 1, 1):
@@ -73,15 +76,15 @@ def _exact(timeline: Timeline, shortest: float, room: int) -> _Grid | None:
     return None
 
 
-def _unit(times: Iterable[float]) -> float | None:
-    """The greatest common divisor of all ``times``; None if they are not multiples of a common simple fraction."""
+def _unit(times: Iterable[float]) -> float:
+    """The greatest common divisor of all ``times``; 0 if they are not multiples of a common simple fraction."""
     divisor = Fraction(0)
     for time in times:
         fraction = Fraction(time).limit_denominator(_FINEST)
         if abs(float(fraction) - time) > _TOLERANCE * max(1.0, abs(time)):
-            return None
+            return 0.0
         divisor = _common(divisor, fraction)
-    return float(divisor) or None
+    return float(divisor)
 
 
 def _common(one: Fraction, other: Fraction) -> Fraction:
