@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from torchckpt.model.action import Action, Kind
+from torchckpt.model.orders import Visit
 from torchckpt.model.program import NOTHING, Instruction, Program
 from torchckpt.model.schedule import Schedule
 
@@ -19,7 +20,7 @@ def greedy_orders(schedule: Schedule, program: Program, k: int) -> tuple[tuple[A
 
     Args:
         schedule: with each ``R`` somewhere before its backward, in the order of the backwards.
-        k: how many micro-batches a rank may have recomputed ahead of their backwards.
+        k: a rank recomputes only what one of its next ``k`` backwards needs.
     """
     lanes = [_Lane(order, instructions, k) for order, instructions in zip(schedule.ranks, program.ranks)]
     _Clock(lanes, program).run()
@@ -36,26 +37,30 @@ class _Lane:
         self.aside: list[tuple[Action, Instruction]] = []
         for pair in zip(order, instructions):
             (self.aside if pair[0].kind is Kind.RECOMPUTE else self.main).append(pair)
-        recomputed = {(action.stage, action.micro_batch) for action, _ in self.aside}
-        self.needs_recompute = [
-            kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and (stage, i) in recomputed for (stage, kind, i), _ in self.main
-        ]
-        self.forward_at = {
-            (stage, i): place for place, ((stage, kind, i), _) in enumerate(self.main) if kind is Kind.FORWARD
-        }
-        self.next_main = self.next_aside = self.used = 0
+        self.forward_at = self._places(Kind.FORWARD)
+        self.backward_at = self._places(Kind.BACKWARD, Kind.INPUT_GRAD)
+        self.turn = {visit: turn for turn, visit in enumerate(self.backward_at)}
+        self.next_main = self.next_aside = self.backwards = 0
+
+    def _places(self, *kinds: Kind) -> dict[Visit, int]:
+        return {(stage, i): place for place, ((stage, kind, i), _) in enumerate(self.main) if kind in kinds}
 
     @property
     def is_recomputed(self) -> bool:
         """Whether the next action of the order needs no recompute that is still to do."""
-        return not self.needs_recompute[self.next_main] or self.next_aside > self.used
+        return self.next_aside == len(self.aside) or self.backward_at[self._due] != self.next_main
 
     @property
     def may_recompute(self) -> bool:
-        if self.next_aside == len(self.aside) or self.next_aside - self.used >= self.k:
+        """Whether the next recompute may start: its forward is done, and its backward is among the next k."""
+        if self.next_aside == len(self.aside):
             return False
-        action, _ = self.aside[self.next_aside]
-        return self.forward_at[action.stage, action.micro_batch] < self.next_main
+        return self.forward_at[self._due] < self.next_main and self.turn[self._due] < self.backwards + self.k
+
+    @property
+    def _due(self) -> Visit:
+        stage, _, i = self.aside[self.next_aside][0]
+        return stage, i
 
     def awaited(self) -> int:
         """The token that the next action of the order waits for."""
@@ -63,7 +68,7 @@ class _Lane:
 
     def take_main(self) -> Instruction:
         action, instruction = self.main[self.next_main]
-        self.used += self.needs_recompute[self.next_main]
+        self.backwards += action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
         self.next_main += 1
         self.done.append(action)
         return instruction

@@ -65,24 +65,18 @@ def _placed(schedule: Schedule, policy: Policy, keys: frozenset[Visit]) -> Sched
 
 
 def _before_backwards(order: Sequence[Action], keys: Collection[Visit], k: int) -> Iterator[Action]:
-    """Before the n-th backward of ``keys``, all recomputes up to the one k - 1 further whose forward is done."""
-    backwards = [
-        Action(stage, Kind.RECOMPUTE, i)
-        for stage, kind, i in order
-        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and (stage, i) in keys
-    ]
-    run_forward: set[Visit] = set()
-    used = recomputed = 0
+    """Before each backward, the recomputes for it and the next k - 1, as far as their forwards are done."""
+    backwards = [(stage, i) for stage, kind, i in order if kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
+    alive: set[Visit] = set()
+    begun = reached = 0
     for action in order:
         stage, kind, i = action
         if kind is Kind.FORWARD:
-            run_forward.add((stage, i))
-        elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and (stage, i) in keys:
-            while recomputed < min(used + k, len(backwards)):
-                ahead_of = backwards[recomputed]
-                if (ahead_of.stage, ahead_of.micro_batch) not in run_forward:
-                    break
-                yield ahead_of
-                recomputed += 1
-            used += 1
+            alive.add((stage, i))
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            while reached < min(begun + k, len(backwards)) and backwards[reached] in alive:
+                if backwards[reached] in keys:
+                    yield Action(backwards[reached][0], Kind.RECOMPUTE, backwards[reached][1])
+                reached += 1
+            begun += 1
         yield action

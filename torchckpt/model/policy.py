@@ -61,7 +61,8 @@ def ahead(
     """Recompute before the gradient arrives, at most ``k`` micro-batches ahead on each rank.
 
     Args:
-        k: so many micro-batches of a rank may be recomputed whose backward has not begun.
+        k: a rank recomputes only what one of its next ``k`` backwards needs. With 1, the peak of memory is no higher
+            than at arrival.
         exempt, only: as in :func:`arrival`.
         costs, link: as in :func:`~torchckpt.model.simulator.simulate`. With them a recompute stands where a rank would
             idle otherwise, by a simulation of the greedy rule; without, right before the backward that it is ``k - 1``
