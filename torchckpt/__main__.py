@@ -191,7 +191,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backward", type=_positive, default=2.0, metavar="TIME", help="default: 2; halves are equal")
     group.add_argument("--recompute", type=_amount, default=1.0, metavar="TIME", help="default: 1")
     group.add_argument("--link", type=_amount, default=0.0, metavar="TIME", help="of one message; default: 0")
-    group.add_argument("--boundary", type=_amount, default=0.0, metavar="A", help="what it keeps if recomputed; default: 0")
+    group.add_argument("--boundary", type=_amount, default=0.0, metavar="A", help="what recomputing keeps; default: 0")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -101,7 +101,10 @@ def report(
     """Simulate ``schedule`` under each of the policies ``names``.
 
     >>> print(report(one_f_one_b(4, 4), names=("none", "arrival", "ahead/last_stage")).table())
-    TABLE
+    recompute         step  overhead   bound  hidden  peak
+    none                21     0.0 %   0.0 %       -   4 A
+    arrival             28    33.3 %  19.0 %    0.00   1 A
+    ahead/last_stage    23     9.5 %   4.8 %    0.71   1 A
 
     Args:
         schedule: if it has recomputes already, they are the first row; the other rows start from it without them.

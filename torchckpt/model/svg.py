@@ -4,7 +4,7 @@
  │ [1] name: step, change, idle, peak                                        │
  │ [2] stage 0 │ boxes: F, R, B (or I and W); a tick above a row: a gradient │
  │     stage 1 │ has arrived there                                           │
- │ [3] memory  │ the curve of each rank, the largest filled; the budget      │
+ │ [3] memory  │ the curve of the rank that needs most, of few ranks all     │
  │ [4]           time                                                        │
  └───────────────────────────────────────────────────────────────────────────┘
  [5] legend
@@ -38,6 +38,7 @@ _ON_DARK = "BIW"
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 76.0, 24.0
 _TITLE, _ARRIVALS, _MEMORY, _TIMES, _LEGEND = 32.0, 5.0, 72.0, 34.0, 24.0
+_FEW_RANKS = 8  # of more, only the curve that peaks is drawn
 _DIGIT = 0.62  # the width of a character, in font sizes
 
 
@@ -58,7 +59,7 @@ def svg(
 ) -> str:
     """One panel per timeline, one over the other, on the same scales of time and memory.
 
-    >>> Path("step.svg").write_text(svg(timeline, budget_bytes=4), encoding="utf-8")
+    >>> text = svg(simulate(gpipe(2, 4)), budget_bytes=3)  # for Path("step.svg").write_text(text, encoding="utf-8")
 
     Args:
         timelines: what to draw, from the top; from the second on, the title says the change from the first.
@@ -197,7 +198,7 @@ def _arrivals(timeline: Timeline, rank: int) -> list[float]:
 def _memory(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float, bottom: float) -> None:
     """[3]"""
     axis = Axis(layout.memory_bytes, bottom, top)
-    ticks = axis.ticks(3, layout.units.bytes)
+    ticks = axis.ticks(5, layout.units.bytes)
     for tick in ticks:
         text = layout.units.of_memory(tick) if tick == ticks[-1] else number(tick / layout.units.bytes)
         canvas.line(_LEFT, axis(tick), _WIDTH - _RIGHT, axis(tick), class_="grid")
@@ -207,7 +208,7 @@ def _memory(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float, bot
     peaks = timeline.peak_bytes
     largest = peaks.index(max(peaks)) if peaks else None
     for rank, curve in enumerate(timeline.memory):
-        if rank != largest:
+        if rank != largest and len(timeline.memory) <= _FEW_RANKS:
             canvas.steps(_corners(curve, timeline, layout.time, axis), class_="curve")
     if largest is not None:
         outline = _corners(timeline.memory[largest], timeline, layout.time, axis)
@@ -247,7 +248,10 @@ def _legend(canvas: Canvas, timelines: Sequence[Timeline], layout: _Layout, top:
     if any(_arrivals(timeline, rank) for timeline in timelines for rank in range(len(timeline.schedule.ranks))):
         canvas.line(x + 6, y - 9, x + 6, y + 1, class_="arrival")
         x = _entry(canvas, x, y, "a gradient arrives")
-    for style, name in (("largest", "memory where it peaks"), ("curve", "on other ranks")):
+    curves = [("largest", "memory of the rank that needs most")]
+    if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
+        curves = [("largest", "memory where it peaks"), ("curve", "on other ranks")]
+    for style, name in curves:
         canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
         x = _entry(canvas, x, y, name)
     if layout.budget_bytes is not None:

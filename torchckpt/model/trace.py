@@ -38,7 +38,7 @@ class _Stream(IntEnum):
 def trace(*timelines: Timeline, names: Sequence[str] = (), units: Units | None = None) -> str:
     """The JSON text; several timelines stand one under the other.
 
-    >>> Path("step.json").write_text(trace(timeline))
+    >>> text = trace(simulate(gpipe(2, 4)))  # for Path("step.json").write_text(text)
 
     Args:
         timelines: what to write.
