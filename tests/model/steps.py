@@ -6,7 +6,7 @@ from dataclasses import replace
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.schedules import gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
+from torchckpt.model.schedules import dualpipe_v, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
 from torchckpt.model.simulator import simulate
 from torchckpt.model.timeline import Event, Message, Timeline
 
@@ -36,6 +36,7 @@ def several_stages_a_rank() -> dict[str, Timeline]:
     costs = replace(COSTS, boundary_bytes=0.25)
     return {
         "interleaved": simulate(recomputing(interleaved_one_f_one_b(2, 2, 4)), costs, Link(0.25)),
+        "dualpipe_v": simulate(recomputing(dualpipe_v(2, 4)), costs, Link(0.25)),
         "zbv": simulate(zbv(2, 4), costs, Link(0.25)),
     }
 

@@ -110,6 +110,14 @@ def test_no_two_texts_overlap(timeline: Timeline) -> None:
             assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
 
 
+@pytest.mark.parametrize("budget", [None, 3, 123456])
+def test_no_text_is_outside_the_frame(timeline: Timeline, budget: float | None) -> None:
+    picture = Picture(svg(timeline, budget_bytes=budget))
+    for left, top, right, bottom in map(extent, picture.words):
+        assert 0 <= left < right <= picture.width
+        assert 0 <= top < bottom <= picture.height
+
+
 def extent(word: ElementTree.Element) -> tuple[float, float, float, float]:
     """Left, top, right and bottom of a text, in a font as wide as they come."""
     kind = word.attrib.get("class", "")
@@ -196,6 +204,13 @@ def test_the_legend_names_what_there_is() -> None:
     ]
 
 
+def test_whole_backwards_and_input_gradients_share_a_colour_and_an_entry() -> None:
+    picture = Picture(svg(STEPS["dualpipe_v"], budget_bytes=3))
+    assert picture.colour("B") == picture.colour("I")
+    assert "backward, input gradient" in picture.texts()
+    assert not {"backward", "input gradient"} & set(picture.texts())
+
+
 def test_units_of_a_measured_step() -> None:
     picture = Picture(svg(measured(), units=Units("ms", 1e-3, "GB", 1e9), budget_bytes=4e9))
     assert picture.texts("facts") == ["step 201.7 ms, idle 51.8 %, peak 3 GB"]
@@ -207,6 +222,10 @@ def test_control_characters_in_a_name_do_not_break_the_document() -> None:
     timeline = step(2, 2)
     strange = replace(timeline, schedule=replace(timeline.schedule, name="a\x00\x1b<b>&\"'"))
     assert Picture(svg(strange)).texts("name") == ["a<b>&\"', 2 stages, 2 micro-batches"]
+
+
+def test_a_long_name_is_cut() -> None:
+    assert Picture(svg(step(2, 2), names=["x" * 51])).texts("name") == ["x" * 47 + "..."]
 
 
 @pytest.mark.parametrize("timelines", [(), (EMPTY,), (EMPTY, EMPTY)])

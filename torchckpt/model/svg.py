@@ -37,8 +37,9 @@ text{font:11px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:
 _ON_DARK = "BIW"
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 76.0, 24.0
-_TITLE, _ARRIVALS, _MEMORY, _TIMES, _LEGEND = 32.0, 5.0, 72.0, 34.0, 24.0
+_TITLE, _ARRIVALS, _MEMORY, _TIMES = 32.0, 5.0, 72.0, 34.0
 _FEW_RANKS = 8  # of more, only the curve that peaks is drawn
+_LONGEST = 50  # name
 _DIGIT = 0.62  # the width of a character, in font sizes
 
 
@@ -75,8 +76,8 @@ def svg(
         facts = _facts(timeline, timelines[0] if index else None, layout.units)
         titles.append(f"{name}: {facts}")
         y = _panel(canvas, timeline, (name, facts), layout, y)
-    _legend(canvas, timelines, layout, y)
-    return canvas.text(y + _LEGEND, "; ".join(titles), _STYLE)
+    bottom = _legend(canvas, timelines, layout, y)
+    return canvas.text(bottom, "; ".join(titles), _STYLE)
 
 
 def compare(
@@ -128,7 +129,8 @@ def _facts(timeline: Timeline, first: Timeline | None, units: Units) -> str:
 
 def _panel(canvas: Canvas, timeline: Timeline, title: tuple[str, str], layout: _Layout, top: float) -> float:
     """Draw ``timeline`` from ``top`` on; where the next panel begins."""
-    canvas.words(_LEFT, top + 22, title[0], class_="name")
+    name = title[0] if len(title[0]) <= _LONGEST else title[0][: _LONGEST - 3] + "..."
+    canvas.words(_LEFT, top + 22, name, class_="name")
     canvas.words(_WIDTH - _RIGHT, top + 22, title[1], class_="facts end")
     rows = top + _TITLE
     memory = rows + len(timeline.schedule.ranks) * (layout.row_height + _ARRIVALS) + 14
@@ -238,27 +240,41 @@ def _times(canvas: Canvas, layout: _Layout, bottom: float) -> None:
         canvas.words(layout.time(tick), bottom + 16, text, class_="middle")
 
 
-def _legend(canvas: Canvas, timelines: Sequence[Timeline], layout: _Layout, top: float) -> None:
-    """[5]"""
-    present = {event.action.kind.value for timeline in timelines for event in timeline.events}
+def _legend(canvas: Canvas, timelines: Sequence[Timeline], layout: _Layout, top: float) -> float:
+    """[5]; where it ends."""
     x, y = _LEFT, top + 8
-    for kind in (kind for kind in _COLOURS if kind in present):
-        canvas.rectangle(x, y - 9, 12, 10, class_=f"{kind} key")
-        x = _entry(canvas, x, y, _NAMES[kind])
+    for style, text in _entries(timelines, layout):
+        width = 34 + len(text) * 11 * 0.55
+        if x + width > _WIDTH and x > _LEFT:
+            x, y = _LEFT, y + 18
+        _key(canvas, style, x, y)
+        canvas.words(x + 18, y, text)
+        x += width
+    return y + 16
+
+
+def _entries(timelines: Sequence[Timeline], layout: _Layout) -> list[tuple[str, str]]:
+    present = {event.action.kind.value for timeline in timelines for event in timeline.events}
+    entries = [(kind, name) for kind, name in _NAMES.items() if kind in present]
+    if {"B", "I"} <= present:  # of one colour
+        entries = [(kind, "backward, input gradient" if kind == "B" else name) for kind, name in entries if kind != "I"]
     if any(_arrivals(timeline, rank) for timeline in timelines for rank in range(len(timeline.schedule.ranks))):
-        canvas.line(x + 6, y - 9, x + 6, y + 1, class_="arrival")
-        x = _entry(canvas, x, y, "a gradient arrives")
-    curves = [("largest", "memory of the rank that needs most")]
+        entries.append(("arrival", "a gradient arrives"))
     if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
-        curves = [("largest", "memory where it peaks"), ("curve", "on other ranks")]
-    for style, name in curves:
-        canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
-        x = _entry(canvas, x, y, name)
+        entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
+    else:
+        entries.append(("largest", "memory of the rank that needs most"))
     if layout.budget_bytes is not None:
-        canvas.line(x - 2, y - 4, x + 14, y - 4, class_="budget")
-        _entry(canvas, x, y, f"budget {layout.units.of_memory(layout.budget_bytes)}")
+        entries.append(("budget", f"budget {layout.units.of_memory(layout.budget_bytes)}"))
+    return entries
 
 
-def _entry(canvas: Canvas, x: float, y: float, text: str) -> float:
-    canvas.words(x + 18, y, text)
-    return x + 18 + len(text) * 11 * 0.55 + 16
+def _key(canvas: Canvas, style: str, x: float, y: float) -> None:
+    if style == "arrival":
+        canvas.line(x + 6, y - 9, x + 6, y + 1, class_=style)
+    elif style == "budget":
+        canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
+    elif style in ("largest", "curve"):
+        canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
+    else:
+        canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
