@@ -21,7 +21,7 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
     while position >= 0:
         start, end = played.starts[rank][position], played.ends[rank][position]
         path.append(Event(rank, schedule.ranks[rank][position], start, end))
-        if start == 0.0 or played.ends[rank][position - 1] == start:
+        if start == 0.0 or (position and played.ends[rank][position - 1] == start):
             position = position - 1 if start else NOTHING
             continue
         token = program.ranks[rank][position][0]

@@ -108,8 +108,8 @@ class _Table:
             own.weight_grad_seconds,
             recompute * segments.early / segments.total,
             recompute * (segments.total - segments.early) / segments.total,
-            travel_seconds(links[stage], costs[stage + 1]) if stage < last else 0.0,
-            travel_seconds(links[stage - 1], own) if stage else 0.0,
+            travel_seconds(schedule, costs, links, stage) if stage < last else 0.0,
+            travel_seconds(schedule, costs, links, stage - 1) if stage else 0.0,
         )
 
     @property
@@ -124,9 +124,11 @@ class _Table:
             self.gradient_wire = wires.setdefault((here, placement[self.stage - 1]), len(wires))
 
 
-def travel_seconds(link: Link, receiver: StageCosts) -> float:
-    """Of a message between a stage and ``receiver``, the stage after it."""
-    return link.latency_seconds + receiver.boundary_bytes / link.bandwidth
+def travel_seconds(schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], lower: int) -> float:
+    """Of a message between stage ``lower`` and the next one; on one rank, none."""
+    if schedule.placement[lower] == schedule.placement[lower + 1]:
+        return 0.0
+    return links[lower].latency_seconds + costs[lower + 1].boundary_bytes / links[lower].bandwidth
 
 
 def recomputed_keys(schedule: Schedule) -> bytearray:

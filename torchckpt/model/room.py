@@ -57,11 +57,7 @@ class _Journey:
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], split: bool) -> _Journey:
-        places = schedule.placement
-        travels = [
-            travel_seconds(link, costs[stage + 1]) if places[stage] != places[stage + 1] else 0.0
-            for stage, link in enumerate(links)
-        ]
+        travels = [travel_seconds(schedule, costs, links, lower) for lower in range(len(links))]
         backwards = [own.input_grad_seconds + (0.0 if split else own.weight_grad_seconds) for own in costs]
         down = accumulate((own.forward_seconds + travel for own, travel in zip(costs, travels)), initial=0.0)
         up = accumulate((seconds + travel for seconds, travel in zip(backwards, travels)), initial=0.0)
