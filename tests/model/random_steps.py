@@ -1,6 +1,7 @@
 """Random schedules that can run, by construction, and random costs."""
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 from torchckpt.model.action import Action, Kind
@@ -70,6 +71,7 @@ def needs(action, stages, split, recomputed, late):
     return [Action(stage, F, i), *gradient, *recompute]
 
 
+@cache
 def random_step(seed: int):
     """A schedule, its costs and links; bytes are whole, so that sums of them are exact."""
     random = Random(seed)

@@ -129,7 +129,7 @@ def test_an_order_of_two_stages_reaches_the_bound():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: bound(gpipe(2, 2), [StageCosts()]), r"bound\(\): one StageCosts, or one for each of 2 stages\n.*1 of 2"),
+        (lambda: bound(gpipe(2, 2), [StageCosts()]), r"bound\(\): one StageCosts, or one for each of 2 .*\n.*1 of 2"),
         (lambda: bound(gpipe(2, 2), StageCosts(-1.0), Link(-1)), r"bound\(\): 2 faults"),
         (lambda: bound(gpipe(2, 2), StageCosts(collective_seconds=-1.0)), r"costs\.collective_seconds=-1\.0"),
     ],

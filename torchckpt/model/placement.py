@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from torchckpt.errors import raise_faults
+from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.greedy import greedy_orders
 from torchckpt.model.inputs import per_boundary, per_stage
@@ -40,6 +40,9 @@ def with_recompute(schedule: Schedule, policy: Policy | Callable[[Schedule], Sch
         check_schedule(_CALLER, placed)
         return placed
     check_order(_CALLER, schedule)
+    if not isinstance(policy, Policy):
+        rule = "a policy is a Policy, or a function that places each R"
+        raise_faults(_CALLER, [Fault(rule, repr(policy), "ahead()")])
     raise_faults(_CALLER, faults_of(schedule, policy))
     keys = chosen(schedule, policy)
     if not keys:

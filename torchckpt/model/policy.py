@@ -18,7 +18,8 @@ __all__ = ["Exemption", "Policy", "ahead", "arrival", "chosen", "faults_of", "no
 
 Exemption: TypeAlias = "str | Visit"
 """``"last_stage"``, ``"last_micro_batch"``, ``"first_backward"`` (of each stage, the micro-batch that goes back first),
-or one (stage, micro-batch)."""
+or one (stage, micro-batch). To keep a micro-batch is cheapest where it goes back first: the last one in torchgpipe, the
+first one in torch."""
 
 _EXEMPTIONS = ("last_stage", "last_micro_batch", "first_backward")
 
@@ -126,18 +127,33 @@ def faults_of(schedule: Schedule, policy: Policy) -> Iterator[Fault]:
     if any(kind is Kind.RECOMPUTE for order in schedule.ranks for _, kind, _ in order):
         rule = "a micro-batch is recomputed once, so the schedule has no R yet"
         yield Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")
-    exempt = list(_listed(policy.exempt))
-    for one in exempt:
-        if isinstance(one, str) and one not in _EXEMPTIONS:
-            rule = f"what is exempt is one of {', '.join(_EXEMPTIONS)}, or a (stage, micro-batch)"
-            yield Fault(rule, repr(one), repr(get_close_matches(one, _EXEMPTIONS, n=1, cutoff=0.0)[0]))
-    for one in [*(one for one in exempt if not isinstance(one, str)), *(policy.only or ())]:
-        if not _is_there(schedule, one):
-            rule = f"stages are 0 to {schedule.stages - 1}, micro-batches 0 to {schedule.micro_batches - 1}"
-            yield Fault(rule, repr(one), "(0, 0)")
+    yield from _exempt_faults(schedule, policy.exempt)
+    if policy.only is not None:
+        yield from _visit_faults(schedule, "only", policy.only)
     if policy.costs is not None:
         yield from per_stage(policy.costs, schedule.stages)[1]
         yield from per_boundary(policy.link, schedule.stages)[1]
+
+
+def _exempt_faults(schedule: Schedule, exempt: str | Collection[Exemption]) -> Iterator[Fault]:
+    if isinstance(exempt, Collection):
+        for one in _listed(exempt):
+            if isinstance(one, str) and one not in _EXEMPTIONS:
+                rule = f"what is exempt is one of {', '.join(_EXEMPTIONS)}, or a (stage, micro-batch)"
+                yield Fault(rule, repr(one), repr(get_close_matches(one, _EXEMPTIONS, n=1, cutoff=0.0)[0]))
+        yield from _visit_faults(schedule, "exempt", [one for one in _listed(exempt) if not isinstance(one, str)])
+    else:
+        yield from _visit_faults(schedule, "exempt", exempt)
+
+
+def _visit_faults(schedule: Schedule, name: str, visits: object) -> Iterator[Fault]:
+    if not isinstance(visits, Collection) or isinstance(visits, str):
+        yield Fault(f"{name} is a collection of (stage, micro-batch)", f"{name}={visits!r}", f"{name}={{(0, 0)}}")
+        return
+    for visit in visits:
+        if not _is_there(schedule, visit):
+            rule = f"stages are 0 to {schedule.stages - 1}, micro-batches 0 to {schedule.micro_batches - 1}"
+            yield Fault(rule, repr(visit), "(0, 0)")
 
 
 def _is_there(schedule: Schedule, one: object) -> bool:

@@ -59,13 +59,15 @@ def simulate(
     program = compile_program(schedule, stages, links)
     played = run(program)
     raise_faults(_CALLER, located(stuck(schedule, played)))
+    path = critical_path(schedule, program, played)
+    del program  # of a large step it is as large as what follows
     return Timeline(
         schedule,
         _events(schedule, played),
         _messages(schedule, played),
         curves(schedule, stages, played),
         _exposed(schedule, stages, links, played) if exposed else (),
-        critical_path(schedule, program, played),
+        path,
     )
 
 

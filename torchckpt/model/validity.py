@@ -52,6 +52,8 @@ def check_schedule(caller: str, schedule: Schedule, where: Callable[[Misplaced],
 
 def check_order(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
     """As :func:`check_schedule`, each rank for itself."""
+    if not isinstance(schedule, Schedule):
+        raise_faults(caller, [Fault("a schedule is a Schedule", repr(schedule), "one_f_one_b(4, 8)")])
     raise_faults(caller, [*_shape(schedule)] or located(misplaced(schedule), where))
 
 
