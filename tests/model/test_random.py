@@ -36,7 +36,7 @@ def travel(schedule, costs, links, lower):
 
 
 @in_ten_parts
-def test_nothing_is_used_twice_at_a_time(seeds):
+def test_nothing_is_used_twice_at_a_time_nor_left_idle(seeds):
     for seed in seeds:
         _, schedule, costs, links = random_step(seed)
         timeline = simulate(schedule, costs, links, exposed=False)
@@ -49,6 +49,11 @@ def test_nothing_is_used_twice_at_a_time(seeds):
         for spans in used.values():
             spans.sort()
             assert all(before[1] <= after[0] for before, after in pairwise(spans)), seed
+        ends = {event.action: event.end_seconds for event in timeline.events}
+        for message in timeline.messages:
+            wire = schedule.placement[message.action.stage], schedule.placement[message.to_stage]
+            free = [ends[message.action], *(arrived for _, arrived in used[wire])]
+            assert message.sent_seconds in free, (seed, message)  # at once, or when the one before it is there
 
 
 @in_ten_parts
