@@ -1,9 +1,16 @@
 """Activation recomputation for PyTorch that starts before the gradient arrives."""
-from torchckpt import errors, testing
-from torchckpt.errors import CheckpointError
-from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
-from torchckpt.pipe import Pipe
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from torchckpt.version import __version__
+
+if TYPE_CHECKING:
+    from torchckpt import errors, testing
+    from torchckpt.errors import CheckpointError
+    from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+    from torchckpt.pipe import Pipe
 
 __all__ = [
     "CheckpointError",
@@ -17,3 +24,28 @@ __all__ = [
     "is_recomputing",
     "testing",
 ]
+
+_MODULES = ("errors", "kernel", "model", "pipe", "testing", "typing")
+_HOMES = {
+    "CheckpointError": "errors",
+    "Checkpointing": "kernel",
+    "Pipe": "pipe",
+    "checkpoint": "kernel",
+    "checkpoint_module": "kernel",
+    "is_checkpointing": "kernel",
+    "is_recomputing": "kernel",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Names are imported when they are first asked for, so that floors 1 and 2 and the command need no torch."""
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_MODULES})

@@ -1,0 +1,19 @@
+"""The examples of the docstrings."""
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+import torchckpt.model as model
+
+NAMES = {name: getattr(model, name) for name in model.__all__}
+
+
+@pytest.mark.parametrize("name", ["", ".bound", ".named", ".placement", ".schedules", ".simulator", ".table"])
+def test_examples(name):
+    module = importlib.import_module(f"torchckpt.model{name}")
+    results = doctest.testmod(module, extraglobs=NAMES)
+    assert results.attempted > 0
+    assert results.failed == 0

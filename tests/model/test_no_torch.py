@@ -1,0 +1,28 @@
+"""Floor 2 does without torch."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torchckpt.model
+
+PROGRAM = """
+import importlib, sys
+for name in {names}:
+    importlib.import_module("torchckpt.model." + name)
+print([name for name in ("torch", "numpy") if name in sys.modules])
+"""
+
+
+def test_importing_all_of_the_model_does_not_import_torch():
+    names = sorted(path.stem for path in Path(torchckpt.model.__file__).parent.glob("*.py"))
+    names.remove("__init__")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(names=names)],
+        cwd=Path(torchckpt.__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,198 @@
+"""The command as it is typed: what it prints and writes, and its one line on bad input."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from torchckpt.__main__ import main
+
+SMALL = ("simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
+TORCHS = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
+
+
+def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "torchckpt", *arguments)
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+
+
+def test_the_table_of_the_readme() -> None:
+    found = typed(
+        *("simulate", "--schedule", "1f1b", "--stages", "8", "--microbatches", "32", "--forward", "1"),
+        *("--backward", "2", "--recompute", "1", "--link", "0.25"),
+        *("--compare", "none,arrival,ahead,ahead/last_stage"),
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.split("\n") == [
+        "1f1b: 8 stages, 32 micro-batches; forward 1, backward 2, recompute 1, link 0.25, boundary 0",
+        "",
+        "recompute          step  overhead   bound  hidden  peak",
+        "none                134     0.0 %   0.0 %       -   8 A",
+        "arrival             173    29.1 %  13.8 %    0.00   1 A",
+        "ahead             152.5    13.8 %  13.8 %    0.53   1 A",
+        "ahead/last_stage  150.5    12.3 %  11.2 %    0.58   1 A",
+        "",
+    ]
+
+
+def test_neither_the_package_nor_the_command_imports_torch() -> None:
+    code = (
+        "import sys, torchckpt, torchckpt.__main__ as command;"
+        f"command.main({list(SMALL)!r});"
+        "sys.exit('torch' in sys.modules)"
+    )
+    found = subprocess.run((sys.executable, "-c", code), cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL)
+    assert found.returncode == 0
+
+
+def test_text_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--compare", "arrival,ahead/last_stage", "--gantt"]) == 0
+    assert capsys.readouterr().out.split("\n")[6:] == [
+        "arrival",
+        "stage 0 | F0 F1 .  .  .  R0 B0--- .  R1 B1---",
+        "stage 1 | .  F0 R0 B0--- F1 R1 B1--- .  .  .",
+        "",
+        "ahead/last_stage",
+        "stage 0 | F0 F1 R0 .  B0--- R1 B1---",
+        "stage 1 | .  F0 B0--- F1 B1--- .  .",
+        "",
+    ]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json", "--boundary", "0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs"] == {"forward": 1, "backward": 2, "recompute": 1, "link": 0, "boundary": 0.5}
+    steps = {row["recompute"]: row["step_seconds"] for row in found["rows"]}
+    assert steps == {"none": 9, "arrival": 12, "ahead": 11}
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    drawn, traced = tmp_path / "step.svg", tmp_path / "step.json"
+    assert main([*SMALL, "--svg", str(drawn), "--trace", str(traced), "--budget", "1.5"]) == 0
+    words = [element.text for element in ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1f1b: none", "1f1b: arrival", "1f1b: ahead", "budget 1.5 A"} <= set(words)
+    names = [e["args"]["name"] for e in json.loads(traced.read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"{row}: rank {rank}" for row in ("none", "arrival", "ahead") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks"),
+    [("gpipe", 4, 4), ("zbv", 8, 4), ("interleaved-1F1B", 8, 4), ("ScheduleGPipe", 2, 2)],
+)
+def test_stages_are_those_of_the_whole_pipeline(
+    schedule: str, stages: int, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--schedule", schedule, "--stages", str(stages), "--microbatches", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["stages"], found["ranks"]) == (stages, ranks)
+
+
+def test_a_schedule_of_torch_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(TORCHS)
+    assert main(["simulate", "--csv", str(path)]) == 0
+    assert capsys.readouterr().out.split("\n")[3] == "none          9     0.0 %   0.0 %       -   2 A"
+
+
+def bad(arguments: str) -> tuple[int, str]:
+    found = typed(*arguments.split())
+    assert found.stdout == ""
+    assert found.stderr.count("\n") == 1
+    return found.returncode, found.stderr.strip()
+
+
+_SIMULATE = "python -m torchckpt simulate: error: "
+_COUNTS = "--stages 4 --microbatches 4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            f"--schedule 1fb {_COUNTS}",
+            "a schedule is one of gpipe, 1f1b, eager_1f1b, zbv, dualpipe_v, interleaved_1f1b, looped_bfs, zero_bubble; "
+            "received: '1fb'; works: '1f1b'",
+        ),
+        (
+            "--schedule 1f1b --stages 4 --microbatches 2",
+            "1F1B needs m >= p; received: m=2, p=4; works: m=4, the nearest",
+        ),
+        (f"--schedule 1f1b {_COUNTS} --forward -1", "argument --forward: a number from 0 to 1e+12; received: -1"),
+        (f"--schedule 1f1b {_COUNTS} --link nan", "argument --link: a number from 0 to 1e+12; received: nan"),
+        (f"--schedule 1f1b {_COUNTS} --recompute inf", "argument --recompute: a number from 0 to 1e+12; received: inf"),
+        (f"--schedule 1f1b {_COUNTS} --budget much", "argument --budget: a number from 0 to 1e+12; received: much"),
+        (f"--schedule 1f1b {_COUNTS} --backward 0", "argument --backward: a number above 0; received: 0"),
+        ("--schedule 1f1b --stages 4", "--schedule needs --microbatches"),
+        (
+            "--schedule zbv --stages 7 --microbatches 8",
+            "zbv has 2 stages on each rank; received: --stages 7; works: --stages 8",
+        ),
+        ("--schedule 1f1b --stages 99999 --microbatches 99999", "--stages times --microbatches is at most 4000000"),
+        ("--csv missing.csv", "cannot read missing.csv: No such file or directory"),
+        ("--csv tests", "cannot read tests: Is a directory"),
+        ("--csv missing.csv --stages 4", "--stages goes with --schedule; with --csv the file says it"),
+        (f"--schedule 1f1b {_COUNTS} --svg missing/step", "cannot write missing/step: No such file or directory"),
+        (f"--schedule 1f1b {_COUNTS} --trace tests", "cannot write tests: Is a directory"),
+        (
+            f"--schedule 1f1b {_COUNTS} --compare none,ahed",
+            "a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, /last_micro_batch, "
+            "/first_backward; received: 'ahed'; works: 'ahead'",
+        ),
+        (f"--schedule 1f1b {_COUNTS} --compare ahead:0", "k is an integer from 1; received: k=0; works: k=1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: str, line: str) -> None:
+    assert bad(f"simulate {arguments}") == (2, _SIMULATE + line)
+
+
+@pytest.mark.parametrize("arguments", ["", "frobnicate", "simulate", "simulate --nonsense", "simulate --stages x"])
+def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
+    code, line = bad(arguments)
+    assert code == 2
+    assert line.startswith("python -m torchckpt")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "0F0,0X0\n",
+            "line 1, column 2: an action is a stage, one of F B I W R, and a micro-batch; "
+            "received: '0X0'; works: '0F3'",
+        ),
+        ("0B0,0F0\n", "line 1, column 1: 0B0 comes after its forward; received: 0B0 before 0F0; works: 0F0, ..., 0B0"),
+        ("", "stages are numbered from 0, and each has its actions; received: no action; works: 0F0,0B0"),
+        (b"\xff\xfe\x00", "cannot read {path}: it is not text"),
+    ],
+)
+def test_a_bad_file_says_where(
+    text: str | bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["simulate", "--csv", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", _SIMULATE + line.format(path=path) + "\n")
+
+
+def test_help_has_examples_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out.replace("\\\n", "")
+    examples = [line.split()[3:] for line in text.split("\n") if line.startswith("  python -m torchckpt")]
+    assert len(examples) == 4
+    for example in examples[:2]:
+        assert main(example) == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("torchckpt ")

@@ -1,0 +1,62 @@
+"""Arithmetic without torch: schedules, their simulation and bounds.
+
+A *schedule* says in which order every rank does what; *costs* say how long that takes; a *timeline* is what comes out.
+
+>>> schedule = with_recompute(one_f_one_b(4, 16), ahead(exempt="last_stage"))
+>>> simulate(one_f_one_b(4, 16)).step_seconds, bound(schedule).step_seconds, simulate(schedule).step_seconds
+(57.0, 70.0, 71.0)
+"""
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.bound import Bound, Supply, bound
+from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.named import NAMES, named_schedule
+from torchckpt.model.placement import with_recompute
+from torchckpt.model.policy import Policy, ahead, arrival, none, partial
+from torchckpt.model.schedule import Schedule, Segments
+from torchckpt.model.schedules import (
+    dualpipe_v,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+)
+from torchckpt.model.simulator import simulate
+from torchckpt.model.table import from_csv, to_csv
+from torchckpt.model.timeline import Event, Message, Timeline
+
+__all__ = [
+    "NAMES",
+    "Action",
+    "Bound",
+    "Event",
+    "Kind",
+    "Link",
+    "Message",
+    "Policy",
+    "Schedule",
+    "Segments",
+    "StageCosts",
+    "Supply",
+    "Timeline",
+    "ahead",
+    "arrival",
+    "bound",
+    "dualpipe_v",
+    "eager_one_f_one_b",
+    "from_csv",
+    "gpipe",
+    "interleaved_one_f_one_b",
+    "looped_bfs",
+    "named_schedule",
+    "none",
+    "one_f_one_b",
+    "partial",
+    "simulate",
+    "to_csv",
+    "with_recompute",
+    "zbv",
+    "zero_bubble",
+]

@@ -1,0 +1,119 @@
+"""Bound: the recomputation that no placement can hide.
+
+In a step of length T, rank j cannot begin before an input has come down to it (its *head*), and when it is done with
+its last backward, the gradient must still go up (its *tail*). In between it is busy. What is left is its room::
+
+    room_j = T - head_j - busy_j - tail_j,      overhead >= max_j max(0, r_j tr_j - room_j)
+
+with ``r_j`` micro-batches that are recomputed in ``tr_j`` each. So recomputation is free from three sources only:
+
+* bubbles: the room that is there even if messages took no time; constant in the number of micro-batches;
+* point-to-point stalls: the room that messages add; grows with the number of micro-batches;
+* collectives inside a stage, during which its engine has nothing to do.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchckpt.errors import raise_faults
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.inputs import per_boundary, per_stage
+from torchckpt.model.room import in_any_order, in_this_order
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.validity import check_schedule
+
+__all__ = ["Bound", "Supply", "bound"]
+
+_CALLER = "bound()"
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Where the recomputation of one rank goes, at best. The other four add up to ``recompute_seconds``."""
+
+    rank: int
+    recompute_seconds: float
+    bubble_seconds: float
+    """Hidden in bubbles."""
+    stall_seconds: float
+    """Hidden while messages travel."""
+    collective_seconds: float
+    """Hidden beside collectives."""
+    exposed_seconds: float
+    """What cannot be hidden."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No placement makes the step shorter than ``step_seconds``."""
+
+    plain_seconds: float
+    """The step without recomputation; in any order: a bound of it."""
+    supplies: tuple[Supply, ...]
+    """Per rank."""
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What recomputation adds, at least: what the rank that has most to expose exposes."""
+        return max((supply.exposed_seconds for supply in self.supplies), default=0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.plain_seconds + self.overhead_seconds
+
+
+def bound(
+    schedule: Schedule,
+    costs: StageCosts | Sequence[StageCosts] = StageCosts(),  # noqa: B008  # frozen
+    link: Link | Sequence[Link] = Link(),  # noqa: B008  # frozen
+    *,
+    any_order: bool = False,
+) -> Bound:
+    """A lower bound on the step of ``schedule``, wherever its recomputes stand.
+
+    >>> schedule = with_recompute(one_f_one_b(2, 8), ahead(exempt="last_stage"))
+    >>> bound(schedule).overhead_seconds, bound(schedule).plain_seconds
+    (5.0, 27.0)
+
+    Args:
+        schedule: with recomputes; counted is how many, not where.
+        costs, link: as in :func:`~torchckpt.model.simulator.simulate`.
+        any_order: let forwards and backwards stand in any order, too; of ``schedule`` remain the stages on each rank,
+            the micro-batches, whether backwards are split, and how many are recomputed. Both ``plain_seconds`` and
+            ``step_seconds`` are then bounds of every order; their difference is no bound of what one given order
+            loses against its own plain step, which may have more room than the best one.
+
+    Raises:
+        ArgumentError: as :func:`~torchckpt.model.simulator.simulate`.
+    """
+    check_schedule(_CALLER, schedule)
+    stages, wrong_costs = per_stage(costs, schedule.stages)
+    links, wrong_links = per_boundary(link, schedule.stages)
+    raise_faults(_CALLER, wrong_costs + wrong_links)
+    measure = in_any_order if any_order else in_this_order
+    plain = replace(schedule, ranks=tuple(_without_recompute(order) for order in schedule.ranks), late=frozenset())
+    room = measure(plain, stages, links)
+    bubbles = measure(plain, stages, [Link()] * len(links))
+    supplies = (
+        _supply(rank, schedule, stages, room.seconds[rank], bubbles.seconds[rank])
+        for rank in range(len(schedule.ranks))
+    )
+    return Bound(room.step_seconds, tuple(supplies))
+
+
+def _supply(rank: int, schedule: Schedule, costs: Sequence[StageCosts], room: float, bubbles: float) -> Supply:
+    recomputing = [stage for stage, kind, _ in schedule.ranks[rank] if kind is Kind.RECOMPUTE]
+    demand = left = sum(costs[stage].recompute_seconds for stage in recomputing)
+    in_bubbles = min(left, room, bubbles)
+    left -= in_bubbles
+    in_stalls = min(left, room - in_bubbles)
+    left -= in_stalls
+    own = [stage for stage, there in enumerate(schedule.placement) if there == rank]
+    beside = min(left, schedule.micro_batches * sum(costs[stage].collective_seconds for stage in own))
+    return Supply(rank, demand, in_bubbles, in_stalls, beside, left - beside)
+
+
+def _without_recompute(order: Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(action for action in order if action.kind is not Kind.RECOMPUTE)

@@ -1,0 +1,31 @@
+"""Counts: numbers of stages, ranks, chunks and micro-batches, checked."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchckpt.errors import Fault
+
+__all__ = ["at_least", "nearest", "whole"]
+
+
+def whole(name: str, value: object) -> list[Fault]:
+    """A fault unless ``value`` is an integer from 1."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return []
+    return [Fault(f"{name} is an integer from 1", f"{name}={value!r}", f"{name}=1")]
+
+
+def at_least(schedule: str, name: str, value: int, other_name: str, other: int, factor: int = 1) -> list[Fault]:
+    """A fault unless both are whole and ``value >= factor * other``."""
+    faults = [*whole(other_name, other), *whole(name, value)]
+    if faults or value >= factor * other:
+        return faults
+    times = f"{factor} " if factor > 1 else ""
+    received = f"{name}={value}, {other_name}={other}"
+    works = f"{name}={factor * other}, the nearest"
+    return [Fault(f"{schedule} needs {name} >= {times}{other_name}", received, works)]
+
+
+def nearest(value: int, works: Callable[[int], bool]) -> int:
+    """The number nearest to ``value`` that works; the larger of two."""
+    return next(n for distance in range(value) for n in (value + distance, value - distance) if works(n))

@@ -1,0 +1,125 @@
+"""Greedy placement: a recompute starts as soon as its rank is idle and has no forward or backward that is ready.
+
+An event-driven simulation in which ranks decide as time goes by; its outcome is the order in which they did.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.orders import Visit
+from torchckpt.model.program import NOTHING, Instruction, Program
+from torchckpt.model.schedule import Schedule
+
+__all__ = ["greedy_orders"]
+
+
+def greedy_orders(schedule: Schedule, program: Program, k: int) -> tuple[tuple[Action, ...], ...]:
+    """The order of each rank, forwards and backwards among themselves as they were.
+
+    Args:
+        schedule: with each ``R`` somewhere before its backward, in the order of the backwards.
+        k: a rank recomputes only what one of its next ``k`` backwards needs.
+    """
+    lanes = [_Lane(order, instructions, k) for order, instructions in zip(schedule.ranks, program.ranks)]
+    _Clock(lanes, program).run()
+    return tuple(tuple(lane.done) for lane in lanes)
+
+
+class _Lane:
+    """One rank: its actions in order, and its recomputes on the side."""
+
+    def __init__(self, order: Sequence[Action], instructions: Sequence[Instruction], k: int) -> None:
+        self.k = k
+        self.done: list[Action] = []
+        self.main: list[tuple[Action, Instruction]] = []
+        self.aside: list[tuple[Action, Instruction]] = []
+        for pair in zip(order, instructions):
+            (self.aside if pair[0].kind is Kind.RECOMPUTE else self.main).append(pair)
+        self.forward_at = self._places(Kind.FORWARD)
+        self.backward_at = self._places(Kind.BACKWARD, Kind.INPUT_GRAD)
+        self.turn = {visit: turn for turn, visit in enumerate(self.backward_at)}
+        self.next_main = self.next_aside = self.backwards = 0
+
+    def _places(self, *kinds: Kind) -> dict[Visit, int]:
+        return {(stage, i): place for place, ((stage, kind, i), _) in enumerate(self.main) if kind in kinds}
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the next action of the order needs no recompute that is still to do."""
+        return self.next_aside == len(self.aside) or self.backward_at[self._due] != self.next_main
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the next recompute may start: its forward is done, and its backward is among the next k."""
+        if self.next_aside == len(self.aside):
+            return False
+        return self.forward_at[self._due] < self.next_main and self.turn[self._due] < self.backwards + self.k
+
+    @property
+    def _due(self) -> Visit:
+        stage, _, i = self.aside[self.next_aside][0]
+        return stage, i
+
+    def awaited(self) -> int:
+        """The token that the next action of the order waits for."""
+        return self.main[self.next_main][1][0]
+
+    def take_main(self) -> Instruction:
+        action, instruction = self.main[self.next_main]
+        self.backwards += action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
+        self.next_main += 1
+        self.done.append(action)
+        return instruction
+
+    def take_aside(self) -> Instruction:
+        action, instruction = self.aside[self.next_aside]
+        self.next_aside += 1
+        self.done.append(action)
+        return instruction
+
+
+class _Clock:
+    """Wakes each rank when it is done with an action, or when what it waits for arrives."""
+
+    def __init__(self, lanes: list[_Lane], program: Program) -> None:
+        self.lanes = lanes
+        self.arrived: dict[int, float] = dict.fromkeys(program.given, 0.0)
+        self.wire_free = [0.0] * program.wires
+        self.waiting: dict[int, tuple[int, float]] = {}
+        self.agenda = [(0.0, rank) for rank in range(len(lanes))]
+
+    def run(self) -> None:
+        while self.agenda:
+            now, rank = heappop(self.agenda)
+            self._wake(rank, now)
+
+    def _wake(self, rank: int, now: float) -> None:
+        lane = self.lanes[rank]
+        if lane.next_main == len(lane.main):
+            return
+        token = lane.awaited()
+        there = 0.0 if token == NOTHING else self.arrived.get(token)
+        if there is not None and there <= now and lane.is_recomputed:
+            self._start(rank, lane.take_main(), now)
+        elif lane.may_recompute:
+            self._start(rank, lane.take_aside(), now)
+        elif there is None:
+            self.waiting[token] = rank, now
+        else:
+            heappush(self.agenda, (there, rank))
+
+    def _start(self, rank: int, instruction: Instruction, now: float) -> None:
+        _, gives, seconds, wire, travel = instruction
+        end = now + seconds
+        heappush(self.agenda, (end, rank))
+        if gives == NOTHING:
+            return
+        arrives = end
+        if wire != NOTHING:
+            arrives = self.wire_free[wire] = max(end, self.wire_free[wire]) + travel
+        self.arrived[gives] = arrives
+        if gives in self.waiting:
+            waiter, since = self.waiting.pop(gives)
+            heappush(self.agenda, (max(arrives, since), waiter))

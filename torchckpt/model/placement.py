@@ -1,0 +1,85 @@
+"""Placement: where recomputation stands in a schedule.
+
+A recompute may begin long before the gradient that it is for arrives: all it needs is the boundary, and an idle engine.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.greedy import greedy_orders
+from torchckpt.model.inputs import per_boundary, per_stage
+from torchckpt.model.orders import Visit
+from torchckpt.model.policy import Policy, ahead, arrival, chosen, faults_of, none, partial
+from torchckpt.model.program import compile_program
+from torchckpt.model.schedule import Schedule, Segments
+from torchckpt.model.validity import check_order, check_schedule
+
+__all__ = ["Policy", "ahead", "arrival", "none", "partial", "with_recompute"]
+
+_CALLER = "with_recompute()"
+
+
+def with_recompute(schedule: Schedule, policy: Policy | Callable[[Schedule], Schedule]) -> Schedule:
+    """``schedule`` with the recomputes of ``policy``; forwards and backwards keep their order.
+
+    >>> [str(action) for action in with_recompute(one_f_one_b(2, 2), ahead()).ranks[0]]
+    ['0F0', '0F1', '0R0', '0B0', '0R1', '0B1']
+
+    Args:
+        policy: or a function of your own that places each ``R``.
+
+    Raises:
+        ArgumentError: the policy is wrong in itself, names what the schedule does not have, or places a recompute
+            where it would stop the ranks or be done twice.
+    """
+    if callable(policy):
+        placed = policy(schedule)
+        check_schedule(_CALLER, placed)
+        return placed
+    check_order(_CALLER, schedule)
+    if not isinstance(policy, Policy):
+        rule = "a policy is a Policy, or a function that places each R"
+        raise_faults(_CALLER, [Fault(rule, repr(policy), "ahead()")])
+    raise_faults(_CALLER, faults_of(schedule, policy))
+    keys = chosen(schedule, policy)
+    if not keys:
+        return schedule
+    placed = _placed(schedule, policy, keys)
+    check_schedule(_CALLER, placed)
+    return placed
+
+
+def _placed(schedule: Schedule, policy: Policy, keys: frozenset[Visit]) -> Schedule:
+    partly = policy.segments != Segments()
+    fixed = replace(
+        schedule,
+        ranks=tuple(tuple(_before_backwards(order, keys, policy.k)) for order in schedule.ranks),
+        late=keys if policy.late else frozenset(),
+        segments=(policy.segments,) * schedule.stages if partly else (),
+    )
+    if policy.costs is None or policy.late:
+        return fixed
+    costs, _ = per_stage(policy.costs, schedule.stages)
+    links, _ = per_boundary(policy.link, schedule.stages)
+    return replace(fixed, ranks=greedy_orders(fixed, compile_program(fixed, costs, links), policy.k))
+
+
+def _before_backwards(order: Sequence[Action], keys: Collection[Visit], k: int) -> Iterator[Action]:
+    """Before each backward, the recomputes for it and the next k - 1, as far as their forwards are done."""
+    backwards = [(stage, i) for stage, kind, i in order if kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
+    alive: set[Visit] = set()
+    begun = reached = 0
+    for action in order:
+        stage, kind, i = action
+        if kind is Kind.FORWARD:
+            alive.add((stage, i))
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            while reached < min(begun + k, len(backwards)) and backwards[reached] in alive:
+                if backwards[reached] in keys:
+                    yield Action(backwards[reached][0], Kind.RECOMPUTE, backwards[reached][1])
+                reached += 1
+            begun += 1
+        yield action

@@ -1,0 +1,180 @@
+"""Report: what ways of recomputing cost on one schedule, side by side, beside the bound."""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.bound import bound
+from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.placement import with_recompute
+from torchckpt.model.policy import Policy, ahead, arrival, none
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.simulator import simulate
+from torchckpt.model.timeline import Timeline
+from torchckpt.model.units import Units, percent
+
+__all__ = ["AS_GIVEN", "POLICIES", "Report", "Row", "policy_named", "report"]
+
+_EXEMPT = ("last_stage", "last_micro_batch", "first_backward")
+POLICIES = ("none", *(when + what for when in ("arrival", "ahead") for what in ("", *(f"/{one}" for one in _EXEMPT))))
+AS_GIVEN = "as given"
+"""The row of a schedule that came with recomputes of its own."""
+
+_POLICY = re.compile(rf"none|(arrival|ahead(?::(\d+))?)(?:/({'|'.join(_EXEMPT)}))?")
+_HEADS = ("recompute", "step", "overhead", "bound", "hidden", "peak")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of recomputing. Shares are of the step in which nothing is recomputed."""
+
+    name: str
+    timeline: Timeline
+    overhead: float
+    bound: float
+    """The least overhead that is possible for what this row recomputes."""
+    hidden: float | None
+    """Of what recompute at arrival exposes, the share that this row does not; None where neither recomputes."""
+
+    @property
+    def idle_share(self) -> float:
+        """The mean of all ranks."""
+        shares = self.timeline.idle_share
+        return sum(shares) / len(shares) if shares else 0.0
+
+    def cells(self, units: Units) -> tuple[str, ...]:
+        return (
+            self.name,
+            units.of_time(self.timeline.step_seconds),
+            percent(self.overhead),
+            percent(self.bound),
+            "-" if self.hidden is None else f"{self.hidden:.2f}",
+            units.of_memory(max(self.timeline.peak_bytes)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "recompute": self.name,
+            "step_seconds": self.timeline.step_seconds,
+            "overhead": self.overhead,
+            "bound": self.bound,
+            "hidden": self.hidden,
+            "idle": self.idle_share,
+            "peak_bytes": list(self.timeline.peak_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows in the order in which they were asked for."""
+
+    schedule: Schedule
+    rows: tuple[Row, ...]
+
+    def table(self, units: Units | None = None) -> str:
+        """For people: the names on the left, numbers on the right of their columns."""
+        lines = [_HEADS, *(row.cells(units or Units()) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        return "\n".join(_aligned(cells, widths) for cells in lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule.name,
+            "ranks": len(self.schedule.ranks),
+            "stages": self.schedule.stages,
+            "micro_batches": self.schedule.micro_batches,
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+
+def report(
+    schedule: Schedule,
+    costs: StageCosts | Sequence[StageCosts] = StageCosts(),  # noqa: B008  # frozen
+    link: Link | Sequence[Link] = Link(),  # noqa: B008  # frozen
+    names: Sequence[str] = ("none", "arrival", "ahead"),
+) -> Report:
+    """Simulate ``schedule`` under each of the policies ``names``.
+
+    >>> print(report(one_f_one_b(4, 4), names=("none", "arrival", "ahead/last_stage")).table())
+    recompute         step  overhead   bound  hidden  peak
+    none                21     0.0 %   0.0 %       -   4 A
+    arrival             28    33.3 %  19.0 %    0.00   1 A
+    ahead/last_stage    23     9.5 %   4.8 %    0.71   1 A
+
+    Args:
+        schedule: if it has recomputes already, they are the first row; the other rows start from it without them.
+        costs, link: as in :func:`~torchckpt.model.simulator.simulate`.
+        names: see :func:`policy_named`.
+
+    Raises:
+        ArgumentError: as the functions that are called.
+    """
+    plain = _without_recomputes(schedule)
+    schedules = {} if plain == schedule else {AS_GIVEN: schedule}
+    for name in names:
+        schedules[name] = with_recompute(plain, policy_named(name, costs, link))
+    least = simulate(plain, costs, link, exposed=False).step_seconds
+    most = simulate(with_recompute(plain, arrival()), costs, link, exposed=False).step_seconds
+    return Report(plain, tuple(_row(name, one, costs, link, (least, most)) for name, one in schedules.items()))
+
+
+def policy_named(
+    name: str,
+    costs: StageCosts | Sequence[StageCosts] | None = None,
+    link: Link | Sequence[Link] = Link(),  # noqa: B008  # frozen
+) -> Policy:
+    """``none``, ``arrival``, ``ahead``; ``ahead:2`` for two micro-batches ahead; ``ahead/last_stage`` to keep what the
+    last stage saves, likewise ``/last_micro_batch`` and ``/first_backward``.
+
+    Args:
+        costs, link: known costs, for ``ahead``; see :func:`~torchckpt.model.policy.ahead`.
+
+    Raises:
+        ArgumentError: the name is none of these.
+    """
+    match = _POLICY.fullmatch(name)
+    if match is None:
+        close = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
+        exempt_too = ", ".join(f"/{one}" for one in _EXEMPT)
+        rule = f"a policy is none, arrival, ahead or ahead:K; the last three also with {exempt_too}"
+        raise_faults("policy_named()", [Fault(rule, repr(name), repr(close))])
+    when, k, exempt = match.groups() if match else (None, None, None)
+    if when is None:
+        return none()
+    if when == "arrival":
+        return arrival(exempt or ())
+    return ahead(int(k or 1), exempt or (), costs=costs, link=link)
+
+
+def _row(
+    name: str,
+    schedule: Schedule,
+    costs: StageCosts | Sequence[StageCosts],
+    link: Link | Sequence[Link],
+    steps: tuple[float, float],
+) -> Row:
+    """``steps`` are those without recomputation and with recompute at arrival."""
+    least, most = steps
+    timeline = simulate(schedule, costs, link, exposed=False)
+    added = timeline.step_seconds - least
+    floor = bound(schedule, costs, link).overhead_seconds
+    recomputes = any(event.action.kind is Kind.RECOMPUTE for event in timeline.events)
+    hidden = 1 - added / (most - least) if recomputes and most > least else None
+    return Row(name, timeline, added / least if least else 0.0, floor / least if least else 0.0, hidden)
+
+
+def _without_recomputes(schedule: Schedule) -> Schedule:
+    def kept(order: tuple[Action, ...]) -> tuple[Action, ...]:
+        return tuple(action for action in order if action.kind is not Kind.RECOMPUTE)
+
+    return replace(schedule, ranks=tuple(map(kept, schedule.ranks)), late=frozenset(), segments=())
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (cell.rjust(width) for cell, width in zip(cells, widths))
+    return "  ".join((cells[0].ljust(len(first)), *others)).rstrip()

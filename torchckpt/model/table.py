@@ -1,0 +1,106 @@
+"""Table: schedules as CSV, in the format of torch.distributed.pipelining: a row per rank, a cell per action.
+
+An empty cell is a bubble. What torch adds for communication (``0SEND_F1``, ``0UNSHARD``, ``0REDUCE_GRAD`` and the
+like) is passed over; a pair that may overlap, ``(0F3;7B0)OVERLAP_F_B``, is read as one action after the other.
+"""
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.validity import Misplaced, check_schedule
+
+__all__ = ["from_csv", "to_csv"]
+
+_CALLER = "from_csv()"
+_ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
+_PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+class _Cell(NamedTuple):
+    text: str
+    line: int
+    column: int
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The orders of the ranks, without bubbles. Whether a recompute is late, and its segments, are not in the format.
+
+    >>> print(to_csv(one_f_one_b(2, 2)), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+    """
+    return "".join(",".join(map(str, order)) + "\n" for order in schedule.ranks)
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule that ``text`` describes; stages are on the ranks on which they stand.
+
+    >>> [str(action) for action in from_csv("0F0,,0B0").ranks[0]]
+    ['0F0', '0B0']
+
+    Raises:
+        ArgumentError: with line and column (from 1, in cells): an unknown action, one that stands before what it
+            depends on, one that is missing or there twice.
+    """
+    if not isinstance(text, str):
+        raise_faults(_CALLER, [Fault("a schedule is read from text", repr(text), "Path('schedule.csv').read_text()")])
+    parsed = [[(action, cell) for cell in row for action in _actions(cell.text)] for row in _cells(text)]
+    unknown = [cell for row in parsed for action, cell in row if action is None]
+    raise_faults(_CALLER, map(_unknown, unknown))
+    orders = [[(action, cell) for action, cell in row if action is not None] for row in parsed]
+    raise_faults(_CALLER, _gaps({action.stage for row in orders for action, _ in row}))
+    schedule = _schedule(name, tuple(tuple(action for action, _ in row) for row in orders))
+
+    def where(found: Misplaced) -> str:
+        if found.position is None:
+            return f"line {found.rank + 1}"
+        cell = orders[found.rank][found.position][1]
+        return f"line {cell.line}, column {cell.column}"
+
+    check_schedule(_CALLER, schedule, where)
+    return schedule
+
+
+def _cells(text: str) -> list[list[_Cell]]:
+    rows = enumerate(csv.reader(io.StringIO(text.rstrip())), start=1)
+    return [[_Cell(cell.strip(), line, column) for column, cell in enumerate(row, start=1)] for line, row in rows]
+
+
+def _actions(text: str) -> Iterator[Action | None]:
+    """The actions in a cell; None where it is not one."""
+    if not text or _PASSED_OVER.fullmatch(text):
+        return
+    overlap = _OVERLAP.fullmatch(text)
+    for part in overlap[1].split(";") if overlap else [text]:
+        match = _ACTION.fullmatch(part.strip())
+        yield Action(int(match[1]), Kind(match[2]), int(match[3])) if match else None
+
+
+def _unknown(cell: _Cell) -> Fault:
+    rule = f"line {cell.line}, column {cell.column}: an action is a stage, one of F B I W R, and a micro-batch"
+    return Fault(rule, repr(cell.text), "'0F3'")
+
+
+def _gaps(stages: set[int]) -> Iterator[Fault]:
+    missing = sorted(set(range(max(stages, default=-1) + 1)) - stages)
+    if missing or not stages:
+        rule = "stages are numbered from 0, and each has its actions"
+        received = f"none of stage {', '.join(map(str, missing))}" if stages else "no action"
+        yield Fault(rule, received, "0F0,0B0")
+
+
+def _schedule(name: str, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
+    homes: dict[int, int] = {}
+    for rank, order in enumerate(ranks):
+        for action in order:
+            homes.setdefault(action.stage, rank)
+    micro_batches = 1 + max(action.micro_batch for order in ranks for action in order)
+    return Schedule(name, ranks, tuple(homes[stage] for stage in range(len(homes))), micro_batches)
