@@ -26,7 +26,7 @@ def draw_memory(plain: Curve, stock: Curve, ours: Curve, subtitle: str, path: Pa
     _curve(axes, plain, "no checkpointing", _BLACK, (0.37, 0.95))
     note = "torchckpt: in each stage one micro-batch\nis recomputed ahead of its gradient"
     font: dict[str, Any] = {"fontsize": 11, "color": "#555555", "horizontalalignment": "right"}
-    axes.text(0.99, 0.655, note, transform=axes.transAxes, **font)
+    axes.text(0.99, 0.74, note, transform=axes.transAxes, **font)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "torchckpt"}):  # the same picture is the same file
         figure.savefig(path, metadata={"Date": None})
