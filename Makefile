@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test gpu lint clean
+.PHONY: demo test gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --out demo

@@ -156,11 +156,12 @@ def count_bytes(device: torch.device) -> list[dict[str, Any]]:
 
 # import -------------------------------------------------------------------------------------------------------------
 
-_IMPORT = "import time, torch; start = time.perf_counter(); import torchckpt; print(time.perf_counter() - start)"
+# With its names, each of which is imported when it is first asked for.
+_IMPORT = "import time, torch; start = time.perf_counter(); from torchckpt import *; print(time.perf_counter() - start)"
 
 
 def import_milliseconds(rounds: int) -> list[float]:
-    """What ``import torchckpt`` adds to ``import torch``, each in a fresh interpreter."""
+    """What importing all of torchckpt adds to ``import torch``, each in a fresh interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = partial(subprocess.run, [sys.executable, "-c", _IMPORT], stdout=subprocess.PIPE, check=True, env=environment)
     run()  # compiles it
@@ -208,7 +209,8 @@ def show(results: dict[str, Any]) -> None:
         print(f"  {name + ', µs':56}{_cells(values, 1)}")
     for name, values in results["overhead"].items():
         print(f"  {'torchckpt adds, over ' + name:56}{_cells(values, 3)}   at most {REQUIRED_OVERHEAD[name]:.2f}")
-    print(f"{'import torchckpt, after import torch, ms':58}{_cells(results['import torchckpt, ms'], 1)}   at most 50")
+    imported = _cells(results['import torchckpt, ms'], 1)
+    print(f"{'import of all of torchckpt, after torch, ms':58}{imported}   at most 50")
     _show_rows("FLOPs recomputed, share of a forward", results, ".3f", "torchckpt at most torch.utils.checkpoint")
     _show_rows("bytes kept", results, ",", "torchckpt equal to the boundary")
 

@@ -1,6 +1,8 @@
 """torch's CSV, there and back."""
 from __future__ import annotations
 
+import re
+
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
@@ -71,3 +73,9 @@ def test_errors_have_line_and_column(text, message):
 def test_not_text():
     with pytest.raises(ArgumentError, match=r"a schedule is read from text\n.*None"):
         from_csv(None)
+
+
+def test_number_beyond_all_actions_is_an_error_and_does_not_fill_the_memory():
+    text = "line 1, column 2: stages and micro-batches count from 0, without gaps\n  received: '0F99999999999'"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        from_csv("0F0,0F99999999999,0B0")

@@ -56,6 +56,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     unknown = [cell for row in parsed for action, cell in row if action is None]
     raise_faults(_CALLER, map(_unknown, unknown))
     orders = [[(action, cell) for action, cell in row if action is not None] for row in parsed]
+    raise_faults(_CALLER, _beyond(orders))
     raise_faults(_CALLER, _gaps({action.stage for row in orders for action, _ in row}))
     schedule = _schedule(name, tuple(tuple(action for action, _ in row) for row in orders))
 
@@ -87,6 +88,16 @@ def _actions(text: str) -> Iterator[Action | None]:
 def _unknown(cell: _Cell) -> Fault:
     rule = f"line {cell.line}, column {cell.column}: an action is a stage, one of F B I W R, and a micro-batch"
     return Fault(rule, repr(cell.text), "'0F3'")
+
+
+def _beyond(orders: list[list[tuple[Action, _Cell]]]) -> Iterator[Fault]:
+    # Each stage has every micro-batch, so no number can reach that of all actions. A larger one would fill the memory.
+    count = sum(map(len, orders))
+    for order in orders:
+        for action, cell in order:
+            if max(action.stage, action.micro_batch) >= count:
+                where = f"line {cell.line}, column {cell.column}"
+                yield Fault(f"{where}: stages and micro-batches count from 0, without gaps", repr(cell.text), "'0F0'")
 
 
 def _gaps(stages: set[int]) -> Iterator[Fault]:

@@ -1,0 +1,39 @@
+"""Live schedules: those of ``torch.distributed.pipelining``, read into the model's type."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model import Schedule, from_csv, gpipe, one_f_one_b
+
+__all__ = ["schedule_of"]
+
+
+def schedule_of(live: PipelineScheduleSingle | PipelineScheduleMulti) -> Schedule:
+    """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.model.Schedule`.
+
+    Args:
+        live: ``ScheduleGPipe``, ``Schedule1F1B``, or any schedule of several stages per rank. Of the first two the
+            order is the model's: torch runs them from code of their own, and the order that it lists for 1F1B is off by
+            one on the last rank (torch 2.13).
+
+    Raises:
+        ArgumentError: not a schedule of torch, or one whose order it does not list.
+    """
+    if isinstance(live, ScheduleGPipe):
+        return gpipe(live._num_stages, live._n_microbatches)
+    if isinstance(live, Schedule1F1B):
+        return one_f_one_b(live._num_stages, live._n_microbatches)
+    order: dict[int, list[Any]] = getattr(live, "pipeline_order", None) or {}
+    works = "schedule_of(ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn))"
+    rule = "a schedule of torch.distributed.pipelining that lists its order"
+    raise_faults("schedule_of()", [] if order else [Fault(rule, type(live).__name__, works)])
+    rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
+    return from_csv("\n".join(rows) + "\n", name=type(live).__name__)
