@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError, TransformError
 from torchckpt.kernel.dependency import fork, join
+from torchckpt.kernel.flags import thread
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT, Options, checked
 from torchckpt.kernel.private import forward_ad, functorch_is_active
@@ -40,6 +41,8 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
+    if thread.scope is not None:
+        return thread.scope.run(function, args, kwargs, options)[0]
     return Frame(options).forward(function, args, kwargs)
 
 
@@ -165,6 +168,9 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         refuse_transforms()
+        if thread.scope is not None:
+            outputs, self._frame = thread.scope.run(function, args, kwargs, self._options)
+            return outputs
         frame = Frame(self._options)
         outputs = frame.forward(function, args, kwargs)
         self._frame = frame

@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from torchckpt.kernel.scope import Scope
 
 __all__ = ["Flags", "is_checkpointing", "is_recomputing", "thread"]
 
@@ -17,6 +20,7 @@ class Flags(NamedTuple):
 
 class _Thread(threading.local):
     flags: tuple[bool, bool, list[nn.Module] | None] = Flags()  # set as plain tuples: a replay is a hot path
+    scope: Scope | None = None  # what a schedule wants of the regions that this thread enters (scope.py)
 
 
 thread = _Thread()

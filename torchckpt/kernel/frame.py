@@ -60,6 +60,21 @@ class Frame:
         """Whether the replay is done, or there is nothing to replay."""
         return self._returned and self._call is None
 
+    @property
+    def function(self) -> Function | None:
+        """What the replay will run; None when it is done."""
+        return None if self._call is None else self._call.function
+
+    @property
+    def boundary(self) -> list[Tensor]:
+        """The tensors among the inputs, as far as they are held here, and not by hooks of the caller's."""
+        return [] if self._call is None else self._call.boundary
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What the replay will fill; empty when it is done."""
+        return self._slots
+
     def recompute(self) -> None:
         """Fill the slots. Idempotent: the first caller does the work, others wait for it and find it done."""
         with self._lock:
