@@ -10,6 +10,7 @@ __all__ = [
     "Fault",
     "RecomputationError",
     "RegionError",
+    "ScheduleError",
     "TransformError",
     "raise_faults",
 ]
@@ -29,6 +30,10 @@ class RecomputationError(CheckpointError, RuntimeError):
 
 class RegionError(CheckpointError, RuntimeError):
     """The methods of a :class:`~torchckpt.Checkpointing` were called in an order that means nothing."""
+
+
+class ScheduleError(CheckpointError, RuntimeError):
+    """A step of a pipeline schedule failed on this rank, or waited in vain for another."""
 
 
 class TransformError(CheckpointError, RuntimeError):

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.kernel.ambient import generators_of, put_back, random_state
 from torchckpt.kernel.checkpointing import checkpoint
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.frame import observers
+from torchckpt.kernel.saved import SavedBytes, saved_bytes
 from torchckpt.kernel.streams import accelerators_among
 from torchckpt.typing import Function
 
@@ -57,36 +56,6 @@ def count_recomputes() -> Iterator[Recomputes]:
         yield recomputes
     finally:
         observers.remove(recomputes._seen)
-
-
-class SavedBytes:
-    """Bytes that autograd keeps from a forward for its backward: ``total``."""
-
-    def __init__(self) -> None:
-        self._storages: dict[StorageWeakRef, int] = {}  # by storage, not by address, which may be used again
-
-    @property
-    def total(self) -> int:
-        return sum(self._storages.values())
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        whole = tensor if tensor._base is None else tensor._base
-        if not (whole.is_leaf and whole.requires_grad):
-            storage = tensor.untyped_storage()
-            self._storages[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]  # in torch
-        return tensor if tensor.is_leaf else tensor.detach()
-
-
-@contextmanager
-def saved_bytes() -> Iterator[SavedBytes]:
-    """Count the bytes of the storages that autograd saves in this thread until the end of the block.
-
-    Each storage counts once; those of leaves that require grad (parameters) do not. Inside a region nothing is saved,
-    so of it only the boundary counts.
-    """
-    saved = SavedBytes()
-    with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
-        yield saved
 
 
 class Flops:

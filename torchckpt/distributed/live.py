@@ -1,22 +1,16 @@
 """Live schedules: those of ``torch.distributed.pipelining``, read into the model's type."""
 from __future__ import annotations
 
-from typing import Any
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-)
-
+from torchckpt.distributed.private import Live, micro_batches_of, order_of, stages_of
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model import Schedule, from_csv, gpipe, one_f_one_b
 
 __all__ = ["schedule_of"]
 
 
-def schedule_of(live: PipelineScheduleSingle | PipelineScheduleMulti) -> Schedule:
+def schedule_of(live: Live) -> Schedule:
     """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.model.Schedule`.
 
     Args:
@@ -27,11 +21,10 @@ def schedule_of(live: PipelineScheduleSingle | PipelineScheduleMulti) -> Schedul
     Raises:
         ArgumentError: not a schedule of torch, or one whose order it does not list.
     """
-    if isinstance(live, ScheduleGPipe):
-        return gpipe(live._num_stages, live._n_microbatches)
-    if isinstance(live, Schedule1F1B):
-        return one_f_one_b(live._num_stages, live._n_microbatches)
-    order: dict[int, list[Any]] = getattr(live, "pipeline_order", None) or {}
+    if isinstance(live, (ScheduleGPipe, Schedule1F1B)):
+        make = gpipe if isinstance(live, ScheduleGPipe) else one_f_one_b
+        return make(stages_of(live)[0].num_stages, micro_batches_of(live))
+    order = order_of(live)
     works = "schedule_of(ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn))"
     rule = "a schedule of torch.distributed.pipelining that lists its order"
     raise_faults("schedule_of()", [] if order else [Fault(rule, type(live).__name__, works)])

@@ -38,11 +38,6 @@ class Boundary:
             else:
                 self._saved.append((leaf, None, False))
 
-    @property
-    def held(self) -> list[Tensor]:
-        """The tensors, where no hooks took them."""
-        return [kept for kept, version, _ in self._saved if version is not None and self._unpack is None]
-
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
         """``(args, kwargs)`` for a replay, and the tensors in them, detached from the graph that they came from.
 

@@ -59,11 +59,6 @@ class Call:
         if options.preserve_rng_state:
             self._random = random_state(generators_of(self.devices, options.generators))
 
-    @property
-    def boundary(self) -> list[Tensor]:
-        """The tensors among the arguments, as far as they are held here."""
-        return self._boundary.held
-
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack) -> Any:
         """Run the function, with what autograd saves going through ``pack``, and coming back through ``unpack``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)

@@ -66,11 +66,6 @@ class Frame:
         return None if self._call is None else self._call.function
 
     @property
-    def boundary(self) -> list[Tensor]:
-        """The tensors among the inputs, as far as they are held here, and not by hooks of the caller's."""
-        return [] if self._call is None else self._call.boundary
-
-    @property
     def slots(self) -> list[Slot]:
         """What the replay will fill; empty when it is done."""
         return self._slots

@@ -17,7 +17,7 @@ from torchckpt.model.program import compile_program
 from torchckpt.model.schedule import Schedule, Segments
 from torchckpt.model.validity import check_order, check_schedule
 
-__all__ = ["Policy", "ahead", "arrival", "none", "partial", "with_recompute"]
+__all__ = ["Policy", "ahead", "arrival", "none", "partial", "with_recompute", "without_recompute"]
 
 _CALLER = "with_recompute()"
 
@@ -50,6 +50,15 @@ def with_recompute(schedule: Schedule, policy: Policy | Callable[[Schedule], Sch
     placed = _placed(schedule, policy, keys)
     check_schedule(_CALLER, placed)
     return placed
+
+
+def without_recompute(schedule: Schedule) -> Schedule:
+    """``schedule`` as it was before :func:`with_recompute`."""
+
+    def kept(order: tuple[Action, ...]) -> tuple[Action, ...]:
+        return tuple(action for action in order if action.kind is not Kind.RECOMPUTE)
+
+    return replace(schedule, ranks=tuple(map(kept, schedule.ranks)), late=frozenset(), segments=())
 
 
 def _placed(schedule: Schedule, policy: Policy, keys: frozenset[Visit]) -> Schedule:

@@ -3,20 +3,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.model.action import Action, Kind
+from torchckpt.model.action import Kind
 from torchckpt.model.bound import bound
 from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.placement import with_recompute
+from torchckpt.model.placement import with_recompute, without_recompute
 from torchckpt.model.policy import Policy, ahead, arrival, none
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.simulator import simulate
 from torchckpt.model.timeline import Timeline
-from torchckpt.model.units import Units, percent
+from torchckpt.model.units import Units, aligned, percent
 
 __all__ = ["AS_GIVEN", "POLICIES", "Report", "Row", "policy_named", "report"]
 
@@ -78,9 +78,7 @@ class Report:
 
     def table(self, units: Units | None = None) -> str:
         """For people: the names on the left, numbers on the right of their columns."""
-        lines = [_HEADS, *(row.cells(units or Units()) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join(_aligned(cells, widths) for cells in lines)
+        return aligned([_HEADS, *(row.cells(units or Units()) for row in self.rows)])
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -114,7 +112,7 @@ def report(
     Raises:
         ArgumentError: as the functions that are called.
     """
-    plain = _without_recomputes(schedule)
+    plain = without_recompute(schedule)
     schedules = {} if plain == schedule else {AS_GIVEN: schedule}
     for name in names:
         schedules[name] = with_recompute(plain, policy_named(name, costs, link))
@@ -166,15 +164,3 @@ def _row(
     recomputes = any(event.action.kind is Kind.RECOMPUTE for event in timeline.events)
     hidden = 1 - added / (most - least) if recomputes and most > least else None
     return Row(name, timeline, added / least if least else 0.0, floor / least if least else 0.0, hidden)
-
-
-def _without_recomputes(schedule: Schedule) -> Schedule:
-    def kept(order: tuple[Action, ...]) -> tuple[Action, ...]:
-        return tuple(action for action in order if action.kind is not Kind.RECOMPUTE)
-
-    return replace(schedule, ranks=tuple(map(kept, schedule.ranks)), late=frozenset(), segments=())
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (cell.rjust(width) for cell, width in zip(cells, widths))
-    return "  ".join((cells[0].ljust(len(first)), *others)).rstrip()

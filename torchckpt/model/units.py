@@ -1,12 +1,13 @@
 """Units: how times and memory are written for people."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchckpt.model.action import Action
 from torchckpt.model.schedule import Schedule
 
-__all__ = ["Units", "label", "number", "percent", "row_name"]
+__all__ = ["Units", "aligned", "label", "number", "percent", "row_name"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ def number(value: float) -> str:
 def percent(share: float) -> str:
     """``0.125`` is ``12.5 %``."""
     return f"{share * 100 + 0.0:.1f} %".replace("-0.0", "0.0")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells in columns: the first on the left of its column, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:]))
+        lines.append("  ".join((first.ljust(widths[0]), *cells)).rstrip())
+    return "\n".join(lines)
 
 
 def row_name(schedule: Schedule, rank: int) -> str:

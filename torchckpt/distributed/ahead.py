@@ -1,0 +1,200 @@
+"""``recompute_ahead``: the recompute of a micro-batch as an action of its schedule, before its gradient arrives.
+
+The runtime of torch posts the receive of a gradient long before it waits for it, in the backward. Between the two it
+has nothing to do, and the recompute needs nothing that is still to come::
+
+    RECV_B posted -> R: replay the frames of this stage and micro-batch -> wait for RECV_B -> B
+
+[1] A forward runs in a scope of its own, which gathers the frames of its regions, or has them keep what they save.
+[2] R replays them, the last one first. [3] The backward finds them replayed; what is not, it replays itself.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from torchckpt.distributed.frames import Frames
+from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions
+from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
+from torchckpt.distributed.record import Gathered, Record, gather
+from torchckpt.distributed.sizes import Sizes
+from torchckpt.errors import ScheduleError
+from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, with_recompute
+from torchckpt.model.comparison import Comparison, compare
+from torchckpt.model.measured import measured_timeline
+from torchckpt.model.orders import Visit
+
+__all__ = ["MEASURED_STEPS", "RecomputeAhead"]
+
+MEASURED_STEPS = 4
+"""With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
+
+_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward (inputs)",
+    "W": "backward (weights)",
+    "R": "recompute",
+    "SEND_F": "send of the activation",
+    "RECV_F": "receive of the activation",
+    "SEND_B": "send of the gradient",
+    "RECV_B": "receive of the gradient",
+    "UNSHARD": "gathering of parameters",
+    "RESHARD": "release of gathered parameters",
+    "REDUCE_GRAD": "reduction of gradients",
+}
+
+
+class RecomputeAhead(Runtime):
+    """A schedule of torch that recomputes before gradients arrive. Made by :func:`recompute_ahead`.
+
+    ``step()`` and ``eval()`` are those of ``torch.distributed.pipelining``. All methods are to be called on every rank
+    of the pipeline.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        schedule: Schedule,
+        segments: int | None,
+        exempt: frozenset[Visit],
+        costs: StageCosts | Sequence[StageCosts] | str | None,
+        link: Link | Sequence[Link],
+    ) -> None:
+        self._plain_schedule = schedule
+        self._exempt = exempt
+        self._is_measuring = costs == "measured"
+        self.schedule = self._placed(None if isinstance(costs, str) else costs, link)
+        """What is run, on all ranks, as data."""
+        first: Stage = stages_of(live)[0]
+        self._group: dist.ProcessGroup | None = first.group
+        self._of: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
+        self._frames = Frames(segments)
+        self._record = Record(torch.device(first.device))
+        self._sizes = Sizes(segments)
+        self._at: str | None = None
+        super().__init__(live, self.schedule)
+
+    def timeline(self) -> Timeline:
+        """The last step as it was measured, of all ranks, in the type of a simulated one.
+
+        Collective: every rank of the pipeline calls it, and gets the same.
+
+        Raises:
+            ScheduleError: there was no step yet.
+        """
+        return _timeline(self._measured())
+
+    def report(self) -> Comparison:
+        """The last step beside what its own costs, simulated, make of it; ``print()`` shows a table.
+
+        Collective: every rank of the pipeline calls it, and gets the same.
+
+        Raises:
+            ScheduleError: there was no step yet.
+        """
+        measured = self._measured()
+        return compare(_timeline(measured), measured.costs, measured.links)
+
+    # what the runtime calls -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._at = None
+        self._record.begin()
+        try:
+            yield
+        except Exception as error:
+            raise ScheduleError(self._failure(error)) from error
+        finally:
+            self._frames.clear()
+        if self.is_training:
+            self._record.end()
+        if self._is_measuring and self._record.steps == MEASURED_STEPS:
+            self._place_as_measured()
+
+    def reaches(self, action: str) -> None:
+        self._at = action
+        self._record.asked()
+
+    @contextmanager
+    def computing(self, action: Action) -> Iterator[None]:
+        start = self._record.now()
+        stage, kind, micro_batch = action
+        if kind is Kind.FORWARD and self.is_training:
+            with self._gathering(stage, micro_batch):
+                yield
+        else:
+            self._frames.drop(stage, micro_batch)  # [3]
+            yield
+        self._record.ended(action, start)
+
+    def recompute(self, action: Action) -> None:
+        stage, _, micro_batch = action
+        with record_function(f"torchckpt::recompute[stage={stage},mb={micro_batch}]"):
+            start = self._record.now()
+            module = self._of[stage].submod
+            with self._sizes.of_recompute(stage, self._frames.waiting(stage, micro_batch), module):
+                self._frames.recompute(stage, micro_batch, module)  # [2]
+            self._record.ended(action, start)
+
+    # how ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _gathering(self, stage: int, micro_batch: int) -> Iterator[None]:
+        keep = (stage, micro_batch) in self._exempt
+        is_first = stage not in self._sizes.found
+        module = self._of[stage].submod
+        with ExitStack() as stack:
+            if is_first:
+                stack.enter_context(plain_regions_refused(stage, module))
+            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, keep))  # [1]
+            with self._sizes.of_forward(stage, keep, frames):
+                yield
+        if not keep and not frames:
+            raise_without_regions(stage, self._of[stage].fwd_cache[micro_batch])
+
+    def _placed(self, costs: StageCosts | Sequence[StageCosts] | None, link: Link | Sequence[Link]) -> Schedule:
+        plain = self._plain_schedule
+        every = {(stage, i) for stage in range(plain.stages) for i in range(plain.micro_batches)}
+        return with_recompute(plain, ahead(only=every - self._exempt, costs=costs, link=link))
+
+    def _place_as_measured(self) -> None:
+        self._is_measuring = False
+        # All processes of the job agree: replicas of a pipeline have collectives in common.
+        measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
+        self.schedule = self._placed(measured.costs, measured.links)
+        self.follow(self.schedule)
+        self._record.clear()
+
+    def _measured(self) -> Gathered:
+        if not self._record.steps:
+            raise ScheduleError(
+                "a step must have run before it can be shown\n  received: timeline() or report() before step()\n"
+                "  works:    schedule.step(x, target=y); then print(schedule.report())"
+            )
+        return gather(self.schedule, self.rank, self._record, self._sizes.found, self._group)
+
+    def _failure(self, error: Exception) -> str:
+        match = _ACTION.match(self._at or "")
+        where = "preparing its stages, before the first action"
+        if self._at is not None and match is not None:
+            stage, kind, micro_batch = match.groups()
+            at = f", micro-batch {micro_batch}" if micro_batch else ""
+            where = f"stage {stage}{at}, {_WORDS.get(kind, kind)} ({self._at})"
+        first = (str(error).strip().splitlines() or [""])[0]
+        return (
+            f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
+            f"  received: {type(error).__name__}: {first}\n"
+            "  works:    where the cause is an error of communication, another rank failed before: see what it raised"
+        )
+
+
+def _timeline(measured: Gathered) -> Timeline:
+    return measured_timeline(measured.schedule, measured.steps[-1], measured.costs, measured.links)

@@ -1,0 +1,118 @@
+"""``recompute_ahead``, the call: what it takes, and what is wrong with it."""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from torchckpt.distributed.ahead import RecomputeAhead
+from torchckpt.distributed.live import schedule_of
+from torchckpt.distributed.private import Live
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model import Link, Schedule, StageCosts
+from torchckpt.model.exempt import free_to_keep
+from torchckpt.model.inputs import per_boundary, per_stage
+from torchckpt.model.orders import Visit
+
+__all__ = ["recompute_ahead"]
+
+_CALLER = "recompute_ahead()"
+_WORKS = "recompute_ahead(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn))"
+_EXEMPT = ("auto", "none")
+
+
+def recompute_ahead(
+    schedule: Live,
+    segments: int | None = None,
+    exempt: str | Collection[Visit] = "auto",
+    costs: StageCosts | Sequence[StageCosts] | str | None = None,
+    link: Link | Sequence[Link] = Link(),  # noqa: B008  # frozen
+) -> RecomputeAhead:
+    """Have ``schedule`` recompute before gradients arrive. Call it on every rank, with the same arguments.
+
+    >>> stage = PipelineStage(module, index, stages, device)      # whose blocks use torchckpt.checkpoint_module
+    >>> schedule = recompute_ahead(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn))
+    >>> schedule.step(x, target=y, losses=losses)
+    >>> print(schedule.report())
+
+    Losses and gradients are, to the bit, those of the schedule itself. The order of actions is static, and the same in
+    every run: the recompute of a micro-batch stands right before its backward, or where ``costs`` put it.
+
+    Args:
+        schedule: any schedule of ``torch.distributed.pipelining``: ``ScheduleGPipe``, ``Schedule1F1B``,
+            ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``, ``ScheduleInterleavedZeroBubble``,
+            ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``, or one read from CSV. It shares its stages with the one
+            that is returned, which is to be used instead.
+        segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
+            backward, one at a time. Early ones hide, late ones save memory. Default: all.
+        exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
+            (see :func:`~torchckpt.model.exempt.free_to_keep`), such as the last stage of 1F1B; none where only some
+            ``segments`` are recomputed early. ``"none"``: nothing is kept.
+        costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
+            ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
+            be stepping). Default: no costs, right before the backward.
+        link: with ``costs``: of every pair of neighbouring stages, or one per pair.
+
+    Returns:
+        A schedule with ``step()`` and ``eval()`` as torch's, ``timeline()``, ``report()`` and ``schedule``.
+
+    Raises:
+        ArgumentError: all faults of the call in one message.
+        CheckpointError: this version of torch has no runtime that could do it.
+        RegionError: at the first step, a stage that enters no region, or one of ``torch.utils.checkpoint``.
+        ScheduleError: at a step, an action failed; it names stage, micro-batch and action.
+    """
+    raise_faults(_CALLER, _schedule_faults(schedule))
+    plain = schedule_of(schedule)
+    faults = (*_segments_faults(segments), *_exempt_faults(exempt, plain), *_cost_faults(costs, link, plain))
+    raise_faults(_CALLER, faults)
+    if isinstance(exempt, str):
+        kept = free_to_keep(plain) if exempt == "auto" and segments is None else frozenset()
+    else:
+        kept = frozenset(exempt)
+    return RecomputeAhead(schedule, plain, segments, kept, costs, link)
+
+
+def _schedule_faults(schedule: object) -> Iterator[Fault]:
+    if isinstance(schedule, RecomputeAhead):
+        yield Fault("a schedule recomputes ahead once", "what recompute_ahead() returned", "schedule.step(x, target=y)")
+    elif not isinstance(schedule, (PipelineScheduleSingle, PipelineScheduleMulti)):
+        yield Fault("a schedule of torch.distributed.pipelining", type(schedule).__name__, _WORKS)
+
+
+def _segments_faults(segments: object) -> Iterator[Fault]:
+    is_count = isinstance(segments, int) and not isinstance(segments, bool) and segments >= 0
+    if segments is not None and not is_count:
+        yield Fault("segments is how many to recompute early, or None for all", f"segments={segments!r}", "segments=1")
+
+
+def _exempt_faults(exempt: object, schedule: Schedule) -> Iterator[Fault]:
+    works = f"exempt={{({schedule.stages - 1}, 0)}}"
+    if isinstance(exempt, str):
+        if exempt not in _EXEMPT:
+            close = get_close_matches(exempt, _EXEMPT, n=1, cutoff=0.0)[0]
+            yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), repr(close))
+    elif not isinstance(exempt, Collection):
+        yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), works)
+    else:
+        wrong = [visit for visit in exempt if not _is_there(visit, schedule)]
+        if wrong:
+            rule = f"stages are 0 to {schedule.stages - 1}, micro-batches 0 to {schedule.micro_batches - 1}"
+            yield Fault(rule, f"exempt with {', '.join(map(repr, wrong))}", works)
+
+
+def _is_there(visit: object, schedule: Schedule) -> bool:
+    if not (isinstance(visit, tuple) and len(visit) == 2 and all(isinstance(number, int) for number in visit)):
+        return False
+    stage, i = visit
+    return bool(0 <= stage < schedule.stages and 0 <= i < schedule.micro_batches)
+
+
+def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
+    if isinstance(costs, str):
+        if costs != "measured":
+            yield Fault("costs are StageCosts, or 'measured'", repr(costs), "costs='measured'")
+    elif costs is not None:
+        yield from per_stage(costs, schedule.stages)[1]  # type: ignore[arg-type]  # which is what it checks
+        yield from per_boundary(link, schedule.stages)[1]  # type: ignore[arg-type]  # likewise

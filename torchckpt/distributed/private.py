@@ -1,0 +1,267 @@
+"""Every private name of torch's that this folder uses: the runtime of pipeline schedules, and the state of FSDP2.
+
+torch.distributed.pipelining can run lists of actions, but lets no one add a kind of action, or see where it is. What
+:class:`Runtime` overrides and reads to do so is all here; :mod:`torchckpt.distributed.ahead` builds on its methods.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
+
+from torchckpt.errors import CheckpointError
+from torchckpt.model import Action, Kind, Schedule
+
+__all__ = [
+    "Live",
+    "Runtime",
+    "Stage",
+    "in_backward",
+    "micro_batches_of",
+    "order_of",
+    "raise_unless_supported",
+    "stages_of",
+]
+
+Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
+Stage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+except ImportError as missing:
+    raise CheckpointError(
+        f"torchckpt.distributed needs a torch from 2.11 on that has all of torchckpt/distributed/private.py\n"
+        f"  received: {missing}\n"
+        "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
+    ) from missing
+
+
+class _Computation(str, Enum):
+    """Ours beside torch's ``_ComputationType``; the runtime looks its function up in the same table."""
+
+    RECOMPUTE = "R"
+
+
+_RECOMPUTE: Any = _Computation.RECOMPUTE  # which torch's types know nothing of
+_OVERLAP = _ComputationType.OVERLAP_F_B
+_OF_FORWARDS = ("F", "SEND_F", "RECV_F")
+_ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
+_METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
+
+
+def raise_unless_supported(schedule: object) -> None:
+    """Raise ``CheckpointError`` if this torch's runtime lacks what :class:`Runtime` needs of it."""
+    lacking = [name for name in _ATTRIBUTES if not hasattr(schedule, name)]
+    lacking += [name for name in _METHODS if not callable(getattr(schedule, name, None))]
+    if lacking:
+        raise CheckpointError(
+            "torchckpt.distributed needs the runtime of torch.distributed.pipelining as torch 2.11 to 2.13 have it\n"
+            f"  received: one without {', '.join(lacking)}\n"
+            "  works:    the release of torchckpt that was made for this torch"
+        )
+
+
+def stages_of(live: Live) -> list[Stage]:
+    """The stages of this rank."""
+    return [live._stage] if isinstance(live, PipelineScheduleSingle) else list(live._stages)
+
+
+def micro_batches_of(live: Live) -> int:
+    return int(live._n_microbatches)
+
+
+def order_of(live: Live) -> dict[int, list[Any]]:
+    """Per rank the actions that ``live`` lists; empty where it lists none, or others than it runs."""
+    if isinstance(live, (ScheduleGPipe, Schedule1F1B)):
+        return {}
+    return getattr(live, "pipeline_order", None) or getattr(live, "pipeline_order_with_comms", None) or {}
+
+
+class _Noted(list[Any]):
+    """The actions of a rank; tells ``note`` of each that a loop comes to."""
+
+    def __init__(self, actions: Sequence[Any], note: Callable[[str], None]) -> None:
+        super().__init__(actions)
+        self._note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        for action in super().__iter__():
+            self._note(str(action))
+            yield action
+
+    def __deepcopy__(self, memo: Any) -> list[Any]:
+        return list(super().__iter__())  # what torch prints where a step fails
+
+
+class Runtime(_PipelineScheduleRuntime):
+    """torch's runtime on the stages of ``live``, with recomputes among its actions.
+
+    A subclass says what happens around them. ``step()`` and ``eval()`` are torch's.
+    """
+
+    def __init__(self, live: Live, schedule: Schedule) -> None:
+        super().__init__(  # type: ignore[no-untyped-call]  # in torch
+            stages=stages_of(live),
+            n_microbatches=live._n_microbatches,
+            loss_fn=live._loss_fn,
+            args_chunk_spec=live._args_chunk_spec,
+            kwargs_chunk_spec=live._kwargs_chunk_spec,
+            output_merge_spec=live._output_merge_spec,
+            scale_grads=live.scale_grads,
+            backward_requires_autograd=getattr(live, "_backward_requires_autograd", True),
+        )
+        raise_unless_supported(self)
+        self._defer_pp_recv = getattr(live, "_defer_pp_recv", False)
+        self._comp_type_to_function_map = dict(getattr(live, "_comp_type_to_function_map", {}))
+        self._comp_type_to_function_map[_RECOMPUTE] = self._recompute
+        self.pipeline_order = order_of(live) or {
+            rank: [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
+            for rank, order in enumerate(schedule.ranks)
+        }
+        prepared = getattr(live, "pipeline_order_with_comms", None)  # which may have been read from a file
+        if prepared:
+            self._prepare_schedule_with_comms(prepared, format="compute_comms")
+        else:
+            self._prepare_schedule_with_comms(self.pipeline_order)
+        self._plain: list[Any] = list(self.pipeline_order_with_comms[self.rank])
+        self.follow(schedule)
+
+    # what a subclass does -------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around all actions of a step, or of ``eval()``."""
+        raise NotImplementedError
+
+    def reaches(self, action: str) -> None:
+        """Right before each action, such as ``1F0`` or ``1RECV_B3``."""
+        raise NotImplementedError
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """Around the computation of each action, when its input is there."""
+        raise NotImplementedError
+
+    def recompute(self, action: Action) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    # what torch calls -----------------------------------------------------------------------------------------------
+
+    def follow(self, schedule: Schedule) -> None:
+        """From the next step on, recompute where ``schedule`` says."""
+        self._training = list(_with_recomputes(self._plain, schedule.ranks[self.rank]))
+
+    @property
+    def is_training(self) -> bool:
+        return bool(self._has_backward)
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        actions = self._training if self.is_training else _forwards_of(self._plain)
+        self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            stack.enter_context(self.running())
+            for stage in self._stages:
+                stack.enter_context(self._watched(stage))
+            return super()._step_microbatches(*args, **kwargs)
+
+    def _forget(self) -> None:
+        # Of a step that failed; after one that did not, all are empty.
+        self.fwd_recv_ops.clear()
+        self.bwd_recv_ops.clear()
+        self.unshard_ops.clear()
+        self.unsharded_stages.clear()
+        self._internal_losses.clear()
+
+    def _recompute(self, action: Any, _: Any) -> None:
+        self.recompute(Action(action.stage_index, Kind.RECOMPUTE, action.microbatch_index))
+
+    @contextmanager
+    def _watched(self, stage: Stage) -> Iterator[None]:
+        """Within, the computations of ``stage`` are :meth:`computing`."""
+        index = stage.stage_index
+        plain = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+
+        def forward(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            with self.computing(Action(index, Kind.FORWARD, micro_batch)):
+                return plain[0](micro_batch, *args, **kwargs)
+
+        def backward(micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+            kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
+            with self.computing(Action(index, kind, micro_batch)):
+                return plain[1](micro_batch, *args, full_backward=full_backward, **kwargs)
+
+        def weights(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            with self.computing(Action(index, Kind.WEIGHT_GRAD, micro_batch)):
+                return plain[2](micro_batch, *args, **kwargs)
+
+        stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk = forward, backward, weights
+        try:
+            yield
+        finally:
+            del stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+
+
+def _to_torch(action: Action) -> Any:
+    stage, kind, i = action
+    computation = _RECOMPUTE if kind is Kind.RECOMPUTE else _ComputationType.from_str(kind.value)
+    return _Action(stage, computation, i)
+
+
+def _parts(action: Any) -> list[Any]:
+    return list(action.sub_actions or ()) if action.computation_type is _OVERLAP else [action]
+
+
+def _with_recomputes(actions: Sequence[Any], order: Sequence[Action]) -> Iterator[Any]:
+    """``actions``, with each recompute of ``order`` right before the computation that it precedes there."""
+    pending: list[Action] = []
+    before: dict[tuple[int, str, int], list[Action]] = {}
+    for stage, kind, i in order:
+        if kind is Kind.RECOMPUTE:
+            pending.append(Action(stage, kind, i))
+        else:
+            before[stage, kind.value, i], pending = pending, []
+    for action in actions:
+        for part in _parts(action):
+            due = before.get((part.stage_index, part.computation_type.value, part.microbatch_index), ())
+            yield from map(_to_torch, due)
+        yield action
+
+
+def _forwards_of(actions: Sequence[Any]) -> list[Any]:
+    """What ``eval()`` needs: forwards and their messages, with the parameters of each stage gathered meanwhile."""
+    kept = [part for action in actions for part in _parts(action) if part.computation_type.value in _OF_FORWARDS]
+    forwards = [part for part in kept if part.computation_type.value == "F"]
+    first = {part.stage_index: part for part in reversed(forwards)}
+    last = {part.stage_index: part for part in forwards}
+    found = []
+    for part in kept:
+        stage = part.stage_index
+        found += [_Action(stage, _ComputationType.UNSHARD, None)] if part is first[stage] else []
+        found.append(part)
+        found += [_Action(stage, _ComputationType.RESHARD, None)] if part is last[stage] else []
+    return found
+
+
+@contextmanager
+def in_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, FSDP2 takes a forward of ``modules`` for a replay: parameters stay gathered, and nothing is recorded."""
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    before = [state._training_state for state in states]
+    for state in states:
+        state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for state, one in zip(states, before):
+            state._training_state = one

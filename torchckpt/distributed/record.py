@@ -1,0 +1,111 @@
+"""Record: when each action of this rank's last steps happened, and all ranks' put together."""
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from torchckpt.distributed.clock import Clock, Stamp
+from torchckpt.distributed.sizes import Size
+from torchckpt.model import Action, Link, Schedule, Segments, StageCosts
+from torchckpt.model.measured import Span, measured_costs
+
+__all__ = ["Gathered", "Record", "gather"]
+
+KEPT_STEPS = 8
+"""How many steps are remembered, for medians."""
+
+_Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
+
+
+class Record:
+    """Of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._steps: deque[list[_Noted]] = deque(maxlen=KEPT_STEPS)
+        self._current: list[_Noted] = []
+        self._asked: Stamp = None
+
+    def begin(self) -> None:
+        self._current = []
+
+    def asked(self) -> None:
+        """The next action is due; from here on its rank waits for it."""
+        self._asked = self._clock.stamp()
+
+    def now(self) -> Stamp:
+        return self._clock.stamp()
+
+    def ended(self, action: Action, start: Stamp) -> None:
+        end = self._clock.stamp()
+        self._current.append((action, self._asked, start, end))
+        self._asked = end  # of the second half of a pair that torch runs as one action
+
+    def end(self) -> None:
+        self._steps.append(self._current)
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    @property
+    def steps(self) -> int:
+        """How many are remembered."""
+        return len(self._steps)
+
+    def spans(self) -> list[list[Span]]:
+        """Of the steps that are remembered, the latest last."""
+        seconds = self._clock.seconds
+        return [
+            [Span(action, seconds(asked), seconds(start), seconds(end)) for action, asked, start, end in step]
+            for step in self._steps
+        ]
+
+
+class Gathered(NamedTuple):
+    """What all ranks of a group measured, the same on each."""
+
+    schedule: Schedule
+    """With the segments that were found."""
+    steps: list[list[list[Span]]]
+    """Per step that is remembered and rank, its spans; of replicas of the pipeline, those of the first one first."""
+    costs: tuple[StageCosts, ...]
+    links: tuple[Link, ...]
+
+
+def gather(
+    schedule: Schedule, rank: int, record: Record, found: dict[int, Size], group: dist.ProcessGroup | None
+) -> Gathered:
+    """Collective. ``found`` are the sizes of the stages of this ``rank`` of the pipeline.
+
+    Processes on one machine share a clock; of others it is compared after a barrier, to about the time of a message.
+    """
+    dist.barrier(group)
+    mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), found
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    replicas: list[list[list[list[Span]]]] = [[] for _ in schedule.ranks]
+    sizes: dict[int, Size] = {}
+    for host, now, place, steps, own in said:
+        ahead = 0.0 if host == said[0][0] else now - said[0][1]
+        replicas[place].append([[_shifted(span, ahead) for span in step] for step in steps])
+        sizes.update(own)
+    steps = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
+    listed = [sizes.get(stage, Size()) for stage in range(schedule.stages)]
+    parts = tuple(Segments(max(1, size.early), max(1, size.regions)) for size in listed)
+    if any(part.early < part.total for part in parts):
+        schedule = replace(schedule, segments=parts)
+    kept = [(size.saved_bytes or 0.0, size.boundary_bytes or 0.0) for size in listed]
+    bytes_alone = [StageCosts(saved_bytes=saved, boundary_bytes=boundary) for saved, boundary in kept]
+    costs, links = measured_costs(schedule, steps[1:] or steps, bytes_alone)
+    return Gathered(schedule, steps, costs, links)
+
+
+def _shifted(span: Span, seconds: float) -> Span:
+    action, *times = span.action, span.asked_seconds, span.start_seconds, span.end_seconds
+    return Span(action, *(time - seconds for time in times))

@@ -1,0 +1,65 @@
+"""Sizes: what one micro-batch keeps on each stage of this rank, counted in the first step."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.saved import saved_bytes
+
+__all__ = ["Size", "Sizes"]
+
+
+@dataclass
+class Size:
+    """Of one stage and micro-batch. Parameters do not count."""
+
+    saved_bytes: float | None = None
+    """What its forward saves, where it keeps it."""
+    boundary_bytes: float | None = None
+    """What is left of that where it is recomputed."""
+    regions: int = 0
+    early: int = 0
+    """How many of its regions are recomputed early."""
+
+
+class Sizes:
+    """``found`` has them, by stage. Each is counted once; later calls cost nothing."""
+
+    def __init__(self, segments: int | None) -> None:
+        self._segments = segments
+        self.found: dict[int, Size] = {}
+
+    @contextmanager
+    def of_forward(self, stage: int, keep: bool, frames: Sequence[Frame]) -> Iterator[None]:
+        """Around a forward, at whose end ``frames`` are those of its regions."""
+        size = self.found.setdefault(stage, Size())
+        if (size.saved_bytes if keep else size.boundary_bytes) is not None:
+            yield
+            return
+        with saved_bytes() as saved:
+            yield
+        if keep:
+            size.saved_bytes = saved.total
+        else:
+            size.boundary_bytes = saved.total
+            size.regions = len(frames)
+            size.early = size.regions if self._segments is None else min(self._segments, size.regions)
+
+    @contextmanager
+    def of_recompute(self, stage: int, frames: Sequence[Frame], module: nn.Module) -> Iterator[None]:
+        """Around the replays of ``frames``."""
+        size = self.found.setdefault(stage, Size())
+        if size.saved_bytes is not None:
+            yield
+            return
+        slots = [slot for frame in frames for slot in frame.slots]
+        yield
+        filled = [slot.tensor.untyped_storage() for slot in slots if slot.tensor is not None]
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        storages = {storage.data_ptr(): storage.nbytes() for storage in filled}
+        early = sum(count for address, count in storages.items() if address not in parameters)
+        size.saved_bytes = early * size.regions / size.early if size.early else None

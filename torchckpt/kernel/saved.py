@@ -1,0 +1,41 @@
+"""Saved: how many bytes autograd keeps."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["SavedBytes", "saved_bytes"]
+
+
+class SavedBytes:
+    """Bytes that autograd keeps from a forward for its backward: ``total``."""
+
+    def __init__(self) -> None:
+        self._storages: dict[StorageWeakRef, int] = {}  # by storage, not by address, which may be used again
+
+    @property
+    def total(self) -> int:
+        return sum(self._storages.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        if not isinstance(whole, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._storages[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]  # in torch
+        return tensor if tensor.is_leaf else tensor.detach()
+
+
+@contextmanager
+def saved_bytes() -> Iterator[SavedBytes]:
+    """Count the bytes of the storages that autograd saves in this thread until the end of the block.
+
+    Each storage counts once; those of parameters do not. Inside a region nothing is saved, so of it only the boundary
+    counts.
+    """
+    saved = SavedBytes()
+    with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
+        yield saved

@@ -1,0 +1,95 @@
+"""Comparison: a measured step beside the same step on paper, with the costs that it had."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchckpt.model.bound import bound
+from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.gantt import gantt
+from torchckpt.model.placement import with_recompute, without_recompute
+from torchckpt.model.policy import arrival
+from torchckpt.model.simulator import simulate
+from torchckpt.model.timeline import Timeline
+from torchckpt.model.units import Units, aligned, percent
+
+__all__ = ["Comparison", "compare"]
+
+_HEADS = ("", "step", "overhead", "hidden")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Shares are of ``none``."""
+
+    measured: Timeline
+    simulated: Timeline
+    """The same schedule."""
+    none: Timeline
+    """On paper, without recomputation."""
+    arrival: Timeline
+    """On paper, everything recomputed when its gradient is there."""
+    bound_seconds: float
+    """What the recomputation of this schedule adds to ``none`` at least."""
+    costs: tuple[StageCosts, ...]
+    links: tuple[Link, ...]
+
+    def overhead(self, timeline: Timeline) -> float:
+        """By what share a step is longer than without recomputation."""
+        least = self.none.step_seconds
+        return timeline.step_seconds / least - 1 if least else 0.0
+
+    def hidden(self, timeline: Timeline) -> float:
+        """Of what recompute at arrival adds, the share that a step does not."""
+        least, most = self.none.step_seconds, self.arrival.step_seconds
+        return 1 - (timeline.step_seconds - least) / (most - least) if most > least else 0.0
+
+    @property
+    def deviation(self) -> float:
+        """Measured over simulated, less one."""
+        return self.measured.step_seconds / self.simulated.step_seconds - 1 if self.simulated.step_seconds else 0.0
+
+    def table(self) -> str:
+        """For people: the steps, then the stages."""
+        units = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
+        rows: list[tuple[str, ...]] = [_HEADS]
+        for name, timeline in self._steps():
+            shares = percent(self.overhead(timeline)), f"{self.hidden(timeline):.2f}"
+            rows.append((name, units.of_time(timeline.step_seconds), *shares))
+        least = self.none.step_seconds
+        share = percent(self.bound_seconds / least if least else 0.0)
+        rows.append(("bound", units.of_time(least + self.bound_seconds), share, ""))
+        stages: list[tuple[str, ...]] = [("stage", "forward", "backward", "recompute", "peak of rank")]
+        peaks = self.measured.peak_bytes
+        for stage, own in enumerate(self.costs):
+            backward = own.input_grad_seconds + own.weight_grad_seconds
+            times = own.forward_seconds, backward, own.recompute_seconds
+            peak = units.of_memory(peaks[self.measured.schedule.placement[stage]])
+            stages.append((str(stage), *map(units.of_time, times), peak))
+        return f"{aligned(rows)}\n\n{aligned(stages)}"
+
+    def chart(self, width: int = 160) -> str:
+        """The measured step over the simulated one, as text on one scale of time."""
+        return f"measured\n{gantt(self.measured, width)}\n\nsimulated\n{gantt(self.simulated, width)}"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _steps(self) -> list[tuple[str, Timeline]]:
+        return [
+            ("none (simulated)", self.none),
+            ("at arrival (simulated)", self.arrival),
+            ("this schedule (simulated)", self.simulated),
+            ("this schedule (measured)", self.measured),
+        ]
+
+
+def compare(measured: Timeline, costs: Sequence[StageCosts], links: Sequence[Link]) -> Comparison:
+    """``measured`` beside the step that ``costs`` and ``links``, measured too, make of its schedule."""
+    schedule = measured.schedule
+    plain = without_recompute(schedule)
+    none = simulate(plain, costs, links, exposed=False)
+    late = simulate(with_recompute(plain, arrival()), costs, links, exposed=False)
+    floor = bound(schedule, costs, links).overhead_seconds
+    simulated = simulate(schedule, costs, links)
+    return Comparison(measured, simulated, none, late, floor, tuple(costs), tuple(links))

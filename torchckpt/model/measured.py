@@ -1,0 +1,150 @@
+"""Measured: what a real step took, in the types of a simulated one."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeAlias
+
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.memory import curves
+from torchckpt.model.run import Run
+from torchckpt.model.schedule import Schedule, Segments
+from torchckpt.model.timeline import Event, Message, Timeline
+
+__all__ = ["Span", "Step", "measured_costs", "measured_timeline"]
+
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of one rank. From ``asked_seconds`` on the rank had nothing else to do, at ``start_seconds`` the input
+    was there. All ranks count from the same moment."""
+
+    action: Action
+    asked_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+
+Step: TypeAlias = Sequence[Sequence[Span]]
+"""Per rank its spans, in order."""
+
+
+def measured_timeline(
+    schedule: Schedule, step: Step, costs: Sequence[StageCosts], links: Sequence[Link]
+) -> Timeline:
+    """``step`` as a timeline, which begins with its first action.
+
+    Messages are sent when their action ends. If the receiver was waiting by then, it arrived when that went on; if not,
+    after the time of its link, or earlier if the receiver went on earlier.
+
+    Args:
+        costs: per stage, for the bytes of the curve of memory.
+        links: per pair of neighbouring stages.
+    """
+    zero = min((span.start_seconds for spans in step for span in spans), default=0.0)
+    events = tuple(
+        Event(rank, span.action, span.start_seconds - zero, span.end_seconds - zero)
+        for rank, spans in enumerate(step)
+        for span in spans
+    )
+    messages = tuple(
+        Message(sender.action, receiver.action.stage, sender.end_seconds - zero, arrived - zero)
+        for sender, receiver in _messages(schedule, step)
+        for arrived in [_arrived(sender, receiver, links)]
+    )
+    played = Run(
+        [[span.start_seconds - zero for span in spans] for spans in step],
+        [[span.end_seconds - zero for span in spans] for spans in step],
+        [],
+        [],
+    )
+    return Timeline(schedule, events, messages, curves(schedule, costs, played))
+
+
+def measured_costs(
+    schedule: Schedule, steps: Iterable[Step], sizes: Sequence[StageCosts]
+) -> tuple[tuple[StageCosts, ...], tuple[Link, ...]]:
+    """The medians of ``steps``: per stage, and per pair of neighbouring stages.
+
+    A backward that ran whole counts half as input, half as weight gradients. What is recomputed inside a backward, by
+    ``schedule.segments``, counts as recompute, at the pace of ``R``. A link takes as long as the
+    fastest quarter of the messages for which a rank was waiting when they were sent.
+
+    Args:
+        sizes: per stage its bytes. A stage that is never recomputed would take as long as its forward.
+    """
+    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    travels: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
+    for step in steps:
+        for span in (span for spans in step for span in spans):
+            seconds[span.action.stage, span.action.kind].append(span.end_seconds - span.start_seconds)
+        for sender, receiver in _messages(schedule, step):
+            boundary = min(sender.action.stage, receiver.action.stage)
+            seen = max(0.0, receiver.start_seconds - sender.end_seconds)
+            travels[boundary, _was_waited_for(sender, receiver)].append(seen)
+    segments = schedule.segments or (Segments(),) * schedule.stages
+    costs = tuple(_costs(stage, seconds, own, part) for stage, (own, part) in enumerate(zip(sizes, segments)))
+    latencies = (_latency(travels[boundary, True], travels[boundary, False]) for boundary in range(schedule.stages - 1))
+    return costs, tuple(Link(latency) for latency in latencies)
+
+
+def _latency(waited_for: list[float], others: list[float]) -> float:
+    """Of ``others`` it is only known that they took no longer."""
+    if waited_for:
+        return sorted(waited_for)[len(waited_for) // 4]
+    return min(others, default=0.0)
+
+
+def _costs(
+    stage: int, seconds: dict[tuple[int, Kind], list[float]], own: StageCosts, part: Segments
+) -> StageCosts:
+    def of(kind: Kind, otherwise: float) -> float:
+        found = seconds.get((stage, kind))
+        return median(found) if found else otherwise
+
+    forward, early = of(Kind.FORWARD, 0.0), of(Kind.RECOMPUTE, -1.0)
+    recompute = early * part.total / part.early if early >= 0.0 else forward
+    late = recompute - early if early >= 0.0 else 0.0
+    half = max(0.0, of(Kind.BACKWARD, 0.0) - late) / 2
+    return replace(
+        own,
+        forward_seconds=forward,
+        input_grad_seconds=max(0.0, of(Kind.INPUT_GRAD, half + late) - late),
+        weight_grad_seconds=of(Kind.WEIGHT_GRAD, half),
+        recompute_seconds=recompute,
+    )
+
+
+def _messages(schedule: Schedule, step: Step) -> Iterator[tuple[Span, Span]]:
+    """Sender and receiver of everything that went from one rank to another."""
+    taken = {(_awaits(span.action), span.action.micro_batch): span for spans in step for span in spans}
+    for span in (span for spans in step for span in spans):
+        stage, kind, i = span.action
+        if kind is not Kind.FORWARD and kind not in _BACKWARDS:
+            continue
+        receiver = taken.get(((stage, kind is Kind.FORWARD), i))
+        if receiver is not None and schedule.placement[receiver.action.stage] != schedule.placement[stage]:
+            yield span, receiver
+
+
+def _awaits(action: Action) -> tuple[int, bool] | None:
+    """The stage whose output ``action`` takes, and whether it is an activation."""
+    if action.kind is Kind.FORWARD:
+        return action.stage - 1, True
+    return (action.stage + 1, False) if action.kind in _BACKWARDS else None
+
+
+def _was_waited_for(sender: Span, receiver: Span) -> bool:
+    return receiver.asked_seconds < sender.end_seconds
+
+
+def _arrived(sender: Span, receiver: Span, links: Sequence[Link]) -> float:
+    if _was_waited_for(sender, receiver):
+        return max(sender.end_seconds, receiver.start_seconds)
+    latency = links[min(sender.action.stage, receiver.action.stage)].latency_seconds
+    return max(sender.end_seconds, min(receiver.start_seconds, sender.end_seconds + latency))
