@@ -11,7 +11,10 @@ import torchckpt.model as model
 NAMES = {name: getattr(model, name) for name in model.__all__}
 
 
-@pytest.mark.parametrize("name", ["", ".bound", ".named", ".placement", ".schedules", ".simulator", ".table"])
+MODULES = ["", ".bound", ".exempt", ".named", ".placement", ".schedules", ".simulator", ".table"]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     module = importlib.import_module(f"torchckpt.model{name}")
     results = doctest.testmod(module, extraglobs=NAMES)
