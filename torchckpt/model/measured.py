@@ -4,12 +4,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import TypeAlias
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.memory import curves
+from torchckpt.model.program import recomputed_keys, travel_seconds
 from torchckpt.model.run import Run
 from torchckpt.model.schedule import Schedule, Segments
 from torchckpt.model.timeline import Event, Message, Timeline
@@ -31,7 +33,13 @@ class Span:
 
 
 Step: TypeAlias = Sequence[Sequence[Span]]
-"""Per rank its spans, in order."""
+"""Per rank its spans, in the order of the schedule."""
+
+_Seconds: TypeAlias = "defaultdict[tuple[int, Kind, bool], list[float]]"
+"""Per stage and kind, and by whether the micro-batch is recomputed, what each span took."""
+
+_Travels: TypeAlias = "defaultdict[tuple[int, bool], list[float]]"
+"""Per pair of stages, and by whether a rank was waiting when it was sent, what each message took, at most."""
 
 
 def measured_timeline(
@@ -52,10 +60,11 @@ def measured_timeline(
         for rank, spans in enumerate(step)
         for span in spans
     )
+    travels = [travel_seconds(schedule, costs, links, boundary) for boundary in range(schedule.stages - 1)]
     messages = tuple(
         Message(sender.action, receiver.action.stage, sender.end_seconds - zero, arrived - zero)
         for sender, receiver in _messages(schedule, step)
-        for arrived in [_arrived(sender, receiver, links)]
+        for arrived in [_arrived(sender, receiver, travels[_boundary(sender, receiver)])]
     )
     played = Run(
         [[span.start_seconds - zero for span in spans] for spans in step],
@@ -72,49 +81,49 @@ def measured_costs(
     """The medians of ``steps``: per stage, and per pair of neighbouring stages.
 
     A backward that ran whole counts half as input, half as weight gradients. What is recomputed inside a backward, by
-    ``schedule.segments``, counts as recompute, at the pace of ``R``. A link takes as long as the
-    fastest quarter of the messages for which a rank was waiting when they were sent.
+    ``schedule.segments``, counts as recompute, at the pace of ``R``. A link takes as long as the fastest quarter of the
+    messages for which a rank was waiting when they were sent; without such, as the slowest other link, unless a message
+    was there sooner.
 
     Args:
         sizes: per stage its bytes. A stage that is never recomputed would take as long as its forward.
     """
-    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    travels: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
+    keys = recomputed_keys(schedule)
+    seconds: _Seconds = defaultdict(list)
+    travels: _Travels = defaultdict(list)
     for step in steps:
         for span in (span for spans in step for span in spans):
-            seconds[span.action.stage, span.action.kind].append(span.end_seconds - span.start_seconds)
+            stage, kind, i = span.action
+            is_recomputed = bool(keys[stage * schedule.micro_batches + i])
+            seconds[stage, kind, is_recomputed].append(span.end_seconds - span.start_seconds)
         for sender, receiver in _messages(schedule, step):
-            boundary = min(sender.action.stage, receiver.action.stage)
             seen = max(0.0, receiver.start_seconds - sender.end_seconds)
-            travels[boundary, _was_waited_for(sender, receiver)].append(seen)
+            travels[_boundary(sender, receiver), _was_waited_for(sender, receiver)].append(seen)
     segments = schedule.segments or (Segments(),) * schedule.stages
     costs = tuple(_costs(stage, seconds, own, part) for stage, (own, part) in enumerate(zip(sizes, segments)))
-    latencies = (_latency(travels[boundary, True], travels[boundary, False]) for boundary in range(schedule.stages - 1))
-    return costs, tuple(Link(latency) for latency in latencies)
+    return costs, tuple(Link(_latency(travels, boundary)) for boundary in range(schedule.stages - 1))
 
 
-def _latency(waited_for: list[float], others: list[float]) -> float:
-    """Of ``others`` it is only known that they took no longer."""
-    if waited_for:
-        return sorted(waited_for)[len(waited_for) // 4]
-    return min(others, default=0.0)
+def _latency(travels: _Travels, boundary: int) -> float:
+    known = {at: sorted(seen)[len(seen) // 4] for (at, was_waited_for), seen in travels.items() if was_waited_for}
+    others = travels.get((boundary, False), [])
+    return known.get(boundary, min([max(known.values(), default=inf), *others]) if others else 0.0)
 
 
-def _costs(
-    stage: int, seconds: dict[tuple[int, Kind], list[float]], own: StageCosts, part: Segments
-) -> StageCosts:
-    def of(kind: Kind, otherwise: float) -> float:
-        found = seconds.get((stage, kind))
-        return median(found) if found else otherwise
+def _costs(stage: int, seconds: _Seconds, own: StageCosts, part: Segments) -> StageCosts:
+    def of(kind: Kind, otherwise: float, rest: float = 0.0) -> float:
+        """``rest`` is what a backward recomputes itself, if it is one of what is recomputed at all."""
+        recomputed = (max(0.0, found - rest) for found in seconds[stage, kind, True])
+        return median(every) if (every := [*seconds[stage, kind, False], *recomputed]) else otherwise
 
-    forward, early = of(Kind.FORWARD, 0.0), of(Kind.RECOMPUTE, -1.0)
-    recompute = early * part.total / part.early if early >= 0.0 else forward
-    late = recompute - early if early >= 0.0 else 0.0
-    half = max(0.0, of(Kind.BACKWARD, 0.0) - late) / 2
+    forward = of(Kind.FORWARD, 0.0)
+    early = of(Kind.RECOMPUTE, forward * part.early / part.total)
+    recompute = early * part.total / part.early
+    half = of(Kind.BACKWARD, 0.0, recompute - early) / 2
     return replace(
         own,
         forward_seconds=forward,
-        input_grad_seconds=max(0.0, of(Kind.INPUT_GRAD, half + late) - late),
+        input_grad_seconds=of(Kind.INPUT_GRAD, half, recompute - early),
         weight_grad_seconds=of(Kind.WEIGHT_GRAD, half),
         recompute_seconds=recompute,
     )
@@ -143,8 +152,12 @@ def _was_waited_for(sender: Span, receiver: Span) -> bool:
     return receiver.asked_seconds < sender.end_seconds
 
 
-def _arrived(sender: Span, receiver: Span, links: Sequence[Link]) -> float:
+def _boundary(sender: Span, receiver: Span) -> int:
+    """The pair of neighbouring stages that a message goes between, by the first of them."""
+    return min(sender.action.stage, receiver.action.stage)
+
+
+def _arrived(sender: Span, receiver: Span, travel: float) -> float:
     if _was_waited_for(sender, receiver):
         return max(sender.end_seconds, receiver.start_seconds)
-    latency = links[min(sender.action.stage, receiver.action.stage)].latency_seconds
-    return max(sender.end_seconds, min(receiver.start_seconds, sender.end_seconds + latency))
+    return max(sender.end_seconds, min(receiver.start_seconds, sender.end_seconds + travel))
