@@ -70,7 +70,9 @@ class Comparison:
 
     def chart(self, width: int = 160) -> str:
         """The measured step over the simulated one, as text on one scale of time."""
-        return f"measured\n{gantt(self.measured, width)}\n\nsimulated\n{gantt(self.simulated, width)}"
+        full = max(self.measured.step_seconds, self.simulated.step_seconds)
+        measured, simulated = (gantt(timeline, width, full) for timeline in (self.measured, self.simulated))
+        return f"measured\n{measured}\n\nsimulated\n{simulated}"
 
     def __str__(self) -> str:
         return self.table()
