@@ -8,9 +8,9 @@ import pytest
 from torchckpt.errors import ArgumentError
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.placement import Policy, ahead, arrival, none, partial, with_recompute
+from torchckpt.model.placement import Policy, ahead, arrival, none, partial, with_recompute, without_recompute
 from torchckpt.model.schedule import Segments
-from torchckpt.model.schedules import gpipe, one_f_one_b, zero_bubble
+from torchckpt.model.schedules import dualpipe_v, gpipe, one_f_one_b, zbv, zero_bubble
 from torchckpt.model.simulator import simulate
 
 
@@ -81,12 +81,13 @@ def test_greedy_does_not_idle_where_it_could_recompute():
     assert [simulate(placed, link=link).step_seconds for placed in (fixed, greedy)] == [35, 34]
 
 
-def test_forwards_and_backwards_keep_their_order():
-    schedule = zero_bubble(4, 8, chunks=2)
-    for policy in [arrival(), ahead(3), ahead(costs=StageCosts(), link=Link(0.5)), partial(1, 3)]:
-        placed = with_recompute(schedule, policy)
-        stripped = tuple(tuple(a for a in order if a.kind is not Kind.RECOMPUTE) for order in placed.ranks)
-        assert stripped == schedule.ranks
+def test_without_recompute_is_the_way_back():
+    for schedule in [gpipe(2, 3), one_f_one_b(3, 6), zero_bubble(4, 8, chunks=2), zbv(3, 6), dualpipe_v(2, 4)]:
+        policies = [arrival("last_stage"), ahead(3), ahead(costs=StageCosts(), link=Link(0.5)), partial(1, 3)]
+        for policy in [none(), *policies]:
+            assert without_recompute(with_recompute(schedule, policy)) == schedule
+        again = with_recompute(without_recompute(with_recompute(schedule, arrival())), ahead())
+        assert again == with_recompute(schedule, ahead())
 
 
 def test_partial_says_how_much_each_recompute_does():

@@ -4,7 +4,7 @@ import pytest
 
 from tests.model.steps import several_stages_a_rank, step
 from torchckpt.model.action import Action, Kind
-from torchckpt.model.units import Units, label, number, percent, row_name
+from torchckpt.model.units import Units, aligned, label, number, percent, row_name
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,21 @@ def test_units() -> None:
     assert Units().of_memory(1.5) == "1.5 A"
     assert Units("ms", 1e-3, "GiB", 2**30).of_time(0.0425) == "42.5 ms"
     assert Units("ms", 1e-3, "GiB", 2**30).of_memory(3 * 2**30) == "3 GiB"
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    rows = [("", "step", "peak"), ("arrival", "12", "1 A"), ("none", "9", ""), ("a long name", "1234.5", "2 A")]
+    assert aligned(rows).split("\n") == [
+        "               step  peak",
+        "arrival          12   1 A",
+        "none              9",
+        "a long name  1234.5   2 A",
+    ]
+
+
+def test_one_column_and_no_rows() -> None:
+    assert aligned([("one",), ("three",)]) == "one\nthree"
+    assert aligned([]) == ""
 
 
 def test_rows_are_stages_where_each_rank_has_one() -> None:

@@ -14,12 +14,13 @@ with ``r_j`` micro-batches that are recomputed in ``tr_j`` each. So recomputatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchckpt.errors import raise_faults
-from torchckpt.model.action import Action, Kind
+from torchckpt.model.action import Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.inputs import per_boundary, per_stage
+from torchckpt.model.placement import without_recompute
 from torchckpt.model.room import in_any_order, in_this_order
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.validity import check_schedule
@@ -93,7 +94,7 @@ def bound(
     links, wrong_links = per_boundary(link, schedule.stages)
     raise_faults(_CALLER, wrong_costs + wrong_links)
     measure = in_any_order if any_order else in_this_order
-    plain = replace(schedule, ranks=tuple(_without_recompute(order) for order in schedule.ranks), late=frozenset())
+    plain = without_recompute(schedule)
     room = measure(plain, stages, links)
     bubbles = measure(plain, stages, [Link()] * len(links))
     supplies = (
@@ -113,7 +114,3 @@ def _supply(rank: int, schedule: Schedule, costs: Sequence[StageCosts], room: fl
     own = [stage for stage, there in enumerate(schedule.placement) if there == rank]
     beside = min(left, schedule.micro_batches * sum(costs[stage].collective_seconds for stage in own))
     return Supply(rank, demand, in_bubbles, in_stalls, beside, left - beside)
-
-
-def _without_recompute(order: Sequence[Action]) -> tuple[Action, ...]:
-    return tuple(action for action in order if action.kind is not Kind.RECOMPUTE)
