@@ -1,14 +1,14 @@
 """Saved: how many bytes autograd keeps."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["SavedBytes", "saved_bytes"]
+__all__ = ["SavedBytes", "bytes_of", "saved_bytes"]
 
 
 class SavedBytes:
@@ -33,9 +33,17 @@ class SavedBytes:
 def saved_bytes() -> Iterator[SavedBytes]:
     """Count the bytes of the storages that autograd saves in this thread until the end of the block.
 
-    Each storage counts once; those of parameters do not. Inside a region nothing is saved, so of it only the boundary
-    counts.
+    Each storage counts once, whole; those of parameters and of their views do not. Inputs do, whoever else holds them.
+    Inside a region nothing is saved, so of it only the boundary counts.
     """
     saved = SavedBytes()
     with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
         yield saved
+
+
+def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
+    """The bytes of the storages of ``tensors``, each once, except for those of ``but``."""
+    storages = {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+    for tensor in but:
+        storages.pop(StorageWeakRef(tensor.untyped_storage()), None)
+    return sum(storages.values())
