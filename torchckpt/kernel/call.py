@@ -84,20 +84,20 @@ class Call:
         if self._settings != settings():
             function = _inside(within(self._settings), function)
         borrowers: list[nn.Module] = []
-        before, graded = thread.flags, torch.is_grad_enabled()
+        before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
         push_hooks(pack, _same)  # the only step that may raise: where hooks are disabled
         try:
             random_after = exchanged(self._random)
             set_grad_enabled(True)
-            thread.flags = False, True, borrowers
+            thread.flags, thread.scope = (False, True, borrowers), None  # whose regions are as they were
             norms.watch(borrowers, self.function)
             function(*args, **kwargs)
         except Stop:
             pass
         finally:
             norms.unwatch(borrowers)
-            thread.flags = before
+            thread.flags, thread.scope = before, scope
             set_grad_enabled(graded)
             pop_hooks()
             put_back(random_after)
