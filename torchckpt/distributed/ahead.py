@@ -23,7 +23,7 @@ from torchckpt.distributed.plain_regions import plain_regions_refused, raise_wit
 from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Sizes
-from torchckpt.errors import ScheduleError
+from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, with_recompute
 from torchckpt.model.comparison import Comparison, compare
 from torchckpt.model.measured import measured_timeline
@@ -70,8 +70,7 @@ class RecomputeAhead(Runtime):
         self._plain_schedule = schedule
         self._exempt = exempt
         self._is_measuring = costs == "measured"
-        self.schedule = self._placed(None if isinstance(costs, str) else costs, link)
-        """What is run, on all ranks, as data."""
+        placed = self._placed(None if isinstance(costs, str) else costs, link)
         first: Stage = stages_of(live)[0]
         self._group: dist.ProcessGroup | None = first.group
         self._of: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
@@ -79,7 +78,9 @@ class RecomputeAhead(Runtime):
         self._record = Record(torch.device(first.device))
         self._sizes = Sizes(segments)
         self._at: str | None = None
-        super().__init__(live, self.schedule)
+        super().__init__(live, placed)
+        self.schedule = self.follow(placed)
+        """What is run, on all ranks, as data."""
 
     def timeline(self) -> Timeline:
         """The last step as it was measured, of all ranks, in the type of a simulated one.
@@ -110,6 +111,8 @@ class RecomputeAhead(Runtime):
         self._record.begin()
         try:
             yield
+        except RegionError:
+            raise  # which says what to do
         except Exception as error:
             raise ScheduleError(self._failure(error)) from error
         finally:
@@ -169,8 +172,7 @@ class RecomputeAhead(Runtime):
         self._is_measuring = False
         # All processes of the job agree: replicas of a pipeline have collectives in common.
         measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
-        self.schedule = self._placed(measured.costs, measured.links)
-        self.follow(self.schedule)
+        self.schedule = self.follow(self._placed(measured.costs, measured.links))
         self._record.clear()
 
     def _measured(self) -> Gathered:
@@ -188,11 +190,15 @@ class RecomputeAhead(Runtime):
             stage, kind, micro_batch = match.groups()
             at = f", micro-batch {micro_batch}" if micro_batch else ""
             where = f"stage {stage}{at}, {_WORDS.get(kind, kind)} ({self._at})"
-        first = (str(error).strip().splitlines() or [""])[0]
+        first: BaseException = error
+        while first.__cause__ is not None:  # torch wraps what a stage raises
+            first = first.__cause__
+        said = (str(first).strip().splitlines() or [""])[0]
         return (
             f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
-            f"  received: {type(error).__name__}: {first}\n"
-            "  works:    where the cause is an error of communication, another rank failed before: see what it raised"
+            f"  received: {type(first).__name__}: {said}\n"
+            "  works:    the step without that error; if it is one of communication, another rank failed before, and "
+            "says at what itself"
         )
 
 

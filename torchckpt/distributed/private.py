@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -39,7 +40,9 @@ Stage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its priv
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
-except ImportError as missing:
+
+    _OVERLAP = _ComputationType.OVERLAP_F_B
+except (ImportError, AttributeError) as missing:
     raise CheckpointError(
         f"torchckpt.distributed needs a torch from 2.11 on that has all of torchckpt/distributed/private.py\n"
         f"  received: {missing}\n"
@@ -55,6 +58,7 @@ class _Computation(str, Enum):
 
 _RECOMPUTE: Any = _Computation.RECOMPUTE  # which torch's types know nothing of
 _OVERLAP = _ComputationType.OVERLAP_F_B
+_KINDS = tuple(kind.value for kind in Kind)
 _OF_FORWARDS = ("F", "SEND_F", "RECV_F")
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
@@ -111,6 +115,9 @@ class Runtime(_PipelineScheduleRuntime):
     """
 
     def __init__(self, live: Live, schedule: Schedule) -> None:
+        options = {}
+        if hasattr(live, "_backward_requires_autograd"):
+            options["backward_requires_autograd"] = live._backward_requires_autograd
         super().__init__(  # type: ignore[no-untyped-call]  # in torch
             stages=stages_of(live),
             n_microbatches=live._n_microbatches,
@@ -119,7 +126,7 @@ class Runtime(_PipelineScheduleRuntime):
             kwargs_chunk_spec=live._kwargs_chunk_spec,
             output_merge_spec=live._output_merge_spec,
             scale_grads=live.scale_grads,
-            backward_requires_autograd=getattr(live, "_backward_requires_autograd", True),
+            **options,
         )
         raise_unless_supported(self)
         self._defer_pp_recv = getattr(live, "_defer_pp_recv", False)
@@ -134,7 +141,8 @@ class Runtime(_PipelineScheduleRuntime):
             self._prepare_schedule_with_comms(prepared, format="compute_comms")
         else:
             self._prepare_schedule_with_comms(self.pipeline_order)
-        self._plain: list[Any] = list(self.pipeline_order_with_comms[self.rank])
+        self._plain: dict[int, list[Any]] = dict(self.pipeline_order_with_comms)
+        self._training: list[Any] = []
         self.follow(schedule)
 
     # what a subclass does -------------------------------------------------------------------------------------------
@@ -157,16 +165,22 @@ class Runtime(_PipelineScheduleRuntime):
 
     # what torch calls -----------------------------------------------------------------------------------------------
 
-    def follow(self, schedule: Schedule) -> None:
-        """From the next step on, recompute where ``schedule`` says."""
-        self._training = list(_with_recomputes(self._plain, schedule.ranks[self.rank]))
+    def follow(self, schedule: Schedule) -> Schedule:
+        """From the next step on, recompute where ``schedule`` says.
+
+        Returns:
+            ``schedule`` as it will run: what it has inside a pair that torch runs as one action stands before the pair.
+        """
+        ranks = [list(_with_recomputes(self._plain[rank], order)) for rank, order in enumerate(schedule.ranks)]
+        self._training = ranks[self.rank]
+        return replace(schedule, ranks=tuple(tuple(_computations(actions)) for actions in ranks))
 
     @property
     def is_training(self) -> bool:
         return bool(self._has_backward)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
-        actions = self._training if self.is_training else _forwards_of(self._plain)
+        actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
         self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
         with ExitStack() as stack:
             stack.callback(self._forget)
@@ -236,6 +250,12 @@ def _with_recomputes(actions: Sequence[Any], order: Sequence[Action]) -> Iterato
             due = before.get((part.stage_index, part.computation_type.value, part.microbatch_index), ())
             yield from map(_to_torch, due)
         yield action
+
+
+def _computations(actions: Sequence[Any]) -> Iterator[Action]:
+    for part in (part for action in actions for part in _parts(action)):
+        if part.computation_type.value in _KINDS:
+            yield Action(part.stage_index, Kind(part.computation_type.value), part.microbatch_index)
 
 
 def _forwards_of(actions: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchckpt.kernel.frame import Frame
-from torchckpt.kernel.saved import saved_bytes
+from torchckpt.kernel.saved import bytes_of, saved_bytes
 
 __all__ = ["Size", "Sizes"]
 
@@ -58,8 +58,6 @@ class Sizes:
             return
         slots = [slot for frame in frames for slot in frame.slots]
         yield
-        filled = [slot.tensor.untyped_storage() for slot in slots if slot.tensor is not None]
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        storages = {storage.data_ptr(): storage.nbytes() for storage in filled}
-        early = sum(count for address, count in storages.items() if address not in parameters)
+        filled = [slot.tensor for slot in slots if slot.tensor is not None]
+        early = bytes_of(filled, but=module.parameters())
         size.saved_bytes = early * size.regions / size.early if size.early else None

@@ -24,8 +24,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         if not isinstance(whole, nn.Parameter):
-            storage = tensor.untyped_storage()
-            self._storages[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]  # in torch
+            self._storages[_identity(tensor)] = tensor.untyped_storage().nbytes()
         return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -43,7 +42,11 @@ def saved_bytes() -> Iterator[SavedBytes]:
 
 def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
     """The bytes of the storages of ``tensors``, each once, except for those of ``but``."""
-    storages = {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     for tensor in but:
-        storages.pop(StorageWeakRef(tensor.untyped_storage()), None)
+        storages.pop(_identity(tensor), None)
     return sum(storages.values())
+
+
+def _identity(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch

@@ -1,0 +1,148 @@
+"""A rank that raises, stays or dies: every other rank raises in time, and says where it was."""
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import re
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from torchckpt import checkpoint_module, is_recomputing
+from torchckpt.distributed import recompute_ahead
+from torchckpt.errors import ScheduleError
+
+RANKS, MICRO_BATCHES, FAULTY = 3, 6, 1
+TIMEOUT_SECONDS = 8.0
+CASES = ("forward", "recompute", "backward", "stays", "dies")  # the last one ends its process
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("in the backward")
+        return gradient, None
+
+
+class Block(nn.Module):
+    """Fails, as ``case`` says, in the fourth micro-batch of the second step."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.linear, self.case, self.forwards = nn.Linear(4, 4), case, 0
+
+    def forward(self, x):
+        self.forwards += not is_recomputing()
+        due = self.forwards >= MICRO_BATCHES + 4
+        if due and self.case == "dies":
+            os._exit(17)
+        if due and self.case in ("forward", "stays"):
+            raise ValueError("in the forward")
+        if due and self.case == "recompute" and is_recomputing():
+            raise ValueError("in the recompute")
+        return Backward.apply(self.linear(x).tanh(), due and self.case == "backward")
+
+
+def schedule_of_one_block(rank: int, case: str):
+    module = nn.Sequential(Block(case if rank == FAULTY else ""))
+    checkpoint_module(module[0])
+    static = torch.zeros(2, 4, requires_grad=True)
+    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"), input_args=static, output_args=static)
+    plain = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    return recompute_ahead(plain, exempt="none")
+
+
+def failure(rank: int, case: str) -> tuple[str, str]:
+    """What this rank raises, and the cause of that."""
+    schedule, x = schedule_of_one_block(rank, case), torch.ones(2 * MICRO_BATCHES, 4)
+    try:
+        for _ in range(3):
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == RANKS - 1 else {}))
+    except ScheduleError as error:
+        return str(error), repr(error.__cause__)
+    return "nothing", ""
+
+
+def work(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # torch prints the whole schedule
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    for case in CASES:
+        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        where = f"file://{folder}/{case}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS, timeout=timeout)
+        began = time.monotonic()
+        raised = failure(rank, case)
+        torch.save((*raised, time.monotonic() - began), f"{folder}/{case}{rank}.pt")
+        while case == "stays" and not all(os.path.exists(f"{folder}/{case}{other}.pt") for other in range(RANKS)):
+            time.sleep(0.05)  # the faulty rank is alive, and silent
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """By case and rank. No process outlives this."""
+    folder = str(tmp_path_factory.mktemp("faults"))
+    processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False).processes
+    try:
+        for process in processes:
+            process.join(timeout=90)
+        assert [process.exitcode for process in processes] == [17 if rank == FAULTY else 0 for rank in range(RANKS)]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    found = {}
+    for case in CASES:
+        for rank in range(RANKS):
+            if (case, rank) != ("dies", FAULTY):
+                found[case, rank] = torch.load(f"{folder}/{case}{rank}.pt", weights_only=False)
+    return found
+
+
+HEAD = "a step of the pipeline failed on rank {rank} of 3: stage {rank}, micro-batch "
+
+
+@pytest.mark.parametrize(
+    ("case", "where", "received"),
+    [
+        ("forward", "3, forward (1F3)", "ValueError: in the forward"),
+        ("recompute", "2, recompute (1R2)", "ValueError: in the recompute"),
+        ("backward", "3, backward (1B3)", "ValueError: in the backward"),
+        ("stays", "3, forward (1F3)", "ValueError: in the forward"),
+    ],
+)
+def test_rank_that_raises_says_at_what(reported, case, where, received):
+    text, _, _ = reported[case, FAULTY]
+    assert text.startswith(f"{HEAD.format(rank=FAULTY)}{where}\n  received: {received}\n  works:    ")
+
+
+@pytest.mark.parametrize("rank", [rank for rank in range(RANKS) if rank != FAULTY])
+@pytest.mark.parametrize("case", CASES)
+def test_every_other_rank_raises_and_says_what_it_waited_for(reported, case, rank):
+    text, cause, _ = reported[case, rank]
+    pattern = re.escape(HEAD.format(rank=rank)) + rf"\d, (forward|backward|receive|send)[a-z ]* \({rank}[A-Z_]+\d\)\n"
+    assert re.match(pattern, text)
+    assert "gloo" in cause
+
+
+def test_none_waits_longer_than_the_timeout_of_the_group(reported):
+    # Twice, since what goes before the fault may wait for a slow start, too.
+    assert all(seconds < 2 * TIMEOUT_SECONDS for _, _, seconds in reported.values())
