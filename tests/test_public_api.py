@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
 import torchckpt
-from torchckpt import errors, testing, typing
+from torchckpt import distributed, errors, testing, typing
 
 
 def test_names():
@@ -27,6 +29,7 @@ def test_names():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
+        (distributed, ["RecomputeAhead", "recompute_ahead", "schedule_of"]),
         (
             errors,
             [
@@ -35,6 +38,7 @@ def test_names():
                 "Fault",
                 "RecomputationError",
                 "RegionError",
+                "ScheduleError",
                 "TransformError",
                 "raise_faults",
             ],
@@ -50,9 +54,21 @@ def test_names_of_the_public_modules(module, names):
     assert module.__all__ == names
 
 
-@pytest.mark.parametrize("module", [torchckpt, errors, testing, typing])
+@pytest.mark.parametrize("module", [torchckpt, distributed, errors, testing, typing])
 def test_every_name_is_there(module):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_modules_are_there_when_they_are_first_asked_for():
+    names = ["distributed", "errors", "kernel", "model", "pipe", "testing", "typing"]
+    program = (
+        "import sys, torchckpt\n"
+        f"print([name for name in {names} if 'torchckpt.' + name in sys.modules])\n"
+        f"print([name for name in {names} if getattr(torchckpt, name).__name__ == 'torchckpt.' + name])"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert made.stdout.splitlines() == ["[]", str(names)]
+    assert set(names) <= set(dir(torchckpt))
 
 
 OPTIONS = (
@@ -78,6 +94,14 @@ SIGNATURES = {
         "checkpoint: 'CheckpointMode' = 'except_last', lookahead: 'int' = 1) -> 'None'"
     ),
     "Pipe.forward": "(self, input: 'Batch') -> 'Batch'",
+    "distributed.recompute_ahead": (
+        "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
+        "costs: 'StageCosts | Sequence[StageCosts] | str | None' = None, "
+        "link: 'Link | Sequence[Link]' = Link(latency_seconds=0.0, bandwidth=inf)) -> 'RecomputeAhead'"
+    ),
+    "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
+    "distributed.RecomputeAhead.timeline": "(self) -> 'Timeline'",
+    "distributed.RecomputeAhead.report": "(self) -> 'Comparison'",
     "is_checkpointing": "() -> 'bool'",
     "is_recomputing": "() -> 'bool'",
     "testing.count_recomputes": "() -> 'Iterator[Recomputes]'",
@@ -109,6 +133,12 @@ def test_checkpointing_has_these_members_and_no_other():
         "is_recomputed",
     ]
     assert isinstance(inspect.getattr_static(torchckpt.Checkpointing, "is_recomputed"), property)
+
+
+def test_a_schedule_that_recomputes_ahead_adds_these_members_for_its_users_and_the_rest_for_the_runtime():
+    added = [name for name in vars(distributed.RecomputeAhead) if not name.startswith("_")]
+    hooks = ["running", "reaches", "computing", "recompute"]  # what the runtime calls
+    assert added == ["timeline", "report", *hooks]
 
 
 def test_handle_of_a_module_has_these_members_and_no_other():

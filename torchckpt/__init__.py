@@ -25,7 +25,7 @@ __all__ = [
     "testing",
 ]
 
-_MODULES = ("errors", "kernel", "model", "pipe", "testing", "typing")
+_MODULES = ("distributed", "errors", "kernel", "model", "pipe", "testing", "typing")
 _HOMES = {
     "CheckpointError": "errors",
     "Checkpointing": "kernel",
