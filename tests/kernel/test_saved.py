@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.helpers import Block, assert_equal, in_thread, leaf, plain, run
 from torchckpt import checkpoint
-from torchckpt.kernel.saved import saved_bytes
+from torchckpt.kernel.saved import bytes_of, saved_bytes
 from torchckpt.kernel.scope import Scope
 
 SIZE = 1024
@@ -122,3 +122,10 @@ def test_gradients_are_those_without_counting(device, call):
 
     block, x = Block().to(device), leaf(3, 4, device=device)
     assert_equal(run(counted, block, x, modules=[block]), run(call, block, x, modules=[block]))
+
+
+def test_bytes_of_tensors_are_those_of_their_storages(device):
+    x, weight = torch.randn(SIZE, device=device), nn.Parameter(torch.randn(SIZE, device=device))
+    assert bytes_of([]) == 0
+    assert bytes_of([x, x[3:], x.view(2, -1), weight.detach()]) == 2 * BYTES
+    assert bytes_of([x, weight.detach()], but=[weight, torch.ones(3, device=device)]) == BYTES
