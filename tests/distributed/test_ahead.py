@@ -75,17 +75,17 @@ class Arriving(Blocks):
 def messages_noted():
     """``posted`` where torch has begun to receive, ``waited`` where it begins to wait for that."""
     batch_p2p, wait_batch_p2p = schedules._batch_p2p, schedules._wait_batch_p2p
-    received = set()
+    received = []
 
     def post(ops, *args, **kwargs):
         works = batch_p2p(ops, *args, **kwargs)
         if ops and ops[0].op is dist.irecv:
-            received.update(map(id, works))
+            received.extend(works)
             events.append("posted")
         return works
 
     def wait(works):
-        if any(id(work) in received for work in works):
+        if any(work is one for work in works for one in received):
             events.append("waited")
         wait_batch_p2p(works)
 
