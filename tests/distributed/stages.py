@@ -116,6 +116,12 @@ def schedule_on(stages: Sequence[PipelineStage], name: str, m: int, loss: Any = 
     return loaded
 
 
+def ahead(name: str, make: Callable[[int], nn.Module] = Blocks, m: int = 4, **options: Any) -> tuple[Any, Any]:
+    """Our schedule on torch's ``name``, and the stages of this rank."""
+    stages = stages_of(name, make)
+    return recompute_ahead(schedule_on(stages, name, m), **options), stages
+
+
 def batch(m: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """Input and target."""
     generator = torch.Generator().manual_seed(1)

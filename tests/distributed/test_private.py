@@ -14,6 +14,7 @@ from tests.distributed.stages import (
     NAMES,
     TWO_STAGES,
     Blocks,
+    ahead,
     batch,
     equal,
     events_of_step,
@@ -30,9 +31,8 @@ from torchckpt.errors import CheckpointError
 from torchckpt.testing import count_recomputes
 
 
-def ahead(name, m=4, **options):
-    stages = stages_of(name, lambda stage: Blocks(stage, count=1))
-    return recompute_ahead(schedule_on(stages, name, m), **options), stages
+def one_block(stage):
+    return Blocks(stage, count=1)
 
 
 # actions --------------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def ahead(name, m=4, **options):
 
 @pytest.mark.usefixtures("alone")
 def test_recompute_is_an_action_right_before_the_backward():
-    schedule, stages = ahead("ScheduleInterleaved1F1B", 2, exempt="none")
+    schedule, stages = ahead("ScheduleInterleaved1F1B", one_block, 2, exempt="none")
     assert events_of_step(noted(schedule), stages, 2) == [
         *("0UNSHARD", "1UNSHARD"),
         *("0F0", "forward 0.0", "1F0", "forward 1.0", "1R0", "replay 1.0", "1B0"),
@@ -52,7 +52,7 @@ def test_recompute_is_an_action_right_before_the_backward():
 
 @pytest.mark.usefixtures("alone")
 def test_recompute_stands_before_a_pair_that_torch_runs_as_one_action():
-    schedule, stages = ahead("ScheduleDualPipeV", 2, exempt="none")
+    schedule, stages = ahead("ScheduleDualPipeV", one_block, 2, exempt="none")
     assert [event for event in events_of_step(noted(schedule), stages, 2) if event[0] in "01("] == [
         *("0UNSHARD", "1UNSHARD", "0F0", "1F0", "0F1", "1R0", "1B0"),
         *("0R0", "(1F1;0B0)OVERLAP_F_B", "1R1", "1B1", "1REDUCE_GRAD", "1RESHARD"),
@@ -65,7 +65,7 @@ def test_recompute_stands_before_a_pair_that_torch_runs_as_one_action():
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_schedule_is_what_runs(name, tmp_path):
-    stages = stages_of(name, lambda stage: Blocks(stage, count=1))
+    stages = stages_of(name, one_block)
     schedule = recompute_ahead(schedule_on(stages, name, 4, folder=tmp_path), exempt="none")
     computations = []
     computing, recompute = schedule.computing, schedule.recompute
@@ -77,7 +77,7 @@ def test_schedule_is_what_runs(name, tmp_path):
 
 @pytest.mark.usefixtures("alone")
 def test_functions_that_the_caller_registered_run_as_before():
-    stages = stages_of("ScheduleDualPipeV", lambda stage: Blocks(stage, count=1))
+    stages = stages_of("ScheduleDualPipeV", one_block)
     plain, called = schedule_on(stages, "ScheduleDualPipeV", 4), []
     plain.register_custom_function(_ComputationType.REDUCE_GRAD, lambda action, context: called.append(str(action)))
     schedule = recompute_ahead(plain, exempt="none")
