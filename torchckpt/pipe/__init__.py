@@ -1,4 +1,5 @@
 """One process, several devices: a pipeline in the autograd graph."""
+from torchckpt.pipe.batchnorm import DeferredBatchNorm
 from torchckpt.pipe.pipe import Pipe
 
-__all__ = ["Pipe"]
+__all__ = ["DeferredBatchNorm", "Pipe"]
