@@ -81,6 +81,8 @@ class Trainer:
         self.schedule = make(self.stages[0] if count == 1 else self.stages, size.chunks, loss_fn=loss_of)
         if recompute == "ahead":
             self.schedule = recompute_ahead(self.schedule, costs=costs)
+        elif recompute == "late":  # the same, block by block inside the backward, to be compared with
+            self.schedule = recompute_ahead(self.schedule, segments=0)
         torch.manual_seed(1 + dist.get_rank())  # for dropout
 
     def step(self) -> float | None:
@@ -135,7 +137,7 @@ def recomputed(part: nn.Sequential, recompute: str) -> nn.Sequential:
     for place, layer in enumerate(part):
         if isinstance(layer, Block) and recompute == "stock":
             part[place] = Checkpointed(layer)
-        elif isinstance(layer, Block) and recompute == "ahead":
+        elif isinstance(layer, Block) and recompute in ("ahead", "late"):
             checkpoint_module(layer)
     return part
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gpt.at_arrival import at_arrival
 from torchckpt.model import Timeline
 from torchckpt.model.comparison import Comparison
 from torchckpt.model.svg import compare
@@ -31,8 +30,8 @@ def show(build: Callable[[str], Trainer], steps: int, path: Path) -> None:
     stock = Course("torch.utils.checkpoint", build("stock"))
     ahead = Course("recompute_ahead", build("ahead"))
     ahead.report = ahead.trainer.schedule.report
-    late = Course("recompute_ahead, segments=0", build("none"))
-    late.report = at_arrival(late.trainer, lambda: ahead.reports[-1].costs)
+    late = Course("recompute_ahead, segments=0", build("late"))
+    late.report = late.trainer.schedule.report
     courses = [plain, stock, ahead, late]
     for step in range(steps):  # in turns, so that whatever else the machine does slows each of them alike
         for course in courses:
