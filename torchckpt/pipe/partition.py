@@ -3,28 +3,99 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchckpt.errors import Fault
 from torchckpt.kernel.ambient import accelerator_type
+from torchckpt.pipe.skip import Carrier, Name
 
-__all__ = ["Stage", "balance_faults", "device_faults", "even_balance", "indexed", "partition", "placement_faults"]
+__all__ = [
+    "Layer",
+    "Stage",
+    "Turn",
+    "WithDevice",
+    "balance_by_device",
+    "balance_faults",
+    "device_faults",
+    "even_balance",
+    "indexed",
+    "layers_of",
+    "partition",
+    "placement_faults",
+]
+
+
+class WithDevice(nn.Module):
+    """Says on which device a layer without parameters runs; the layer, its parameters and their names stay as they are.
+
+    >>> Pipe(nn.Sequential(nn.Linear(8, 8).cuda(0), WithDevice(nn.ReLU(), "cuda:1"), nn.Linear(8, 8).cuda(1)))
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
+        super().__init__()
+        self._module = (module,)  # in a tuple: a child would put its name before those of the parameters
+        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        self.device = indexed(torch.device(device))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module[0](*args, **kwargs)
+
+
+class Layer(NamedTuple):
+    """A layer, and its name in the Sequential."""
+
+    name: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        return f"layer {self.name} ({type(self.module).__name__})"
 
 
 class Stage:
-    """Consecutive layers that run as one, on one device."""
+    """Consecutive layers that run as one, on one device. The first takes the arguments, the others one output each."""
 
-    def __init__(self, number: int, first: int, layers: Sequence[nn.Module], device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(self, number: int, first: int, layers: Sequence[Layer], device: torch.device) -> None:
+        self.number, self.layers, self.device = number, layers, device
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
-    def __call__(self, batch: Any) -> Any:
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch
+    def turn(self, carrier: Carrier) -> Turn:
+        return Turn(self, carrier)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [layer.module for layer in self.layers]
+
+
+class Turn:
+    """One stage on one micro-batch: a function of its arguments that returns the output and the skips that leave."""
+
+    def __init__(self, stage: Stage, carrier: Carrier) -> None:
+        self._stage, self._carrier = stage, carrier
+        self.__qualname__ = stage.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
+        with self._carrier.run() as kept:
+            for layer in self._stage.layers:
+                self._carrier.layer = str(layer)
+                output = layer.module(*args, **kwargs)
+                args, kwargs = (output,), {}
+        return args[0], kept
+
+
+def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Layer]:
+    """Its layers; with ``nested`` those of Sequentials inside it in their place."""
+    found = []
+    for name, module in sequential._modules.items():
+        if module is None:
+            continue
+        if nested and type(module) is nn.Sequential:
+            found += layers_of(module, nested, f"{prefix}{name}.")
+        else:
+            found.append(Layer(prefix + name, module))
+    return found
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -39,8 +110,23 @@ def even_balance(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
+def balance_by_device(layers: Sequence[Layer]) -> list[int]:
+    """Layers per stage, where a stage ends where the next layer is on another device. A layer without parameters is
+    where the one before it is, unless :class:`WithDevice` says otherwise."""
+    balance: list[int] = []
+    here: torch.device | None = None
+    for layer in layers:
+        device = next(iter(_devices_of([layer])), here)
+        if balance and (here is None or device == here):
+            balance[-1] += 1
+        else:
+            balance.append(1)
+        here = device
+    return balance
+
+
 def partition(
-    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device | None]
+    layers: Sequence[Layer], balance: Sequence[int], devices: Sequence[torch.device | None]
 ) -> list[Stage]:
     """The stages. A device of None is where the parameters of the stage are, or else where the stage before is."""
     stages: list[Stage] = []
@@ -97,14 +183,16 @@ def placement_faults(stages: Iterable[Stage]) -> list[Fault]:
     return faults
 
 
-def _parameters_of(layers: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+def _parameters_of(layers: Iterable[Layer]) -> Iterable[tuple[str, nn.Parameter]]:
     for layer in layers:
-        for name, parameter in layer.named_parameters():
-            yield f"{type(layer).__name__}.{name}", parameter
+        for name, parameter in layer.module.named_parameters():
+            yield f"{layer.name}.{name}", parameter
 
 
-def _devices_of(layers: Iterable[nn.Module]) -> list[torch.device]:
-    return list(dict.fromkeys(parameter.device for _, parameter in _parameters_of(layers)))
+def _devices_of(layers: Iterable[Layer]) -> list[torch.device]:
+    layers = list(layers)
+    named = [layer.module.device for layer in layers if isinstance(layer.module, WithDevice)]
+    return list(dict.fromkeys([*(parameter.device for _, parameter in _parameters_of(layers)), *named]))
 
 
 def _missing(device: Any) -> str | None:

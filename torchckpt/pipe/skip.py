@@ -1,0 +1,213 @@
+"""Skips: tensors that go straight from one layer of a Sequential to a later one, across stages.
+
+>>> class Down(torch.nn.Module):
+...     def forward(self, x):
+...         stash("features", x)
+...         return torch.nn.functional.avg_pool1d(x, 2)
+>>> class Up(torch.nn.Module):
+...     def forward(self, x):
+...         return torch.nn.functional.interpolate(x, scale_factor=2) + pop("features")
+
+Works in a plain ``nn.Sequential`` and in a :class:`~torchckpt.Pipe`, which carries the tensor from the stage that
+stashes it to the one that pops it, past those between. The idea is torchgpipe's (Kim et al., 2020, section 3.2.2).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from torchckpt.errors import Fault, RecomputationError, raise_faults
+from torchckpt.kernel.flags import is_recomputing
+
+__all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
+
+
+class Namespace:
+    """Keeps apart the skips of blocks that use the same names.
+
+    >>> class Level(torch.nn.Sequential):
+    ...     def __init__(self):
+    ...         space = Namespace()
+    ...         super().__init__(Down(space), Up(space))
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Namespace:
+        copied: Namespace = memo.setdefault(id(self), Namespace())
+        return copied
+
+
+Name: TypeAlias = "tuple[Namespace | None, str]"
+
+
+class _Holder(Protocol):
+    def stash(self, name: Name, tensor: Tensor) -> None: ...
+    def pop(self, name: Name) -> Tensor: ...
+
+
+def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None:
+    """Keep ``tensor`` for the layer that pops ``name``.
+
+    Raises:
+        ArgumentError: not a tensor; in a ``Pipe``, a name that is stashed already.
+    """
+    if not isinstance(tensor, Tensor):
+        works = "stash(name, tensor)"
+        raise_faults("stash()", [Fault("a skip is a tensor", f"{name!r}: {type(tensor).__name__}", works)])
+    _holder().stash((namespace, name), tensor)
+
+
+def pop(name: str, namespace: Namespace | None = None) -> Tensor:
+    """The tensor that was stashed under ``name`` in this forward, once.
+
+    Raises:
+        ArgumentError: nothing is stashed under that name, or it was popped before.
+    """
+    return _holder().pop((namespace, name))
+
+
+class _Plain:
+    """Outside of a pipe: what this thread has stashed, until it is popped, or stashed again by the next forward."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Name, Tensor] = {}
+
+    def stash(self, name: Name, tensor: Tensor) -> None:
+        self._kept[name] = tensor
+
+    def pop(self, name: Name) -> Tensor:
+        if name not in self._kept:
+            rule = "a skip is stashed by an earlier layer, and popped once"
+            raise_faults("pop()", [Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in a layer before")])
+        return self._kept.pop(name)
+
+
+_current: ContextVar[_Holder | None] = ContextVar("torchckpt skips", default=None)
+
+
+def _holder() -> _Holder:
+    holder = _current.get()
+    if holder is None:
+        holder = _Plain()
+        _current.set(holder)
+    return holder
+
+
+class _Stashed:
+    """A skip on its way."""
+
+    def __init__(self, layer: str, tensor: Any) -> None:
+        self.layer, self.tensor = layer, tensor
+        self.popped_by: str | None = None
+
+
+class Skips:
+    """Of one micro-batch: what is stashed, by whom, and who popped it."""
+
+    def __init__(self, later: Callable[[Name, str], str | None]) -> None:
+        self._stashed: dict[Name, _Stashed] = {}
+        self._later = later
+        """Of a name and the layer that pops it: a layer behind that one that stashes it, as far as can be told."""
+
+    def sent(self, name: Name, tensor: Any) -> None:
+        """``tensor``, in whatever form, left its stage."""
+        self._stashed[name].tensor = tensor
+
+    def stashed(self, name: Name, layer: str) -> None:
+        """Note that ``layer`` stashes ``name``."""
+        before = self._stashed.get(name)
+        if before is not None:
+            rule, works = "a skip is stashed once in a forward", f"stash({name[1]!r}, tensor, namespace)"
+            raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works)])
+        self._stashed[name] = _Stashed(layer, None)
+
+    def popped(self, name: Name, layer: str) -> Any:
+        """Note that ``layer`` pops ``name``; what was sent."""
+        found = self._stashed.get(name)
+        if found is None:
+            later = self._later(name, layer)
+            who = f"{name[1]!r}, popped by {layer}, stashed by {later or 'no layer before it'}"
+            works = "the layer that stashes before the layer that pops"
+            raise_faults("Pipe", [Fault("a skip goes forward: it is stashed before it is popped", who, works)])
+        elif found.popped_by is not None:
+            rule = "a skip is popped once in a forward"
+            works = f"stash({name[1]!r}, ...) under a second name"
+            raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works)])
+        else:
+            found.popped_by = layer
+            tensor, found.tensor = found.tensor, None
+            return tensor
+        return None
+
+    def faults(self) -> Iterator[Fault]:
+        """What was stashed in vain."""
+        for (_, name), stashed in self._stashed.items():
+            if stashed.popped_by is None:
+                rule = "a skip that is stashed is popped by a later layer"
+                works = f"pop({name!r}) in a later layer, or no stash"
+                yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
+
+
+class Carrier:
+    """The skips of one micro-batch in one stage, in its forward and in its replays."""
+
+    def __init__(self, skips: Skips, fetch: Callable[[Any], Tensor]) -> None:
+        self._skips, self._fetch = skips, fetch
+        self._fetched: dict[Name, tuple[Tensor, int]] = {}
+        self.layer = ""
+        """The layer that runs now, in words."""
+
+    @contextmanager
+    def run(self) -> Iterator[dict[Name, Tensor]]:
+        """One run of the stage. What it stashes and does not pop itself is in the dict."""
+        run = _Run(self)
+        token = _current.set(run)
+        try:
+            yield run.kept
+        finally:
+            _current.reset(token)
+
+    def stashed(self, name: Name) -> None:
+        if not is_recomputing():
+            self._skips.stashed(name, self.layer)
+
+    def popped_here(self, name: Name) -> None:
+        if not is_recomputing():
+            self._skips.popped(name, self.layer)
+
+    def arrived(self, name: Name) -> Tensor:
+        """From another stage; in a replay, the tensor that the forward got."""
+        if name not in self._fetched:
+            tensor = self._fetch(self._skips.popped(name, self.layer))
+            self._fetched[name] = tensor, tensor._version
+        elif not is_recomputing():
+            self._skips.popped(name, self.layer)
+        tensor, version = self._fetched[name]
+        if tensor._version != version:
+            raise RecomputationError(
+                f"a skip that was popped must not be changed in place: the replay would start from the changed one\n"
+                f"  received: {name[1]!r} at version {tensor._version}; expected version {version}\n"
+                f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
+            )
+        return tensor
+
+
+class _Run:
+    """What ``stash`` and ``pop`` see in one run of a stage."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self.kept: dict[Name, Tensor] = {}
+
+    def stash(self, name: Name, tensor: Tensor) -> None:
+        self._carrier.stashed(name)
+        self.kept[name] = tensor
+
+    def pop(self, name: Name) -> Tensor:
+        if name in self.kept:
+            self._carrier.popped_here(name)
+            return self.kept.pop(name)
+        return self._carrier.arrived(name)
