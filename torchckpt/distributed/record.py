@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from torchckpt.distributed.clock import Clock, Stamp
 from torchckpt.distributed.sizes import Size
+from torchckpt.kernel.clock import Clock, Stamp
 from torchckpt.model import Action, Link, Schedule, Segments, StageCosts
 from torchckpt.model.measured import Span, measured_costs
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn, get_args
 
@@ -12,6 +12,7 @@ from torch import nn
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.kernel.checkpointing import outside, refuse_transforms
+from torchckpt.model import Timeline
 from torchckpt.pipe.microbatch import MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
     Layer,
@@ -26,6 +27,7 @@ from torchckpt.pipe.partition import (
     placement_faults,
 )
 from torchckpt.pipe.pipeline import run_pipeline
+from torchckpt.pipe.step import Record, Step
 from torchckpt.typing import CheckpointMode
 
 __all__ = ["Pipe"]
@@ -97,6 +99,7 @@ class Pipe(nn.Module):
         self.devices = [indexed(torch.device(device)) for device in devices] if devices else None
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
+        self._last_step: Record | None = None
         stages = self.stages
         if self.devices:
             for stage in stages:
@@ -130,6 +133,57 @@ class Pipe(nn.Module):
         threads = any(stage.device.type == accelerator_type() for stage in stages)
         outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads)
         return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
+
+    def step(self, *args: Any, loss_fn: Callable[[Any, Any], torch.Tensor], reduce: str = "mean", **kwargs: Any) -> Any:
+        """A forward and a backward of a mini-batch as 1F1B: gradients are added to those of the parameters.
+
+        Where ``loss.backward()`` must keep what every micro-batch saves, or its boundary, until all forwards are done,
+        a stage keeps here as many micro-batches as there are stages from it to the end. Each is recomputed one ahead of
+        its backward; on the last stage, which holds one at a time anyway, none is.
+
+        >>> loss = pipe.step(x, target, loss_fn=torch.nn.functional.cross_entropy)
+
+        Args:
+            *args, **kwargs: those of the first layer, and, the last of ``args``, the target, split likewise.
+            loss_fn: of output and target of a micro-batch, a scalar.
+            reduce: ``"mean"``: the loss is the mean of those of the micro-batches, weighted by rows, as that of a
+                ``loss_fn`` that takes the mean; ``"sum"``: their sum.
+
+        Returns:
+            The loss, detached. Inputs get no gradient.
+
+        Raises:
+            ArgumentError: no target, a loss that is no scalar, or as the forward.
+        """
+        faults = [*reduce_faults(reduce), *_step_faults(args, reduce)]
+        raise_faults("Pipe.step()", faults)
+        micro_batches = self._scattered(args, kwargs)
+        rows = sum(batch.rows for batch in micro_batches)
+        weights = [batch.rows / rows if reduce == "mean" else 1.0 for batch in micro_batches]
+        inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
+        targets = [batch.args[-1] for batch in micro_batches]
+        step = Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never")
+        with torch.enable_grad():
+            loss = step.run()
+        self._last_step = step.record
+        return loss
+
+    def timeline(self) -> Timeline:
+        """The last :meth:`step` as it was measured, in the type of a simulated one: clocks on the CPU, events on
+        accelerators.
+
+        Raises:
+            ArgumentError: there was no step yet.
+        """
+        if self._last_step is None:
+            rule = "a step must have run before it can be shown"
+            works = "pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
+            raise_faults("Pipe.timeline()", [Fault(rule, "timeline() before step()", works)])
+            raise AssertionError
+        return self._last_step.timeline()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last_step": None}  # streams' events cannot be copied
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
@@ -226,3 +280,11 @@ def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any,
     if type(batch_dim) is not int or batch_dim < 0:
         yield Fault("batch_dim must be an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
     yield from reduce_faults(reduce)
+
+
+def _step_faults(args: tuple[Any, ...], reduce: object) -> Iterator[Fault]:
+    if len(args) < 2:
+        rule = "a step takes the arguments of the first layer, and the target"
+        yield Fault(rule, f"{len(args)} positional", "pipe.step(x, target, loss_fn=loss_fn)")
+    if reduce is None:
+        yield Fault("reduce must be 'mean' or 'sum'", "reduce=None", 'reduce="mean"')

@@ -1,0 +1,272 @@
+"""Step: a forward and backward of a mini-batch as 1F1B, each stage with an autograd graph of its own.
+
+``loss.backward()`` through one graph must have run all forwards, so that every stage keeps all m micro-batches. Here
+the graphs are cut at the boundaries of the stages, and stage j keeps p - j of them:
+
+    leaf(i, j) ─► region(i, j) ─► output(i, j)  ┄ detached, copied ┄►  leaf(i, j+1) ─► ...
+
+    F   stage j runs on leaf(i, j), a copy of the output of stage j - 1 that requires grad
+    R   its frame is recomputed, one micro-batch ahead of its backward
+    B   output(i, j) goes back with leaf(i, j+1).grad, copied; likewise the skips that left stage j
+
+The order is that of the model's 1F1B, whose actions one thread starts in the order in which they would start if all
+took the same time. On accelerators what it starts runs meanwhile; a stage waits for another by its streams.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.clock import Clock
+from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.options import DEFAULT
+from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, gpipe, one_f_one_b, simulate
+from torchckpt.model import with_recompute as placed
+from torchckpt.model.measured import Span, measured_timeline
+from torchckpt.pipe.links import Place, copy, on, wait
+from torchckpt.pipe.microbatch import MicroBatch
+from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.pipeline import output_faults, skips_of
+from torchckpt.pipe.skip import Carrier
+
+__all__ = ["Record", "Step", "schedule_for"]
+
+LossFunction = Callable[..., Tensor]
+
+_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute"}
+
+
+def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
+    """1F1B, recomputed one ahead but for the last stage, which holds one micro-batch anyway; GPipe where there are
+    fewer micro-batches than stages."""
+    make = one_f_one_b if micro_batches >= stages else gpipe
+    plain = make(stages, micro_batches)
+    return placed(plain, ahead(exempt="last_stage")) if recomputes and stages > 1 else plain
+
+
+class Load(NamedTuple):
+    """A tensor on its way to another place, and the stream that it arrives on; None where it is there."""
+
+    tensor: Tensor
+    arrival: torch.Stream | None
+
+    @classmethod
+    def sent(cls, tensor: Tensor, source: Place, target: Place) -> Load:
+        """Begin the copy, when what has been started at ``source`` so far is done."""
+        stream, arrival = source.side_stream(), target.side_stream()
+        tensor = tensor.detach()
+        if source == target:
+            return cls(tensor, None)
+        with on(stream):
+            waited = wait(source.compute, stream, (tensor,))
+        with on(arrival):
+            return cls(copy(source, stream, target, arrival, waited)[0], arrival)
+
+    def arrived(self, target: Place) -> Tensor:
+        """For what is started at ``target`` from now on."""
+        return wait(self.arrival, target.compute, (self.tensor,))[0] if self.arrival else self.tensor
+
+
+class Passage:
+    """A tensor that goes from one stage to another, and its gradient, which goes back."""
+
+    def __init__(self, tensor: Tensor, source: Place, target: Place) -> None:
+        self.tensor, self._source, self._target = tensor, source, target
+        self._forth: Load | None = Load.sent(tensor, source, target)
+        self._leaf: Tensor | None = None
+        self._back: Load | None = None
+
+    def received(self) -> Tensor:
+        """The leaf that the receiver's graph begins with."""
+        forth, self._forth = self._forth, None
+        if forth is not None:
+            self._leaf = forth.arrived(self._target).detach().requires_grad_(self.tensor.requires_grad)
+        assert self._leaf is not None
+        return self._leaf
+
+    def send_back(self) -> None:
+        """After the receiver's backward."""
+        leaf, self._leaf = self._leaf, None
+        if leaf is not None and leaf.grad is not None:
+            self._back = Load.sent(leaf.grad, self._target, self._source)
+
+    def gradient(self) -> Tensor | None:
+        return None if self._back is None else self._back.arrived(self._source)
+
+
+@dataclass
+class Turn:
+    """One micro-batch in one stage, from its forward to its backward."""
+
+    frame: Frame | None = None
+    received: list[Passage] = field(default_factory=list)
+    sent: list[Passage] = field(default_factory=list)
+    loss: Tensor | None = None
+
+
+class Record(NamedTuple):
+    """When everything ran, in one step."""
+
+    schedule: Schedule
+    clocks: list[Clock]
+    stamps: list[list[tuple[Action, Any, Any]]]
+
+    def timeline(self) -> Timeline:
+        """In the type of a simulated one. Waits for the devices."""
+        spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
+        stages = self.schedule.stages
+        return measured_timeline(self.schedule, spans, [StageCosts()] * stages, [Link()] * (stages - 1))
+
+
+class Step:
+    """One mini-batch. ``run()`` returns the loss, and leaves gradients in the parameters.
+
+    Args:
+        targets: of each micro-batch.
+        loss_fn: of the output and the target of a micro-batch, a scalar.
+        weights: of the loss of each micro-batch in that of the mini-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        micro_batches: Sequence[MicroBatch],
+        targets: Sequence[Any],
+        loss_fn: LossFunction,
+        weights: Sequence[float],
+        recomputes: bool,
+    ) -> None:
+        self._stages, self._micro_batches, self._targets = stages, micro_batches, targets
+        self._loss_fn, self._weights = loss_fn, weights
+        self.schedule = schedule_for(len(stages), len(micro_batches), recomputes)
+        actions = [action for order in self.schedule.ranks for action in order]
+        self._recomputed = {(stage, i) for stage, kind, i in actions if kind is Kind.RECOMPUTE}
+        self._places = [Place.of(stage.device) for stage in stages]
+        self._clocks = [Clock(stage.device) for stage in stages]
+        self._skips = [skips_of(stages) for _ in micro_batches]
+        self._inputs: dict[tuple[int, int], Any] = {}
+        self._turns: dict[tuple[int, int], Turn] = {}
+        self._losses: list[Tensor] = []
+        self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in stages]
+
+    def run(self) -> Tensor:
+        doing = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
+        for action in in_order(self.schedule):
+            stage, kind, i = action
+            with record_function(f"torchckpt::{_WORDS[kind]}[stage={stage},mb={i}]"), on(self._places[stage].compute):
+                start = self._clocks[stage].stamp()
+                doing[kind](stage, i)
+                self._stamps[stage].append((action, start, self._clocks[stage].stamp()))
+        return torch.stack(self._losses).sum()
+
+    @property
+    def record(self) -> Record:
+        return Record(self.schedule, self._clocks, self._stamps)
+
+    def _forward(self, j: int, i: int) -> None:
+        stage, place, skips, turn = self._stages[j], self._places[j], self._skips[i], Turn()
+        self._turns[j, i] = turn
+        args, kwargs = self._arguments(j, i, turn)
+        run = stage.turn(Carrier(skips, partial(_skip, turn, place)))
+        if (j, i) in self._recomputed:
+            turn.frame = Frame(DEFAULT)
+            output, kept = turn.frame.forward(run, args, kwargs)
+        else:
+            output, kept = run(*args, **kwargs)
+        raise_faults("Pipe.step()", output_faults(stage, output))
+        for name, tensor in kept.items():
+            skips.sent(name, (turn, tensor, place))
+        if j + 1 < len(self._stages):
+            self._inputs[j + 1, i] = pytree.tree_map(partial(_sent, turn, place, self._places[j + 1]), output)
+        else:
+            self._end(i, turn, output)
+
+    def _arguments(self, j: int, i: int, turn: Turn) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = self._places[j]
+        if j == 0:
+            batch = self._micro_batches[i]
+            here: Any = pytree.tree_map(partial(_brought, place), (batch.args, batch.kwargs))
+            return here[0], here[1]
+        received = pytree.tree_map(partial(_received, turn), self._inputs.pop((j, i)))
+        return (received,), {}
+
+    def _end(self, i: int, turn: Turn, output: Any) -> None:
+        raise_faults("Pipe.step()", self._skips[i].faults())
+        target = pytree.tree_map(partial(_brought, self._places[-1]), self._targets[i])
+        loss = self._loss_fn(output, target)
+        raise_faults("Pipe.step()", _loss_faults(loss))
+        turn.loss = loss * self._weights[i]
+        self._losses.append(turn.loss.detach())
+
+    def _recompute(self, j: int, i: int) -> None:
+        frame = self._turns[j, i].frame
+        if frame is not None:
+            frame.recompute()
+
+    def _backward(self, j: int, i: int) -> None:
+        turn = self._turns.pop((j, i))
+        if turn.loss is not None:
+            torch.autograd.backward(turn.loss)
+        else:
+            pairs = [(passage.tensor, passage.gradient()) for passage in turn.sent]
+            due = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            if due:
+                torch.autograd.backward([tensor for tensor, _ in due], [gradient for _, gradient in due])
+        for passage in turn.received:
+            passage.send_back()
+
+
+def in_order(schedule: Schedule) -> list[Action]:
+    """The actions of all stages, in the order in which they start where a backward takes twice a forward."""
+    timeline = simulate(schedule, exposed=False)
+    return [event.action for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank))]
+
+
+def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
+    times = [(action, clock.seconds(start), clock.seconds(end)) for action, start, end in stamps]
+    return [Span(action, start, start, end) for action, start, end in times]
+
+
+def _sent(turn: Turn, source: Place, target: Place, leaf: Any) -> Any:
+    """A leaf of an output, as what the next stage receives."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    passage = Passage(leaf, source, target)
+    turn.sent.append(passage)
+    return passage
+
+
+def _received(turn: Turn, leaf: Any) -> Any:
+    if not isinstance(leaf, Passage):
+        return leaf
+    turn.received.append(leaf)
+    return leaf.received()
+
+
+def _skip(turn: Turn, place: Place, sent: tuple[Turn, Tensor, Place]) -> Tensor:
+    sender, tensor, source = sent
+    passage: Passage = _sent(sender, source, place, tensor)
+    received: Tensor = _received(turn, passage)
+    return received
+
+
+def _brought(place: Place, leaf: Any) -> Any:
+    """A tensor of the caller's, at ``place``."""
+    if not isinstance(leaf, Tensor) or leaf.device == place.device:
+        return leaf
+    return Load.sent(leaf, Place.of(leaf.device), place).arrived(place)
+
+
+def _loss_faults(loss: object) -> Iterator[Fault]:
+    if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
+        received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
+        rule = "loss_fn(output, target) must return a scalar that requires grad, of a micro-batch"
+        yield Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy")
