@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 .PHONY: demo test gpu clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/train_gpt.py --out demo
+	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt_distributed.py --compare 8 --out demo
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

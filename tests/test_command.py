@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from torchckpt import __main__ as command
 from torchckpt.__main__ import main
 
 SMALL = ("simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
@@ -189,6 +192,175 @@ def test_help_has_examples_that_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(examples) == 4
     for example in examples[:2]:
         assert main(example) == 0
+
+
+# balance --------------------------------------------------------------------------------------------------------------
+
+MODEL = """
+from torch import nn
+
+layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Layers(nn.Sequential):
+    made = layers
+
+    def __init__(self):
+        super().__init__(nn.Embedding(5, 8), *layers)
+
+
+class Sum(nn.Module):
+    def forward(self, first, second):
+        return first + second
+
+
+def two_inputs():
+    return nn.Sequential(Sum(), *layers)
+
+
+def fails():
+    raise KeyError("of the user")
+
+
+def other():
+    return "a word"
+
+
+number = 3
+linear = nn.Linear(8, 8)
+"""
+BALANCE = "python -m torchckpt balance: error: "
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_model", None)
+
+
+BY_BYTES = """\
+my_model:layers: 2 stages, 3 layers
+
+         layers     memory   share
+stage 0       0  1.625 KiB  55.9 %  Linear
+stage 1  1 to 2  1.281 KiB  44.1 %  ReLU, Linear
+
+balance=[1, 2]
+"""
+
+
+def test_a_balance_and_the_line_to_paste(model_file: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["balance", "my_model:layers", "--stages", "2", "--input", "16,8", "--by", "bytes"]) == 0
+    assert capsys.readouterr().out == BY_BYTES
+
+
+def test_balance_finds_modules_where_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    arguments = ("balance", "my_model:layers", "--stages", "2", "--input", "16,8", "--by", "bytes")
+    home = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = (sys.executable, "-m", "torchckpt", *arguments)
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=home)
+    assert (found.returncode, found.stdout, found.stderr) == (0, BY_BYTES, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("my_model:layers --stages 2 --input 4,8", ["Linear", "ReLU", "Linear"]),
+        ("my_model:Layers.made --stages 3 --input 4,8 --dtype float32 --by time", ["Linear", "ReLU", "Linear"]),
+        ("my_model:Layers --stages 2 --input 4 --dtype int64", ["Embedding", "Linear", "ReLU", "Linear"]),
+        ("my_model:two_inputs --stages 1 --input 4,8 --input 1,8", ["Sum", "Linear", "ReLU", "Linear"]),
+    ],
+)
+def test_balance_as_json(
+    arguments: str, names: list[str], model_file: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["balance", *arguments.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["balance", "layers", "stages"]
+    assert sum(found["balance"]) == len(names)
+    assert [layer["name"] for layer in found["layers"]] == names
+    assert len(found["stages"]) == len(found["balance"])
+    assert sum(found["stages"]) == pytest.approx(sum(layer["seconds"] for layer in found["layers"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("layers", "the module is module:attribute; received: layers; works: my_package.model:gpt"),
+        (":layers", "the module is module:attribute; received: :layers; works: my_package.model:gpt"),
+        ("nowhere:gpt", "cannot make nowhere:gpt: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "my_model:gpt",
+            "cannot make my_model:gpt: AttributeError: module 'my_model' has no attribute 'gpt'",
+        ),
+        ("my_model:fails", "cannot make my_model:fails: KeyError: 'of the user'"),
+        ("my_model:number", "cannot make my_model:number: TypeError: 'int' object is not callable"),
+        (
+            "my_model:other",
+            "the module must be an nn.Sequential of at least one layer; received: str; "
+            "works: balance_by_time(2, nn.Sequential(embedding, *blocks, head), x)",
+        ),
+        (
+            "my_model:linear",
+            "the module must be an nn.Sequential of at least one layer; received: Linear; "
+            "works: balance_by_time(2, nn.Sequential(embedding, *blocks, head), x)",
+        ),
+        (
+            "my_model:layers --stages 4",
+            "there must be a layer for every stage; received: partitions=4, 3 layers; "
+            "works: partitions=3, or more layers",
+        ),
+        ("my_model:layers --stages 0", "partitions is an integer from 1; received: partitions=0; works: partitions=1"),
+        (
+            "my_model:layers --input 4,8",
+            "my_model:layers does not run on these inputs: TypeError: Linear.forward() takes 2 positional arguments "
+            "but 3 were given",
+        ),
+    ],
+)
+def test_a_bad_module_is_one_line_and_exit_code_2(
+    arguments: str, line: str, model_file: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, *others = arguments.split()
+    assert main(["balance", module, "--stages", "2", "--input", "4,8", *others]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", BALANCE + line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--stages 2", "the following arguments are required: --input"),
+        ("--input 8", "the following arguments are required: --stages"),
+        ("--stages 2 --input 8,x", "argument --input: whole numbers from 1, such as 8,128; received: 8,x"),
+        ("--stages 2 --input 0", "argument --input: whole numbers from 1, such as 8,128; received: 0"),
+        ("--stages 2 --input 8,", "argument --input: whole numbers from 1, such as 8,128; received: 8,"),
+    ],
+)
+def test_bad_options_of_balance_are_one_line_and_exit_code_2(
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["balance", "my_model:layers", *arguments.split()])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == BALANCE + line + "\n"
+
+
+def test_help_of_balance_has_examples_that_parse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["balance", "--help"])
+    assert stopped.value.code == 0
+    lines = capsys.readouterr().out.split("\n")
+    examples = [line.split()[3:] for line in lines if line.startswith("  python -m torchckpt")]
+    seen: list[str] = []
+    monkeypatch.setattr(command, "_balance", lambda options: seen.append(options.module))
+    assert [main(example) for example in examples] == [0, 0]
+    assert seen == ["my_package.model:gpt", "my_package.model:layers"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import torchckpt
-from torchckpt import distributed, errors, testing, typing
+from torchckpt import distributed, errors, pipe, testing, typing
 
 
 def test_names():
@@ -43,6 +43,7 @@ def test_names():
                 "raise_faults",
             ],
         ),
+        (pipe, ["Balance", "DeferredBatchNorm", "Pipe", "balance_by_bytes", "balance_by_time"]),
         (
             testing,
             ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"],
@@ -54,7 +55,7 @@ def test_names_of_the_public_modules(module, names):
     assert module.__all__ == names
 
 
-@pytest.mark.parametrize("module", [torchckpt, distributed, errors, testing, typing])
+@pytest.mark.parametrize("module", [torchckpt, distributed, errors, pipe, testing, typing])
 def test_every_name_is_there(module):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
@@ -104,6 +105,22 @@ SIGNATURES = {
     "distributed.RecomputeAhead.report": "(self) -> 'Comparison'",
     "is_checkpointing": "() -> 'bool'",
     "is_recomputing": "() -> 'bool'",
+    "pipe.DeferredBatchNorm.convert": "(module: 'M') -> 'M'",
+    "pipe.DeferredBatchNorm.revert": "(module: 'M') -> 'M'",
+    "pipe.DeferredBatchNorm.mini_batch": "(module: 'nn.Module') -> 'Iterator[None]'",
+    "pipe.Balance": (
+        "(counts: 'Sequence[int]', costs: 'Sequence[float]', names: 'Sequence[str]', "
+        "unit: \"Literal['seconds', 'bytes']\") -> 'None'"
+    ),
+    "pipe.Balance.table": "(self) -> 'str'",
+    "pipe.balance_by_time": (
+        "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', recompute: 'bool' = True, rounds: 'int' = 5, "
+        "**kwargs: 'Any') -> 'Balance'"
+    ),
+    "pipe.balance_by_bytes": (
+        "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', param_scale: 'float' = 4.0, **kwargs: 'Any') "
+        "-> 'Balance'"
+    ),
     "testing.count_recomputes": "() -> 'Iterator[Recomputes]'",
     "testing.saved_bytes": "() -> 'Iterator[SavedBytes]'",
     "testing.flops": "() -> 'Iterator[Flops]'",

@@ -1,14 +1,15 @@
-"""The command: ``python -m torchckpt simulate``. It needs no torch."""
+"""The command: ``python -m torchckpt simulate``, which needs no torch, and ``python -m torchckpt balance``."""
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchckpt.errors import ArgumentError
 from torchckpt.model.costs import Link, StageCosts
@@ -22,11 +23,15 @@ from torchckpt.model.trace import trace
 from torchckpt.model.units import number
 from torchckpt.version import __version__
 
+if TYPE_CHECKING:
+    from torchckpt.pipe import Balance
+
 __all__ = ["main"]
 
 _LARGEST = 1e12
 _MOST = 4_000_000
 
+_DESCRIPTION = "What recomputation costs, on paper; and where to cut a model into stages."
 _EXAMPLES = """\
 times are in any one unit, memory counts in A: all that one micro-batch saves on one stage
 
@@ -51,6 +56,20 @@ examples:
   python -m torchckpt simulate --csv schedule.csv --json
 """
 
+_BALANCE_EXAMPLES = """\
+the module is an nn.Sequential, or a function without arguments that returns one. It gets inputs of random numbers, or
+of zeros where they are integers, on the device of its parameters
+
+by what a stage is weighed, for --by:
+  time      forward twice, as a Pipe that recomputes runs it, and backward
+  bytes     parameters with gradients and Adam's state, and what one micro-batch keeps
+
+examples:
+  python -m torchckpt balance my_package.model:gpt --stages 4 --input 8,128 --dtype int64
+  python -m torchckpt balance my_package.model:layers --stages 2 --input 8,64 --by bytes --json
+"""
+_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32")
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
@@ -68,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
-        parser.error("say what to do: python -m torchckpt simulate --help")
+        parser.error("say what to do: python -m torchckpt simulate --help, or balance --help")
     try:
-        _simulate(options)
+        {"simulate": _simulate, "balance": _balance}[options.command](options)
     except (_Unusable, ArgumentError) as error:
         print(f"{parser.prog} {options.command}: error: {_line(error)}", file=sys.stderr)
         return 2
@@ -145,6 +164,54 @@ def _write(path: Path, text: str) -> None:
         raise _Unusable(f"cannot write {path}: {error.strerror}") from None
 
 
+def _balance(options: argparse.Namespace) -> None:
+    found = _balanced(_module_at(options.module), options)
+    if options.json:
+        layers = [{"name": name, found.unit: cost} for name, cost in zip(found.names, found.costs)]
+        print(json.dumps({"balance": found, "layers": layers, "stages": found.stage_costs}, indent=2))
+        return
+    print(f"{options.module}: {len(found)} stages, {len(found.costs)} layers\n\n{found.table()}\n\nbalance={found}")
+
+
+def _module_at(place: str) -> Any:
+    """What ``module:attribute`` names, or what it returns if it is a function or a class."""
+    name, colon, attribute = place.partition(":")
+    if not (name and colon and attribute):
+        raise _Unusable(f"the module is module:attribute; received: {place}; works: my_package.model:gpt")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found if _is_module(found) else found()
+    except Exception as error:  # of the user's code
+        raise _Unusable(f"cannot make {place}: {type(error).__name__}: {error}") from error
+
+
+def _is_module(found: Any) -> bool:
+    from torch import nn
+
+    return isinstance(found, nn.Module)
+
+
+def _balanced(module: Any, options: argparse.Namespace) -> Balance:
+    import torch
+
+    from torchckpt.pipe import balance_by_bytes, balance_by_time
+
+    balance_by = {"time": balance_by_time, "bytes": balance_by_bytes}[options.by]
+    dtype = getattr(torch, options.dtype)
+    make = torch.randn if dtype.is_floating_point else torch.zeros
+    try:
+        parameters = module.parameters() if _is_module(module) else ()
+        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        inputs = [make(shape, dtype=dtype, device=device) for shape in options.input]
+        return balance_by(options.stages, module, *inputs)
+    except ArgumentError:
+        raise
+    except Exception as error:  # of the user's code
+        raise _Unusable(f"{options.module} does not run on these inputs: {type(error).__name__}: {error}") from error
+
+
 def _line(error: Exception) -> str:
     """A message as one line: the rule, what was received, what works."""
     text = re.sub(r"^\w+\(\): ", "", str(error))
@@ -152,7 +219,7 @@ def _line(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m torchckpt", description="What recomputation costs, on paper.")
+    parser = _Parser(prog="python -m torchckpt", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"torchckpt {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", parser_class=_Parser)
     simulate = commands.add_parser(
@@ -165,7 +232,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_schedule(simulate)
     _add_costs(simulate)
     _add_output(simulate)
+    _add_balance(commands)
     return parser
+
+
+def _add_balance(commands: argparse._SubParsersAction[_Parser]) -> None:
+    balance = commands.add_parser(
+        "balance",
+        help="cut an nn.Sequential into stages that cost alike",
+        description="Cut an nn.Sequential into stages that cost alike, by what its layers cost on a sample.",
+        epilog=_BALANCE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    balance.add_argument("module", metavar="MODULE:ATTRIBUTE", help="where the nn.Sequential is")
+    balance.add_argument("--stages", type=int, required=True, metavar="P", help="of the whole pipeline")
+    balance.add_argument(
+        "--input",
+        type=_shape,
+        action="append",
+        required=True,
+        metavar="SHAPE",
+        help="of one micro-batch, such as 8,128; again for each further input of the first layer",
+    )
+    balance.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the inputs (default: %(default)s)")
+    balance.add_argument("--by", choices=("time", "bytes"), default="time", help="default: %(default)s")
+    balance.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -205,6 +296,13 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"whole numbers from 1, such as 8,128; received: {text}")
+    return tuple(map(int, sizes))
 
 
 def _amount(text: str) -> float:

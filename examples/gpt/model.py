@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpt.text import VOCABULARY
 
-__all__ = ["Size", "gpt"]
+__all__ = ["Block", "Size", "cut", "gpt"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class Size:
 
 def gpt(size: Size) -> nn.Sequential:
     return nn.Sequential(Embedding(size), *(Block(size) for _ in range(size.blocks)), Head(size))
+
+
+def cut(model: nn.Sequential, stages: int) -> list[nn.Sequential]:
+    """The stages of a pipeline: 4 blocks on the last one, which recomputes nothing, where another one has 3."""
+    blocks = len(model) - 2
+    ends = [1 + round(blocks * 3 * stage / (3 * stages + 1)) for stage in range(1, stages)]
+    return [model[start:end] for start, end in zip([0, *ends], [*ends, len(model)])]
 
 
 class Embedding(nn.Sequential):

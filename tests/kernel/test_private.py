@@ -122,6 +122,12 @@ def norm_layer():
         assert list(layer._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
 
 
+def batch_norm_layer():
+    layers = {layer for layer in vars(nn).values() if isinstance(layer, type)}
+    names = {layer.__name__ for layer in layers if issubclass(layer, private.batch_norm_layer)}
+    assert names == {*(f"{lazy}BatchNorm{d}d" for lazy in ("", "Lazy") for d in (1, 2, 3)), "SyncBatchNorm"}
+
+
 def graphs_of(function):
     """How many graphs Dynamo makes where eager code between compiled frames calls ``function``."""
     graphs = []
@@ -160,6 +166,7 @@ def keep_from_dynamo():
 
 
 COUNTERPARTS = {
+    "batch_norm_layer": batch_norm_layer,
     "forward_ad": level_of_forward_ad,
     "functorch_is_active": functorch_is_active,
     "global_forward_hooks": global_forward_hooks,

@@ -7,8 +7,8 @@ import pytest
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.measured import Span, measured_costs, measured_timeline
-from torchckpt.model.placement import ahead, partial, with_recompute
+from torchckpt.model.measured import Span, measured_costs, measured_timeline, replays_apart
+from torchckpt.model.placement import ahead, arrival, partial, with_recompute
 from torchckpt.model.schedule import Segments
 from torchckpt.model.schedules import (
     dualpipe_v,
@@ -259,3 +259,23 @@ def test_a_step_of_nothing():
     schedule = replace(gpipe(2, 1), ranks=((), ()))
     timeline = measured_timeline(schedule, [[], []], [SIZES] * 2, [Link()])
     assert (timeline.events, timeline.messages, timeline.step_seconds) == ((), (), 0.0)
+
+
+def test_what_was_replayed_inside_a_backward_stands_before_it_as_a_recompute():
+    spans = [span("0F0", 0.0, 0.0, 1.0), span("0R0", 1.0, 1.0, 1.0), span("0B0", 1.0, 2.0, 5.0), span("0B1", 5, 5, 7)]
+    assert replays_apart(spans, {(0, 0): 1.5}) == [
+        span("0F0", 0.0, 0.0, 1.0),
+        span("0R0", 1.0, 2.0, 3.5),
+        span("0B0", 3.5, 3.5, 5.0),
+        span("0B1", 5, 5, 7),
+    ]
+
+
+def test_recompute_at_arrival_waits_for_the_gradient():
+    schedule, costs = with_recompute(one_f_one_b(2, 4), arrival()), costs_of(2)
+    step = step_of(schedule, costs)
+    found, links = measured_costs(schedule, [step], [SIZES, SIZES])
+    assert (found, links) == (whole(costs), (Link(0.25),))
+    ours, simulated = measured_timeline(schedule, step, costs, links), simulate(schedule, costs, Link(0.25))
+    assert ours.messages == simulated.messages
+    assert measured_timeline(schedule, step, costs, links, (Segments(1, 2),) * 2).peak_bytes < ours.peak_bytes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Sizes
 from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, with_recompute
+from torchckpt.kernel.slots import Slot
+from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, arrival, with_recompute
 from torchckpt.model.comparison import Comparison, compare
 from torchckpt.model.measured import measured_timeline
 from torchckpt.model.orders import Visit
@@ -70,12 +72,13 @@ class RecomputeAhead(Runtime):
         self._plain_schedule = schedule
         self._exempt = exempt
         self._is_measuring = costs == "measured"
+        self._is_early = segments != 0
         placed = self._placed(None if isinstance(costs, str) else costs, link)
         first: Stage = stages_of(live)[0]
         self._group: dist.ProcessGroup | None = first.group
         self._of: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
         self._frames = Frames(segments)
-        self._record = Record(torch.device(first.device))
+        self._record = Record(torch.device(first.device), apart=not self._is_early)
         self._sizes = Sizes(segments)
         self._at: str | None = None
         super().__init__(live, placed)
@@ -142,9 +145,7 @@ class RecomputeAhead(Runtime):
         stage, _, micro_batch = action
         with record_function(f"torchckpt::recompute[stage={stage},mb={micro_batch}]"):
             start = self._record.now()
-            module = self._of[stage].submod
-            with self._sizes.of_recompute(stage, self._frames.waiting(stage, micro_batch), module):
-                self._frames.recompute(stage, micro_batch, module)  # [2]
+            self._frames.recompute(stage, micro_batch, self._of[stage].submod)  # [2]
             self._record.ended(action, start)
 
     # how ------------------------------------------------------------------------------------------------------------
@@ -157,16 +158,25 @@ class RecomputeAhead(Runtime):
         with ExitStack() as stack:
             if is_first:
                 stack.enter_context(plain_regions_refused(stage, module))
-            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, keep))  # [1]
+            around = partial(self._replaying, stage, micro_batch)
+            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, keep, around))  # [1]
             with self._sizes.of_forward(stage, keep, frames):
                 yield
         if not keep and not frames:
             raise_without_regions(stage, self._of[stage].fwd_cache[micro_batch])
 
+    @contextmanager
+    def _replaying(self, stage: int, micro_batch: int, slots: list[Slot]) -> Iterator[None]:
+        start = self._record.now()
+        with self._sizes.of_replay(stage, micro_batch, slots, self._of[stage].submod):
+            yield
+        self._record.replayed((stage, micro_batch), start)
+
     def _placed(self, costs: StageCosts | Sequence[StageCosts] | None, link: Link | Sequence[Link]) -> Schedule:
         plain = self._plain_schedule
         every = {(stage, i) for stage in range(plain.stages) for i in range(plain.micro_batches)}
-        return with_recompute(plain, ahead(only=every - self._exempt, costs=costs, link=link))
+        only = every - self._exempt
+        return with_recompute(plain, ahead(only=only, costs=costs, link=link) if self._is_early else arrival(only=only))
 
     def _place_as_measured(self) -> None:
         self._is_measuring = False
@@ -203,4 +213,5 @@ class RecomputeAhead(Runtime):
 
 
 def _timeline(measured: Gathered) -> Timeline:
-    return measured_timeline(measured.schedule, measured.steps[-1], measured.costs, measured.links)
+    schedule, steps, costs, links, segments = measured
+    return measured_timeline(schedule, steps[-1], costs, links, segments)

@@ -92,7 +92,7 @@ def _exempt_faults(exempt: object, schedule: Schedule) -> Iterator[Fault]:
     if isinstance(exempt, str):
         if exempt not in _EXEMPT:
             close = get_close_matches(exempt, _EXEMPT, n=1, cutoff=0.0)[0]
-            yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), repr(close))
+            yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), f"exempt={close!r}")
     elif not isinstance(exempt, Collection):
         yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), works)
     else:

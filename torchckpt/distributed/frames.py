@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchckpt.distributed.private import in_backward
-from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.frame import Around, Frame
 from torchckpt.kernel.scope import Scope
 
 __all__ = ["Frames"]
@@ -22,14 +22,20 @@ class Frames:
         self._waiting: dict[tuple[int, int], list[Frame]] = {}
 
     @contextmanager
-    def gathered(self, stage: int, micro_batch: int, keep: bool) -> Iterator[list[Frame]]:
-        """Within, regions that this thread enters are of this stage and micro-batch; with ``keep`` they are none."""
-        scope = Scope(keep)
+    def gathered(
+        self, stage: int, micro_batch: int, keep: bool, around: Around | None = None
+    ) -> Iterator[list[Frame]]:
+        """Within, regions that this thread enters are of this stage and micro-batch; with ``keep`` they are none.
+
+        Args:
+            around: entered around each replay, early or late, with the slots that it fills.
+        """
+        scope = Scope(keep, around)
         with scope.entered():
             yield scope.frames
         self._waiting[stage, micro_batch] = scope.frames
 
-    def waiting(self, stage: int, micro_batch: int) -> Sequence[Frame]:
+    def waiting(self, stage: int, micro_batch: int) -> tuple[Frame, ...]:
         """Those that have not been recomputed."""
         return tuple(self._waiting.get((stage, micro_batch), ()))
 

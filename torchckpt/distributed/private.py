@@ -142,7 +142,6 @@ class Runtime(_PipelineScheduleRuntime):
         else:
             self._prepare_schedule_with_comms(self.pipeline_order)
         self._plain: dict[int, list[Any]] = dict(self.pipeline_order_with_comms)
-        self._training: list[Any] = []
         self.follow(schedule)
 
     # what a subclass does -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,27 +13,36 @@ import torch.distributed as dist
 from torchckpt.distributed.sizes import Size
 from torchckpt.kernel.clock import Clock, Stamp
 from torchckpt.model import Action, Link, Schedule, Segments, StageCosts
-from torchckpt.model.measured import Span, measured_costs
+from torchckpt.model.measured import Span, measured_costs, replays_apart
+from torchckpt.model.orders import Visit
 
 __all__ = ["Gathered", "Record", "gather"]
 
 KEPT_STEPS = 8
 """How many steps are remembered, for medians."""
 
+_Replay: TypeAlias = "tuple[Visit, Stamp, Stamp]"
 _Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
 
 
 class Record:
-    """Of one rank."""
+    """Of one rank.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        apart: list what a backward replays as a recompute of its own, at the start of the backward.
+    """
+
+    def __init__(self, device: torch.device, apart: bool = False) -> None:
+        self._apart = apart
         self._clock = Clock(device)
         self._steps: deque[list[_Noted]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
+        self._replays: deque[list[_Replay]] = deque(maxlen=KEPT_STEPS)
+        self._current_replays: list[_Replay] = []
         self._asked: Stamp = None
 
     def begin(self) -> None:
-        self._current = []
+        self._current, self._current_replays = [], []
 
     def asked(self) -> None:
         """The next action is due; from here on its rank waits for it."""
@@ -47,11 +56,17 @@ class Record:
         self._current.append((action, self._asked, start, end))
         self._asked = end  # of the second half of a pair that torch runs as one action
 
+    def replayed(self, visit: Visit, start: Stamp) -> None:
+        """A region of a stage and micro-batch was, wherever that happened."""
+        self._current_replays.append((visit, start, self._clock.stamp()))
+
     def end(self) -> None:
         self._steps.append(self._current)
+        self._replays.append(self._current_replays)
 
     def clear(self) -> None:
         self._steps.clear()
+        self._replays.clear()
 
     @property
     def steps(self) -> int:
@@ -61,10 +76,16 @@ class Record:
     def spans(self) -> list[list[Span]]:
         """Of the steps that are remembered, the latest last."""
         seconds = self._clock.seconds
-        return [
-            [Span(action, seconds(asked), seconds(start), seconds(end)) for action, asked, start, end in step]
-            for step in self._steps
-        ]
+        found = []
+        for step, replays in zip(self._steps, self._replays):
+            spans = [Span(action, seconds(asked), seconds(start), seconds(end)) for action, asked, start, end in step]
+            if self._apart:
+                inside: defaultdict[Visit, float] = defaultdict(float)
+                for visit, start, end in replays:
+                    inside[visit] += seconds(end) - seconds(start)
+                spans = replays_apart(spans, inside)
+            found.append(spans)
+        return found
 
 
 class Gathered(NamedTuple):
@@ -76,6 +97,8 @@ class Gathered(NamedTuple):
     """Per step that is remembered and rank, its spans; of replicas of the pipeline, those of the first one first."""
     costs: tuple[StageCosts, ...]
     links: tuple[Link, ...]
+    segments: tuple[Segments, ...]
+    """Per stage, of how many regions how many are recomputed at once."""
 
 
 def gather(
@@ -98,12 +121,12 @@ def gather(
     steps = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
     listed = [sizes.get(stage, Size()) for stage in range(schedule.stages)]
     parts = tuple(Segments(max(1, size.early), max(1, size.regions)) for size in listed)
-    if any(part.early < part.total for part in parts):
+    if not schedule.late and any(part.early < part.total for part in parts):
         schedule = replace(schedule, segments=parts)
     kept = [(size.saved_bytes or 0.0, size.boundary_bytes or 0.0) for size in listed]
     bytes_alone = [StageCosts(saved_bytes=saved, boundary_bytes=boundary) for saved, boundary in kept]
     costs, links = measured_costs(schedule, steps[1:] or steps, bytes_alone)
-    return Gathered(schedule, steps, costs, links)
+    return Gathered(schedule, steps, costs, links, parts)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

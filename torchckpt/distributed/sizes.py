@@ -9,6 +9,7 @@ from torch import nn
 
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.saved import bytes_of, saved_bytes
+from torchckpt.kernel.slots import Slot
 
 __all__ = ["Size", "Sizes"]
 
@@ -32,6 +33,7 @@ class Sizes:
     def __init__(self, segments: int | None) -> None:
         self._segments = segments
         self.found: dict[int, Size] = {}
+        self._to_count: dict[int, tuple[int, int]] = {}  # by stage, a micro-batch, and how many of its regions
 
     @contextmanager
     def of_forward(self, stage: int, keep: bool, frames: Sequence[Frame]) -> Iterator[None]:
@@ -50,14 +52,14 @@ class Sizes:
             size.early = size.regions if self._segments is None else min(self._segments, size.regions)
 
     @contextmanager
-    def of_recompute(self, stage: int, frames: Sequence[Frame], module: nn.Module) -> Iterator[None]:
-        """Around the replays of ``frames``."""
-        size = self.found.setdefault(stage, Size())
-        if size.saved_bytes is not None:
-            yield
-            return
-        slots = [slot for frame in frames for slot in frame.slots]
+    def of_replay(self, stage: int, micro_batch: int, slots: Sequence[Slot], module: nn.Module) -> Iterator[None]:
+        """Around the replay of one region, which fills ``slots``."""
         yield
-        filled = [slot.tensor for slot in slots if slot.tensor is not None]
-        early = bytes_of(filled, but=module.parameters())
-        size.saved_bytes = early * size.regions / size.early if size.early else None
+        size = self.found.setdefault(stage, Size())
+        if size.saved_bytes is None:
+            size.saved_bytes, self._to_count[stage] = 0.0, (micro_batch, size.regions)
+        counted, left = self._to_count.get(stage, (micro_batch, 0))
+        if counted == micro_batch and left:
+            filled = [slot.tensor for slot in slots if slot.tensor is not None]
+            size.saved_bytes += bytes_of(filled, but=module.parameters())
+            self._to_count[stage] = micro_batch, left - 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -22,10 +23,12 @@ from torchckpt.kernel.slots import Slot, describe
 from torchckpt.kernel.streams import Trail
 from torchckpt.typing import Function
 
-__all__ = ["Frame", "observers"]
+__all__ = ["Around", "Frame", "observers"]
 
 observers: list[Callable[[str], object]] = []
 """Each is called with the name of a region right after that was replayed (``torchckpt.testing`` counts with it)."""
+
+Around: TypeAlias = Callable[[list[Slot]], AbstractContextManager[None]]
 
 _RLock = type(threading.RLock())  # what threading.RLock(), a function in Python, makes
 
@@ -37,7 +40,7 @@ class Frame:
     are filled, and then nothing.
     """
 
-    __slots__ = ("__weakref__", "_call", "_lock", "_options", "_returned", "_slots", "_trail")
+    __slots__ = ("__weakref__", "_call", "_lock", "_options", "_returned", "_slots", "_trail", "around")
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -46,6 +49,8 @@ class Frame:
         self._returned = False  # whether the forward has, so that no more slots will come
         self._trail: Trail | None = None
         self._lock = _RLock()
+        self.around: Around | None = None
+        """Entered around the replay, with the slots that it fills."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -65,27 +70,29 @@ class Frame:
         """What the replay will run; None when it is done."""
         return None if self._call is None else self._call.function
 
-    @property
-    def slots(self) -> list[Slot]:
-        """What the replay will fill; empty when it is done."""
-        return self._slots
-
     def recompute(self) -> None:
         """Fill the slots. Idempotent: the first caller does the work, others wait for it and find it done."""
         with self._lock:
             call, slots = self._call, self._slots
             if call is None or not slots or slots[-1].tensor is not None:
                 return
-            fresh = self._replay(call, slots)
-            if call.devices:
-                self._trail = Trail(call.devices)  # before the slots, which are read without the lock
-            for slot, (tensor, version) in zip(slots, fresh):
-                if slot.tensor is None:
-                    slot.version, slot.tensor = version, tensor
+            if self.around is None:
+                self._fill(call, slots)
+            else:
+                with self.around(slots):
+                    self._fill(call, slots)
             if self._returned:
                 self._call, self._slots = None, []
             for observer in observers:
                 observer(name_of(call.function))
+
+    def _fill(self, call: Call, slots: list[Slot]) -> None:
+        fresh = self._replay(call, slots)
+        if call.devices:
+            self._trail = Trail(call.devices)  # before the slots, which are read without the lock
+        for slot, (tensor, version) in zip(slots, fresh):
+            if slot.tensor is None:
+                slot.version, slot.tensor = version, tensor
 
     def _pack(self, tensor: Tensor) -> Slot:
         slot = Slot(tensor, self._options.determinism_check == "values")

@@ -1,9 +1,7 @@
 """``checkpoint_module``: every call of a submodule becomes a region, and nothing else about it changes."""
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault
 from torchckpt.kernel.checkpointing import run
+from torchckpt.kernel.mixin import Mixin, put, take
 from torchckpt.kernel.options import Options, checked
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
@@ -20,67 +19,11 @@ __all__ = ["CheckpointHandle", "checkpoint_module"]
 _OPTIONS = "_torchckpt_options"
 
 
-class _Checkpointed:
-    """Mixed into the class of a checkpointed module, in front of it.
+class _Checkpointed(Mixin):
+    """In front of the class of a checkpointed module: a call is a region."""
 
-    A class, as FSDP2 and parametrize make one, and not an attribute of the instance: a copy of the module, deep,
-    shallow or unpickled, then finds its own weights.
-    """
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Do not tell the base class: it knows nothing of this subclass, and may want arguments."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class cannot be imported: name its base, and make it again.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *state = reduced
-        own, base = type(self), type(self).__bases__[-1]
-        plain = tuple(base if argument is own else argument for argument in arguments)
-        return (_remade, (make, plain, self.__dict__.get(_OPTIONS)), *state)
-
-
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """For a base that copies itself its own way, which it does in its own class."""
-    cls = type(self)
-    self.__class__ = cls.__bases__[-1]
-    try:
-        copied = copy.deepcopy(self, memo)
-    finally:
-        self.__class__ = cls
-    return _checkpointed(copied, self.__dict__.get(_OPTIONS))
-
-
-def _remade(make: Callable[..., Any], arguments: tuple[Any, ...], options: Options | None) -> Any:
-    return _checkpointed(make(*arguments), options)
-
-
-def _checkpointed(module: Any, options: Options | None) -> Any:
-    if not isinstance(module, _Checkpointed):
-        module.__class__ = _class_for(type(module))
-    if options is not None:
-        module.__dict__[_OPTIONS] = options
-    return module
-
-
-def _class_for(base: type[Any]) -> type[Any]:
-    """The subclass of ``base``, under its name, whose ``forward`` is a region. It dies with its last user."""
-    for made in base.__subclasses__():
-        if made.__bases__ == (_Checkpointed, base):
-            return made
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super(checkpointed, self).forward
-        options = self.__dict__.get(_OPTIONS)
-        return plain(*args, **kwargs) if options is None else run(plain, args, kwargs, options)
-
-    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace["forward"] = forward
-    if hasattr(base, "__deepcopy__"):
-        namespace["__deepcopy__"] = _deepcopy
-    metaclass: Any = type(base)
-    checkpointed: type[Any] = metaclass(base.__name__, (_Checkpointed, base), namespace)
-    return checkpointed
+    _torchckpt_setting = _OPTIONS
+    _torchckpt_call = staticmethod(run)
 
 
 class CheckpointHandle:
@@ -94,9 +37,7 @@ class CheckpointHandle:
         module: Any = self._module
         if module.__dict__.get(_OPTIONS) is not self._options:
             return
-        del module.__dict__[_OPTIONS]
-        if type(module).__bases__[0] is _Checkpointed:
-            module.__class__ = type(module).__bases__[1]
+        take(module, _Checkpointed)
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +75,7 @@ def checkpoint_module(
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     checked("checkpoint_module", checkpoint_module, options, _faults(module))
-    return CheckpointHandle(_checkpointed(module, options), options)
+    return CheckpointHandle(put(module, _Checkpointed, options), options)
 
 
 def _faults(module: object) -> list[Fault]:

@@ -2,7 +2,8 @@
 
 While a thread replays, global forward hooks look at the modules that are called. A norm layer that would update its
 buffers gets copies of them to update, for as long as that call takes. What such a layer computes does not depend on its
-buffers, so it is the same to the bit. Forwards, and replays without norm layers, pay next to nothing.
+buffers, so it is the same to the bit. Forwards, and replays without norm layers, pay next to nothing. A forward whose
+updates come later, all at once, gets copies by ``on_copies``.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torchckpt.kernel.flags import thread
 from torchckpt.kernel.private import global_forward_hooks, global_forward_pre_hooks, keep_from_dynamo, norm_layer
 
-__all__ = ["is_statistic", "unwatch", "watch"]
+__all__ = ["is_statistic", "on_copies", "own_buffers", "unwatch", "updates", "watch"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -54,6 +56,37 @@ def is_statistic(tensor: Tensor) -> bool:
     return bool(thread.flags[2]) and not tensor.requires_grad
 
 
+def updates(layer: nn.Module) -> bool:
+    """Whether a call of ``layer`` would update its buffers."""
+    return isinstance(layer, norm_layer) and layer.training and layer.track_running_stats
+
+
+@contextmanager
+def on_copies(layer: nn.Module) -> Iterator[None]:
+    """Inside, ``layer`` updates copies of its buffers."""
+    _borrow(layer)
+    try:
+        yield
+    finally:
+        _give_back([layer])
+
+
+def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of ``layer``, and not the copies, even if it holds those now."""
+    with _lock:
+        return {**layer._buffers, **_lent.get(layer, (0, {}))[1]}
+
+
+def _borrow(layer: nn.Module) -> None:
+    """Have ``layer`` hold copies of its buffers, the same in all threads."""
+    with _lock:
+        users, own = _lent.get(layer, (0, {}))
+        if not users:
+            own = {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
+            layer._buffers.update({name: buffer.clone() for name, buffer in own.items()})
+        _lent[layer] = users + 1, own
+
+
 def _give_back(layers: list[nn.Module]) -> None:
     """Put back the buffers of ``layers``, unless another thread uses the copies too."""
     for layer in layers:
@@ -71,12 +104,7 @@ def _lend(module: nn.Module, _: Any) -> None:
         return
     for layer in _updating_layers(module):
         if layer not in borrowers:
-            with _lock:
-                users, own = _lent.get(layer, (0, {}))
-                if not users:
-                    own = {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
-                    layer._buffers.update({name: buffer.clone() for name, buffer in own.items()})
-                _lent[layer] = users + 1, own
+            _borrow(layer)
             borrowers.append(layer)
 
 
@@ -91,7 +119,7 @@ def _end_of_call(module: nn.Module, _: Any, __: Any) -> None:
 def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
     # A compiled module calls its norm layers out of the hooks' sight: take all that it has.
     for layer in module.modules() if hasattr(module, "_orig_mod") else (module,):
-        if isinstance(layer, norm_layer) and layer.training and layer.track_running_stats:
+        if updates(layer):
             yield layer
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torchckpt.errors import CheckpointError
 
 __all__ = [
+    "batch_norm_layer",
     "forward_ad",
     "functorch_is_active",
     "global_forward_hooks",
@@ -36,6 +37,7 @@ try:
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
+    from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
     from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks  # register_module_forward_hook
     from torch.nn.modules.module import (

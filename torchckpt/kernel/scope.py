@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.frame import Around, Frame
 from torchckpt.kernel.options import Options
 from torchckpt.typing import Function
 
@@ -23,9 +23,11 @@ class Scope:
     ...     frame.recompute()
     """
 
-    def __init__(self, keep: bool = False) -> None:
+    def __init__(self, keep: bool = False, around: Around | None = None) -> None:
         self.keep = keep
         """Whether regions are plain calls."""
+        self.around = around
+        """Entered around each replay of a frame that is gathered, with the slots that it fills."""
         self.frames: list[Frame] = []
 
     def run(
@@ -38,6 +40,7 @@ class Scope:
         frame = Frame(options)
         outputs = frame.forward(function, args, kwargs)
         if is_outermost:
+            frame.around = self.around
             self.frames.append(frame)
         return outputs, frame
 

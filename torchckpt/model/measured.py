@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -11,12 +11,13 @@ from typing import TypeAlias
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.memory import curves
+from torchckpt.model.orders import Visit
 from torchckpt.model.program import recomputed_keys, travel_seconds
 from torchckpt.model.run import Run
 from torchckpt.model.schedule import Schedule, Segments
 from torchckpt.model.timeline import Event, Message, Timeline
 
-__all__ = ["Span", "Step", "measured_costs", "measured_timeline"]
+__all__ = ["Span", "Step", "measured_costs", "measured_timeline", "replays_apart"]
 
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
@@ -42,8 +43,32 @@ _Travels: TypeAlias = "defaultdict[tuple[int, bool], list[float]]"
 """Per pair of stages, and by whether a rank was waiting when it was sent, what each message took, at most."""
 
 
+def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[Span]:
+    """``spans`` with an ``R``, as long as all that was replayed inside a backward, where that backward began.
+
+    A backward that recomputes region by region goes to and fro between the two; here its replays stand together.
+
+    Args:
+        inside: seconds of each (stage, micro-batch) that was replayed so. An ``R`` that it has already did nothing.
+    """
+    found = []
+    for span in spans:
+        stage, kind, i = span.action
+        if kind in _BACKWARDS and (stage, i) in inside:
+            turn = min(span.start_seconds + inside[stage, i], span.end_seconds)
+            found += [replace(span, action=Action(stage, Kind.RECOMPUTE, i), end_seconds=turn)]
+            found += [replace(span, asked_seconds=turn, start_seconds=turn)]
+        elif kind is not Kind.RECOMPUTE or (stage, i) not in inside:
+            found.append(span)
+    return found
+
+
 def measured_timeline(
-    schedule: Schedule, step: Step, costs: Sequence[StageCosts], links: Sequence[Link]
+    schedule: Schedule,
+    step: Step,
+    costs: Sequence[StageCosts],
+    links: Sequence[Link],
+    segments: tuple[Segments, ...] = (),
 ) -> Timeline:
     """``step`` as a timeline, which begins with its first action.
 
@@ -53,6 +78,8 @@ def measured_timeline(
     Args:
         costs: per stage, for the bytes of the curve of memory.
         links: per pair of neighbouring stages.
+        segments: per stage, for the curve of memory, if not those of ``schedule``: what is recomputed inside backwards
+            and stands together here was alive one region at a time.
     """
     zero = min((span.start_seconds for spans in step for span in spans), default=0.0)
     events = tuple(
@@ -72,7 +99,8 @@ def measured_timeline(
         [],
         [],
     )
-    return Timeline(schedule, events, messages, curves(schedule, costs, played))
+    memory = curves(replace(schedule, segments=segments) if segments else schedule, costs, played)
+    return Timeline(schedule, events, messages, memory)
 
 
 def measured_costs(
@@ -131,7 +159,8 @@ def _costs(stage: int, seconds: _Seconds, own: StageCosts, part: Segments) -> St
 
 def _messages(schedule: Schedule, step: Step) -> Iterator[tuple[Span, Span]]:
     """Sender and receiver of everything that went from one rank to another."""
-    taken = {(_awaits(span.action), span.action.micro_batch): span for spans in step for span in spans}
+    late = schedule.late
+    taken = {(_awaits(span.action, late), span.action.micro_batch): span for spans in step for span in spans}
     for span in (span for spans in step for span in spans):
         stage, kind, i = span.action
         if kind is not Kind.FORWARD and kind not in _BACKWARDS:
@@ -141,11 +170,13 @@ def _messages(schedule: Schedule, step: Step) -> Iterator[tuple[Span, Span]]:
             yield span, receiver
 
 
-def _awaits(action: Action) -> tuple[int, bool] | None:
+def _awaits(action: Action, late: Collection[Visit]) -> tuple[int, bool] | None:
     """The stage whose output ``action`` takes, and whether it is an activation."""
-    if action.kind is Kind.FORWARD:
-        return action.stage - 1, True
-    return (action.stage + 1, False) if action.kind in _BACKWARDS else None
+    stage, kind, i = action
+    if kind is Kind.FORWARD:
+        return stage - 1, True
+    takes = kind is Kind.RECOMPUTE if (stage, i) in late else kind in _BACKWARDS
+    return (stage + 1, False) if takes else None
 
 
 def _was_waited_for(sender: Span, receiver: Span) -> bool:

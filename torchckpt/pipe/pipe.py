@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, get_args
 
@@ -13,6 +14,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.kernel.checkpointing import outside, refuse_transforms
 from torchckpt.model import Timeline
+from torchckpt.pipe.batchnorm import DeferredBatchNorm
 from torchckpt.pipe.microbatch import MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
     Layer,
@@ -96,6 +98,9 @@ class Pipe(nn.Module):
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
         self.batch_dim, self.reduce, self._split_nested = batch_dim, reduce, split_nested
+        self.deferred_batch_norm = bool(deferred_batch_norm)
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(self)
         self.devices = [indexed(torch.device(device)) for device in devices] if devices else None
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
@@ -131,7 +136,8 @@ class Pipe(nn.Module):
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
         stages = self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
-        outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads)
+        with self._statistics():
+            outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads)
         return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
 
     def step(self, *args: Any, loss_fn: Callable[[Any, Any], torch.Tensor], reduce: str = "mean", **kwargs: Any) -> Any:
@@ -163,7 +169,7 @@ class Pipe(nn.Module):
         inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
         targets = [batch.args[-1] for batch in micro_batches]
         step = Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never")
-        with torch.enable_grad():
+        with torch.enable_grad(), self._statistics():
             loss = step.run()
         self._last_step = step.record
         return loss
@@ -184,6 +190,9 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last_step": None}  # streams' events cannot be copied
+
+    def _statistics(self) -> AbstractContextManager[None]:
+        return DeferredBatchNorm.mini_batch(self) if self.deferred_batch_norm else nullcontext()
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)

@@ -1,0 +1,73 @@
+"""Cells of the table: what is run, and what the simulator says of it. No torch here."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from torchckpt.model import Link, Schedule, StageCosts, ahead, arrival, gpipe, one_f_one_b, simulate, with_recompute
+from torchckpt.model.bound import bound
+
+__all__ = ["FULL", "NAMED", "Cell", "Prediction", "predict"]
+
+_MAKE = {"gpipe": gpipe, "1f1b": one_f_one_b}
+_EXEMPT = {"gpipe": "first_backward", "1f1b": "last_stage"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``p`` stages, one a process, ``m`` micro-batches; a message takes ``tc`` forwards."""
+
+    schedule: str
+    p: int
+    m: int
+    tc: float
+
+    @classmethod
+    def of(cls, name: str) -> Cell:
+        """The cell of a name such as ``1f1b-4-16-0.25``."""
+        schedule, p, m, tc = name.split("-")
+        return cls(schedule, int(p), int(m), float(tc))
+
+    def __str__(self) -> str:
+        return f"{self.schedule}-{self.p}-{self.m}-{self.tc:g}"
+
+    @cached_property
+    def plain(self) -> Schedule:
+        return _MAKE[self.schedule](self.p, self.m)
+
+    @cached_property
+    def bounded(self) -> Schedule:
+        """What the bound counts. ``exempt="auto"`` also keeps the first micro-batch of each stage of 1F1B: that lowers
+        the bound by a recompute, but shortens no step, for the rank would have been idle then."""
+        return with_recompute(self.plain, ahead(exempt=_EXEMPT[self.schedule]))
+
+
+FULL = tuple(
+    Cell(schedule, p, factor * p, tc)
+    for p, schedule, factor, tc in product((2, 4, 8), ("gpipe", "1f1b"), (1, 2, 4), (0.0, 0.25, 1.0))
+)
+NAMED = tuple(map(Cell.of, ("1f1b-2-2-0", "1f1b-4-4-0", "1f1b-4-16-1", "1f1b-8-8-0")))
+"""Those for which a ratio is required; what torch's own classes take is measured in them, too."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Steps in seconds, of a simulation."""
+
+    none: float
+    stock: float
+    ours: float
+    bound_seconds: float
+    """What recomputation adds to none at least, see :attr:`Cell.bounded`."""
+
+    @property
+    def hidden(self) -> float:
+        return 1 - (self.ours - self.none) / (self.stock - self.none)
+
+
+def predict(cell: Cell, ours: Schedule, costs: Sequence[StageCosts], links: Sequence[Link]) -> Prediction:
+    late = with_recompute(cell.plain, arrival())
+    steps = (simulate(schedule, costs, links, exposed=False).step_seconds for schedule in (cell.plain, late, ours))
+    return Prediction(*steps, bound(cell.bounded, costs, links).overhead_seconds)

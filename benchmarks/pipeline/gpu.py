@@ -1,0 +1,376 @@
+"""One GPU as two devices: a stage on a stream each, and between them copies through pinned memory, at a set pace.
+
+One thread hands out the actions of a :class:`~torchckpt.model.Schedule`, each to the stream of its stage; what waits
+for what is left to events::
+
+    stage 0    F0 ----- F1 ----- ......... R0 -- B0 ----------
+                  [1] copy, pause [2]            ^ [4]
+    stage 1            ....... F0 -- B0 ------ [3] copy, pause
+
+[1] A link's stream waits for what it sends, [2] and the receiver's for the link: device, pinned memory, device, and
+then a pause, up to ``tc``. [3] Gradients go the other way, on a stream of their own. [4] Only the backward waits for
+its gradient: R stands before it in the stream, so it runs while the copy is on its way.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from torchckpt import Checkpointing
+from torchckpt.model import (
+    Action,
+    Kind,
+    Link,
+    Schedule,
+    StageCosts,
+    ahead,
+    arrival,
+    one_f_one_b,
+    simulate,
+    with_recompute,
+)
+from torchckpt.model.exempt import free_to_keep
+
+__all__ = ["measure"]
+
+M = 8
+"""Micro-batches; 1F1B."""
+SHARES = (0.1, 0.25, 0.5, 1.0)
+"""tc/tf."""
+DEVIATION = 0.05
+VARIANTS = ("none", "stock", "ours")
+
+Stage: TypeAlias = Callable[[Tensor], Tensor]
+
+
+# the pipeline -------------------------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Pauses of a stream, in seconds."""
+
+    def __init__(self) -> None:
+        cycles = 50_000_000
+        seconds = min(_seconds_of(partial(torch.cuda._sleep, cycles)) for _ in range(5))
+        self._cycles_a_second = cycles / seconds
+
+    def pause(self, seconds: float) -> None:
+        """On the current stream."""
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * self._cycles_a_second))
+
+
+class Throttled:
+    """One direction of a link. A copy takes ``seconds``, or as long as it takes."""
+
+    def __init__(self, pace: Pace, seconds: float, like: Tensor) -> None:
+        self._pace = pace
+        self._stream = torch.cuda.Stream()
+        self._pinned = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        alone = min(_seconds_of(partial(self._copy, like)) for _ in range(5))
+        self._pause_seconds = seconds - alone
+
+    def send(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """What arrives, and when."""
+        tensor = tensor.detach()
+        self._stream.wait_stream(torch.cuda.current_stream())  # [1]
+        with torch.cuda.stream(self._stream):
+            arrived = self._copy(tensor)
+            self._pace.pause(self._pause_seconds)
+        tensor.record_stream(self._stream)
+        return arrived, self._stream.record_event()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        self._pinned.copy_(tensor, non_blocking=True)
+        return torch.empty_like(tensor).copy_(self._pinned, non_blocking=True)
+
+
+class Pipeline:
+    """Runs a schedule over two stages: of one variant."""
+
+    def __init__(self, variant: str, stages: Sequence[Stage], schedule: Schedule, links: Sequence[Throttled]) -> None:
+        self._variant, self._stages, self._schedule, self._links = variant, stages, schedule, links
+        self._streams = [torch.cuda.Stream() for _ in stages]
+        self._recomputed = {(j, i) for order in schedule.ranks for j, kind, i in order if kind is Kind.RECOMPUTE}
+        self._mail: dict[tuple[Kind, int], tuple[Tensor, torch.cuda.Event]] = {}
+        self._regions: dict[tuple[int, int], Checkpointing] = {}
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def step(self, inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> float:
+        """Seconds, by the clock of the GPU."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for action in in_turn(self._schedule):
+            with torch.cuda.stream(self._streams[action.stage]):
+                self._run(action, inputs, loss)
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def _run(self, action: Action, inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> None:
+        j, kind, i = action
+        if kind is Kind.FORWARD:
+            self._forward(j, i, inputs[i] if j == 0 else self._received(Kind.FORWARD, i), loss)
+        elif kind is Kind.RECOMPUTE:
+            self._regions.pop((j, i)).prefetch()
+        else:
+            self._backward(j, i)
+
+    def _forward(self, j: int, i: int, x: Tensor, loss: Callable[[Tensor, int], Tensor]) -> None:
+        x.requires_grad_(j == 1)
+        y = self._call(j, i, x)
+        if j == 0:
+            self._mail[Kind.FORWARD, i] = self._links[0].send(y)
+        self._made[j, i] = x, loss(y, i) if j == 1 else y
+
+    def _call(self, j: int, i: int, x: Tensor) -> Tensor:
+        if self._variant == "stock":
+            return checkpoint(self._stages[j], x, use_reentrant=False)  # type: ignore[no-any-return]
+        if (j, i) not in self._recomputed:
+            return self._stages[j](x)
+        self._regions[j, i] = region = Checkpointing(self._stages[j], x)
+        return region.checkpoint()  # type: ignore[no-any-return]
+
+    def _backward(self, j: int, i: int) -> None:
+        x, y = self._made.pop((j, i))
+        y.backward(self._received(Kind.BACKWARD, i) if j == 0 else None)  # [4]
+        if j == 1 and x.grad is not None:
+            self._mail[Kind.BACKWARD, i] = self._links[1].send(x.grad)  # [3]
+
+    def _received(self, kind: Kind, i: int) -> Tensor:
+        tensor, arrived = self._mail.pop((kind, i))
+        torch.cuda.current_stream().wait_event(arrived)  # [2]
+        tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+
+def in_turn(schedule: Schedule) -> Iterator[Action]:
+    """The actions of all ranks in the order in which a simulation ends them, so that each comes after what it needs."""
+    events = simulate(schedule, StageCosts(), Link(), exposed=False).events
+    yield from (event.action for event in sorted(events, key=lambda event: (event.end_seconds, event.start_seconds)))
+
+
+def schedules(costs: Sequence[StageCosts], link: Link) -> dict[str, Schedule]:
+    """What each variant runs. Stock recomputes inside its backwards, so its order is that of none."""
+    plain = one_f_one_b(2, M)
+    every = {(j, i) for j in range(2) for i in range(M)}
+    ours = with_recompute(plain, ahead(only=every - free_to_keep(plain), costs=costs, link=link))
+    return {"none": plain, "stock": plain, "ours": ours}
+
+
+def simulated(orders: dict[str, Schedule], costs: Sequence[StageCosts], link: Link) -> dict[str, float]:
+    on_paper = {**orders, "stock": with_recompute(orders["none"], arrival())}
+    return {name: simulate(order, costs, link, exposed=False).step_seconds for name, order in on_paper.items()}
+
+
+def _seconds_of(call: Callable[[], Any]) -> float:
+    """On the GPU, with nothing else there."""
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+# stages that pause --------------------------------------------------------------------------------------------------
+
+
+class Pausing(nn.Module):
+    """A stage that takes a set time: ``tf``, and twice that backward. It leaves the GPU to others."""
+
+    def __init__(self, pace: Pace, forward_seconds: float, width: int = 256) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.pace, self.seconds = pace, forward_seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Pause.apply(self.linear(x), self.pace, self.seconds)
+        return y
+
+
+class _Pause(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pace: Pace, seconds: float) -> Tensor:
+        ctx.pace, ctx.seconds = pace, seconds
+        pace.pause(seconds)
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.saved_tensors  # noqa: B018  # recomputes it
+        ctx.pace.pause(2 * ctx.seconds)
+        return grad, None, None
+
+
+def against_simulator(pace: Pace, rounds: int, forward_seconds: float = 0.01) -> list[dict[str, Any]]:
+    """Per tc/tf, what the variants took beside what the simulator says; within 5 %."""
+    rows = []
+    like = torch.empty(64, 256, device="cuda")
+    inputs = [torch.randn(64, 256, device="cuda") for _ in range(M)]
+    stages = [Pausing(pace, forward_seconds).cuda() for _ in range(2)]
+    costs = [StageCosts(*[forward_seconds] * 4)] * 2
+    for share in (0.0, *SHARES):
+        link = Link(share * forward_seconds)
+        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, lambda y, i: y.square().mean(), rounds)
+        on_paper = simulated(schedules(costs, link), costs, link)
+        deviations = {name: median(values) / on_paper[name] - 1 for name, values in seconds.items()}
+        rows.append({"tc/tf": share, **_summary(seconds), "simulated": on_paper, "deviation": deviations})
+        rows[-1]["gradients bit-equal"] = equal
+        rows[-1]["holds"] = equal and all(abs(deviation) <= DEVIATION for deviation in deviations.values())
+        print(f"  tc/tf {share:4}: " + ", ".join(f"{name} {value:+.1%}" for name, value in deviations.items()))
+    return rows
+
+
+def _in_rounds(
+    stages: Sequence[nn.Module],
+    costs: Sequence[StageCosts],
+    link: Link,
+    pace: Pace,
+    like: Tensor,
+    inputs: Sequence[Tensor],
+    loss: Callable[[Tensor, int], Tensor],
+    rounds: int,
+) -> tuple[dict[str, list[float]], bool]:
+    """Seconds of each variant, in turn, after two rounds to warm up; and whether gradients were equal to the bit."""
+    orders = schedules(costs, link)
+    links = [Throttled(pace, link.latency_seconds, like) for _ in range(2)]
+    pipelines = {name: Pipeline(name, stages, order, links) for name, order in orders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in pipelines}
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    equal = True
+    for turn in range(rounds + 2):
+        gradients = []
+        for name, pipeline in pipelines.items():
+            for parameter in parameters:
+                parameter.grad = None
+            torch.manual_seed(turn)
+            seconds[name].append(pipeline.step(inputs, loss))
+            gradients.append([parameter.grad for parameter in parameters])
+        equal &= all(all(map(torch.equal, one, gradients[0])) for one in gradients[1:])
+    return {name: values[2:] for name, values in seconds.items()}, equal
+
+
+def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    none, stock, ours = (seconds[name] for name in VARIANTS)
+    return {
+        "seconds": {name: median(values) for name, values in seconds.items()},
+        "ours / none": median(a / b for a, b in zip(ours, none)),
+        "ours / stock": median(a / b for a, b in zip(ours, stock)),
+        "stock / none": median(a / b for a, b in zip(stock, none)),
+    }
+
+
+# a real model -------------------------------------------------------------------------------------------------------
+
+WIDTH, HEADS, LENGTH, BLOCKS, VOCABULARY = 768, 12, 1024, 12, 50304
+ROWS = 16
+"""Of a micro-batch."""
+
+
+class Block(nn.Module):
+    """Of GPT-2: attention and MLP, each behind a LayerNorm, with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(gelu(self.up(self.norm_2(x))))
+        return y
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x: Tensor = self.tokens(text.long()) + self.places.weight
+        return x
+
+
+def gpt_stages() -> list[nn.Sequential]:
+    """Half of the blocks each; bf16 throughout."""
+    torch.manual_seed(0)
+    first = nn.Sequential(Embedding(), *(Block() for _ in range(BLOCKS // 2)))
+    last = nn.Sequential(*(Block() for _ in range(BLOCKS // 2)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    return [stage.cuda().bfloat16() for stage in (first, last)]
+
+
+def of_gpt(pace: Pace, rounds: int) -> list[dict[str, Any]]:
+    """Per tc/tf the ratios of the steps. Both stages share one GPU, so what hides is what fits between them.
+
+    Whether gradients are equal to the bit is written down, not required: kernels of attention may not repeat theirs.
+    """
+    stages = gpt_stages()
+    text = torch.randint(VOCABULARY, (M, ROWS, LENGTH + 1), device="cuda")
+    inputs, targets = [own[:, :-1].float() for own in text], [own[:, 1:] for own in text]
+    like = torch.empty(ROWS, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    costs = [_costs_of(stages[0], inputs[0], like), _costs_of(stages[1], like, None)]
+
+    def loss(y: Tensor, i: int) -> Tensor:
+        return cross_entropy(y.flatten(0, 1), targets[i].flatten()) / M
+
+    rows = []
+    for share in SHARES:
+        link = Link(share * costs[0].forward_seconds)
+        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, loss, rounds)
+        rows.append({"tc/tf": share, **_summary(seconds), "gradients bit-equal": equal})
+        ratios = (f"{name} {rows[-1][name]:.3f}" for name in ("stock / none", "ours / none", "ours / stock"))
+        print(f"  tc/tf {share:4}: " + ", ".join(ratios))
+    return rows
+
+
+def _costs_of(stage: nn.Module, x: Tensor, grad: Tensor | None) -> StageCosts:
+    """Alone on the GPU, the fastest of five."""
+    x = x.detach().clone().requires_grad_()
+    forwards, backwards = [], []
+    for _ in range(5):
+        made: list[Tensor] = []
+        forwards.append(_seconds_of(lambda made=made: made.append(stage(x))))
+        y = made[0] if grad is not None else made[0].float().logsumexp(-1).mean()
+        backwards.append(_seconds_of(partial(y.backward, grad)))
+    return StageCosts(min(forwards), min(backwards) / 2, min(backwards) / 2, min(forwards))
+
+
+def measure(device: torch.device, rounds: int) -> dict[str, Any]:
+    began = perf_counter()
+    with torch.cuda.device(device):
+        pace = Pace()
+        print("stages that pause, % over simulated; within 5 %")
+        pausing = against_simulator(pace, rounds)
+        print("GPT-2 small, T = 1024, bf16, both stages on one GPU")
+        gpt = of_gpt(pace, rounds)
+    wrong = [row["tc/tf"] for row in pausing if not row["holds"]]
+    failures = [f"stages that pause, tc/tf {share}: not within 5 %, or gradients differ" for share in wrong]
+    print("\n".join(failures) or "all of what is required holds")
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "stages that pause": pausing,
+        "GPT-2 small": gpt,
+        "failures": failures,
+        "minutes": (perf_counter() - began) / 60,
+    }

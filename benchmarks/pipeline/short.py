@@ -1,0 +1,36 @@
+"""The short version: two cells, of which only events count, not seconds. Prints them as JSON.
+
+    python benchmarks/pipeline/short.py
+
+A message takes ten times as long as a forward, so that what begins before a gradient arrives does so on any machine.
+"""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cells import Cell
+from counts import count_forwards
+from rounds import Measured, Settings, run_cells
+
+CELLS = (Cell("gpipe", 2, 4, 10.0), Cell("1f1b", 2, 4, 10.0))
+SETTINGS = Settings(rounds=1, warm_up=1, forward_seconds=0.005)
+
+
+def events(measured: Measured) -> dict[str, Any]:
+    return {
+        "order": [" ".join(actions) for actions in measured.order],
+        "replays": [len(early) for early in measured.early],
+        "began before the gradient arrived": [sum(seconds > 0 for seconds in early) for early in measured.early],
+        "gradients bit-equal": measured.equal,
+    }
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    run_cells(CELLS, SETTINGS, lambda measured: found.update({str(measured.cell): events(measured)}))
+    print(json.dumps({"cells": found, "block forwards": count_forwards()["rows"]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

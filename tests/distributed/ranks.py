@@ -1,0 +1,65 @@
+"""Processes: run a function on every rank of a gloo group, and have what each of them returned."""
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Within, this process is a gloo group of one, and computes in one thread."""
+    threads, before = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        os.environ.pop("GLOO_SOCKET_IFNAME")
+        os.environ.update({} if before is None else {"GLOO_SOCKET_IFNAME": before})
+
+
+def on_ranks(function: Callable[[int], Any], folder: Any, ranks: int = 2, timeout: float = 60) -> list[Any]:
+    """What ``function(rank)`` returned on each of ``ranks`` processes, of which none outlives this.
+
+    ``function`` is one of a module. Whatever a rank raises is raised here.
+    """
+    processes = mp.spawn(_work, (function, str(folder), ranks), nprocs=ranks, join=False)
+    try:
+        done = [processes.join(timeout=timeout) for _ in range(ranks)]  # each returns when one more rank has ended
+        assert any(done), "the ranks are stuck"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def attempted(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function(*args)`` returns, or the traceback of what it raises: a test compares it with what it expects."""
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()
+
+
+def _work(rank: int, function: Callable[[int], Any], folder: str, ranks: int) -> None:
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    try:
+        torch.save(function(rank), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()

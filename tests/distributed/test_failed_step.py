@@ -1,0 +1,161 @@
+"""A step that fails on this rank: what is raised, and that the next one is as if it had not been."""
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.stages import Blocks, batch, equal, gradients_of, parameters_of, schedule_on, stages_of, step
+from torchckpt import is_recomputing
+from torchckpt.distributed import recompute_ahead
+from torchckpt.errors import RecomputationError, ScheduleError
+from torchckpt.kernel.flags import thread
+
+NAME, M = "ScheduleInterleaved1F1B", 4
+
+
+class Fault(nn.Module):
+    """Raises ``error`` in the third "forward", "replay" or "backward"; with "rows" a replay has fewer of them."""
+
+    def __init__(self, block: nn.Module, when: str = "", error: BaseException | None = None) -> None:
+        super().__init__()
+        self.block, self.when, self.error, self.calls = block, when, error, 0
+
+    def forward(self, x):
+        self.now("replay" if is_recomputing() else "forward")
+        x = self.block(x[:1] if self.when == "rows" and is_recomputing() else x)
+        return Through.apply(x, self) if self.when == "backward" else x * 1.5
+
+    def now(self, kind):
+        self.calls += kind == self.when
+        if self.calls == 3 and self.error is not None:
+            self.error, error = None, self.error
+            raise error
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.fault = fault
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.fault.now("backward")
+        return gradient * 1.5, None
+
+
+def faulty(stage, when="", error=None):
+    """Two blocks, the first of which may fail; on stage 0 none does."""
+    made = Blocks(stage, 2, "none")
+    made.blocks[0] = Fault(made.blocks[0], when if stage == 1 else "", error)
+    made.regions = "ours"
+    return made.checkpointed()
+
+
+def prepared(when="", error=None, **options):
+    """A schedule whose stages know their metadata, so that the third call is in the third micro-batch."""
+    static = torch.zeros(2, 8, requires_grad=True)
+    stages = stages_of(NAME, lambda stage: faulty(stage, when, error), input_args=static, output_args=static)
+    return recompute_ahead(schedule_on(stages, NAME, M), **options), stages
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """torch prints the schedule where a step fails."""
+    logger = logging.getLogger("torch.distributed.pipelining")
+    logger.disabled = True
+    yield
+    logger.disabled = False
+
+
+def seen_in_a_step(schedule, stages):
+    for parameter in parameters_of(stages):
+        parameter.grad = None
+    torch.manual_seed(1)
+    return [*step(schedule, stages, *batch(M)), *gradients_of(stages), torch.rand(2)]
+
+
+WHERE = {
+    "forward": "stage 1, micro-batch 2, forward (1F2)",
+    "replay": "stage 1, micro-batch 2, recompute (1R2)",
+    "backward": "stage 1, micro-batch 2, backward (1B2)",
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("when", WHERE)
+def test_failure_of_the_callers_code_says_where_and_leaves_nothing(when):
+    schedule, stages = prepared(when, ValueError("no more"), exempt="none")
+    text = f"a step of the pipeline failed on rank 0 of 1: {WHERE[when]}\n  received: ValueError: no more\n  works:    "
+    with pytest.raises(ScheduleError, match=f"^{re.escape(text)}") as caught:
+        seen_in_a_step(schedule, stages)
+    assert causes(caught.value)[-1] == "ValueError('no more')"
+    assert_clean(schedule, stages)
+    assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared(when, exempt="none")))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("when", ["forward", "replay"])
+def test_interrupt_reaches_the_caller_as_it_is(when):
+    schedule, stages = prepared(when, KeyboardInterrupt(), exempt="none")
+    with pytest.raises(KeyboardInterrupt):
+        seen_in_a_step(schedule, stages)
+    assert_clean(schedule, stages)
+    assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared(when, exempt="none")))
+
+
+@pytest.mark.usefixtures("alone")
+def test_failure_in_an_evaluation():
+    schedule, stages = prepared("forward", ValueError("no more"), exempt="none")
+    x, target = batch(M)
+    with pytest.raises(ScheduleError, match=re.escape("stage 1, micro-batch 2, forward (1F2)")):
+        schedule.eval(x, target=target)
+    assert_clean(schedule, stages)
+    assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared("forward", exempt="none")))
+
+
+@pytest.mark.usefixtures("alone")
+def test_failure_before_the_first_action():
+    schedule, stages = prepared()
+    x, target = batch(M)
+    text = "failed on rank 0 of 1: preparing its stages, before the first action\n  received: TypeError: losses must be"
+    with pytest.raises(ScheduleError, match=re.escape(text)):
+        schedule.step(x, target=target, losses=())
+    assert_clean(schedule, stages)
+    assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared()))
+
+
+@pytest.mark.usefixtures("alone")
+def test_block_whose_replay_differs():
+    schedule, stages = prepared("rows", exempt="none")
+    text = "stage 1, micro-batch 0, recompute (1R0)\n  received: RecomputationError: the replay of region "
+    with pytest.raises(ScheduleError, match=re.escape(text)) as caught:
+        seen_in_a_step(schedule, stages)
+    assert isinstance(caught.value.__cause__, RecomputationError)
+    assert_clean(schedule, stages)
+
+
+@pytest.mark.usefixtures("alone")
+def test_step_without_gradients_is_torchs_own_error():
+    schedule, stages = prepared()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="requires gradients to be enabled"):
+        step(schedule, stages, *batch(M))
+
+
+def causes(error):
+    found = []
+    while (error := error.__cause__) is not None:
+        found.append(repr(error))
+    return found
+
+
+def assert_clean(schedule, stages):
+    assert thread.scope is None
+    assert tuple(thread.flags[:2]) == (False, False)
+    assert schedule._frames._waiting == {}
+    assert schedule._internal_losses == []
+    assert not any(name.endswith("_one_chunk") for stage in stages for name in vars(stage))

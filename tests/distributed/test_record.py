@@ -1,0 +1,164 @@
+"""The record of a rank's steps, and all ranks' put together: replicas, other hosts' clocks, sizes."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchckpt.distributed import record as module
+from torchckpt.distributed.record import KEPT_STEPS, Record, gather
+from torchckpt.distributed.sizes import Size
+from torchckpt.model import Action, Kind, Segments, gpipe
+from torchckpt.model.measured import Span
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+class Stopped:
+    """A clock that says what it is told."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def stamp(self):
+        return self.time
+
+    def seconds(self, stamp):
+        return stamp
+
+
+@pytest.fixture
+def record():
+    made = Record(torch.device("cpu"))
+    made._clock = Stopped()
+    return made
+
+
+def run(record, *actions):
+    """A step of actions that are asked for at 0, 10, ..., begin 2 later, and take 3."""
+    record.begin()
+    for number, action in enumerate(actions):
+        record._clock.time = 10.0 * number
+        record.asked()
+        record._clock.time += 2
+        start = record.now()
+        record._clock.time += 3
+        record.ended(action, start)
+    record.end()
+
+
+def test_spans_are_when_an_action_was_due_and_began_and_ended(record):
+    run(record, Action(0, F, 0), Action(0, B, 0))
+    assert record.spans() == [[Span(Action(0, F, 0), 0.0, 2.0, 5.0), Span(Action(0, B, 0), 10.0, 12.0, 15.0)]]
+
+
+def test_second_half_of_a_pair_is_due_when_the_first_ends(record):
+    record.begin()
+    record.asked()
+    for number in range(2):
+        start = record.now()
+        record._clock.time += 4
+        record.ended(Action(0, F, number), start)
+    record.end()
+    assert record.spans() == [[Span(Action(0, F, 0), 0.0, 0.0, 4.0), Span(Action(0, F, 1), 4.0, 4.0, 8.0)]]
+
+
+def test_step_that_does_not_end_is_none(record):
+    run(record, Action(0, F, 0))
+    record.begin()
+    record.ended(Action(0, F, 1), record.now())
+    assert record.steps == 1
+    run(record, Action(0, F, 2))
+    assert [[span.action.micro_batch for span in step] for step in record.spans()] == [[0], [2]]
+
+
+def test_last_steps_are_remembered(record):
+    for number in range(KEPT_STEPS + 2):
+        run(record, Action(0, F, number))
+    assert record.steps == KEPT_STEPS
+    assert [step[0].action.micro_batch for step in record.spans()] == list(range(2, KEPT_STEPS + 2))
+    record.clear()
+    assert record.steps == 0
+    assert record.spans() == []
+
+
+# all ranks ------------------------------------------------------------------------------------------------------------
+
+
+def span(action, start, end):
+    return Span(action, start, start, end)
+
+
+def step_of(rank, begin=0.0, pace=1):
+    """A step of the pipeline of two stages and one micro-batch that takes nine seconds."""
+    times = {0: [(0, 1), (6, 9)], 1: [(2, 3), (3, 5)]}[rank]
+    moments = [(begin + pace * start, begin + pace * end) for start, end in times]
+    return [span(Action(rank, kind, 0), start, end) for kind, (start, end) in zip((F, B), moments)]
+
+
+def gathered(monkeypatch, said, schedule=None, steps=None, found=None):
+    """``gather()`` where the processes say ``said``."""
+
+    def all_gather_object(objects, mine, group):
+        assert mine[2:] == (0, record.spans(), found or {})
+        objects[:] = said
+
+    record = Record(torch.device("cpu"))
+    monkeypatch.setattr(module.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda group: len(said))
+    monkeypatch.setattr(module.dist, "all_gather_object", all_gather_object)
+    return gather(schedule or gpipe(2, 1), 0, record, found or {}, None)
+
+
+def events(step):
+    return [[(str(span.action), span.start_seconds, span.end_seconds) for span in spans] for spans in step]
+
+
+TWO_RANKS = [[("0F0", 0.0, 1.0), ("0B0", 6.0, 9.0)], [("1F0", 2.0, 3.0), ("1B0", 3.0, 5.0)]]
+
+
+def test_ranks_are_put_together(monkeypatch):
+    said = [("host", 50.0, 1, [step_of(1)], {}), ("host", 50.0, 0, [step_of(0)], {})]
+    found = gathered(monkeypatch, said)
+    assert [events(step) for step in found.steps] == [TWO_RANKS]
+    assert [one.forward_seconds for one in found.costs] == [1.0, 1.0]
+    assert [one.input_grad_seconds + one.weight_grad_seconds for one in found.costs] == [3.0, 2.0]
+    assert found.schedule == gpipe(2, 1)
+
+
+def test_clocks_of_other_hosts_are_compared_after_the_barrier(monkeypatch):
+    """The second host's is 1000 s ahead; that of a process on the first one differs by when it was asked only."""
+    said = [("one", 50.0, 0, [step_of(0)], {}), ("other", 1050.0, 1, [step_of(1, 1000.0)], {})]
+    assert [events(step) for step in gathered(monkeypatch, said).steps] == [TWO_RANKS]
+    said = [("one", 50.0, 0, [step_of(0)], {}), ("one", 57.0, 1, [step_of(1)], {})]
+    assert [events(step) for step in gathered(monkeypatch, said).steps] == [TWO_RANKS]
+
+
+def test_replicas_are_further_steps_and_the_first_is_first(monkeypatch):
+    said = [("host", 0.0, rank, [step_of(rank, begin)], {}) for begin in (0.0, 100.0) for rank in range(2)]
+    starts = [step[0][0].start_seconds for step in gathered(monkeypatch, said).steps]
+    assert starts == [0.0, 100.0]
+
+
+def test_first_step_is_warm_up_for_the_costs(monkeypatch):
+    said = [("host", 0.0, rank, [step_of(rank, pace=7), step_of(rank)], {}) for rank in range(2)]
+    found = gathered(monkeypatch, said)
+    assert len(found.steps) == 2
+    assert [one.forward_seconds for one in found.costs] == [1.0, 1.0]
+
+
+def test_sizes_of_all_ranks_are_costs_and_segments(monkeypatch):
+    sizes = Size(saved_bytes=80.0, boundary_bytes=8.0, regions=4, early=1), Size(saved_bytes=30.0)
+    said = [("host", 0.0, rank, [step_of(rank)], {rank: sizes[rank]}) for rank in range(2)]
+    found = gathered(monkeypatch, said)
+    assert [(one.saved_bytes, one.boundary_bytes) for one in found.costs] == [(80.0, 8.0), (30.0, 0.0)]
+    assert found.schedule.segments == (Segments(1, 4), Segments(1, 1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_on_one_rank(record):
+    run(record, Action(0, F, 0), Action(0, B, 0))
+    found = gather(gpipe(1, 1), 0, record, {0: Size(saved_bytes=5.0)}, dist.group.WORLD)
+    assert events(found.steps[0]) == [[("0F0", 2.0, 5.0), ("0B0", 12.0, 15.0)]]
+    assert found.links == ()
+    assert [one.saved_bytes for one in found.costs] == [5.0]

@@ -1,0 +1,74 @@
+"""The clock, on stopped clocks: one of the CPU, and one of a device that it must not wait for."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchckpt.kernel import clock
+from torchckpt.kernel.clock import Clock
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """What ``time.perf_counter`` says, in a list of one."""
+    says = [100.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: says[0]))
+    return says
+
+
+class Device:
+    """A device whose stream has its own time, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.time, self.calls = 0.0, []
+
+    def Event(self, enable_timing):  # torch's name
+        assert enable_timing
+        return Event(self)
+
+    def current_stream(self, device):
+        return f"stream of {device}"
+
+    def synchronize(self, device):
+        self.calls.append(f"synchronize {device}")
+
+
+class Event:
+    def __init__(self, device) -> None:
+        self.device, self.time = device, None
+
+    def record(self, stream):
+        self.device.calls.append(f"record on {stream}")
+        self.time = self.device.time
+
+    def synchronize(self):
+        self.device.calls.append("wait")
+
+    def elapsed_time(self, other):
+        return other.time - self.time
+
+
+def test_on_the_cpu_a_stamp_is_seconds(now):
+    cpu = Clock(torch.device("cpu"))
+    first = cpu.stamp()
+    now[0] += 2.5
+    second = cpu.stamp()
+    assert [cpu.seconds(first), cpu.seconds(second)] == [100.0, 102.5]
+
+
+def test_on_a_device_stamps_are_events_on_the_time_of_the_cpu(now, monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda one: device)
+    of_device = Clock(torch.device("cuda", 1))
+    device.time = 40.0
+    first = of_device.stamp()
+    assert device.calls == ["synchronize cuda:1", *["record on stream of cuda:1"] * 2]
+    device.calls.clear()
+    now[0], device.time = 900.0, 540.0
+    second = of_device.stamp()
+    assert device.calls == ["record on stream of cuda:1"]  # a stamp waits for nothing
+    device.calls.clear()
+    assert [of_device.seconds(first), of_device.seconds(second)] == [100.0, 100.5]
+    assert device.calls == ["wait", "wait"]

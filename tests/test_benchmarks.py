@@ -1,0 +1,62 @@
+"""The benchmark of the pipeline, its short version: counts and orders of events on real processes, no seconds."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def found():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "benchmarks/pipeline/short.py")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+ORDERS = {
+    "gpipe-2-4-10": [
+        #  forwards           kept      recomputed before their backwards
+        "0F0 0F1 0F2 0F3      0B0       0R1 0B1   0R2 0B2   0R3 0B3",
+        "1F0 1F1 1F2 1F3      1B0       1R1 1B1   1R2 1B2   1R3 1B3",
+    ],
+    "1f1b-2-4-10": [
+        #  ahead     kept   in turn
+        "0F0 0F1     0B0    0F2 0R1 0B1   0F3 0R2 0B2   0R3 0B3",
+        "1F0 1B0            1F1 1B1       1F2 1B2       1F3 1B3",  # holds one micro-batch, and keeps it
+    ],
+}
+
+
+@pytest.mark.parametrize("cell", ORDERS)
+def test_each_rank_recomputes_one_micro_batch_ahead(found, cell):
+    assert found["cells"][cell]["order"] == [" ".join(order.split()) for order in ORDERS[cell]]
+
+
+@pytest.mark.parametrize(("cell", "replays"), [("gpipe-2-4-10", [3, 3]), ("1f1b-2-4-10", [3, 0])])
+def test_blocks_are_replayed_once_for_each_recompute(found, cell, replays):
+    assert found["cells"][cell]["replays"] == replays
+
+
+@pytest.mark.parametrize(("cell", "early"), [("gpipe-2-4-10", 1), ("1f1b-2-4-10", 3)])
+def test_recomputes_begin_before_their_gradients_arrive(found, cell, early):
+    assert found["cells"][cell]["began before the gradient arrived"][0] >= early
+
+
+@pytest.mark.parametrize("cell", ORDERS)
+def test_gradients_are_equal_to_the_bit_without_checkpointing_with_torchs_and_with_ours(found, cell):
+    assert found["cells"][cell]["gradients bit-equal"]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved zero bubble", "ZB-V", "DualPipeV"])
+def test_a_split_backward_recomputes_each_block_once(found, schedule):
+    assert found["block forwards"][schedule]["none"] == [8, 8]
+    assert found["block forwards"][schedule]["ours"] == [16, 16]

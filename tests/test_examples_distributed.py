@@ -1,0 +1,107 @@
+"""The distributed example: the same losses in all variants, and after a restart."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = str(ROOT / "examples/train_gpt_distributed.py")
+
+
+def run(*arguments, processes=2):
+    """What the example prints under torchrun. Past the time, torchrun is asked to end, and ends its processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*torchrun, EXAMPLE, "--quick", *arguments], env=environment, **pipes) as started:
+        try:
+            printed, errors = started.communicate(timeout=90)
+        except BaseException:
+            started.terminate()
+            raise
+    assert started.returncode == 0, errors
+    return printed
+
+
+def losses(printed):
+    """By step."""
+    return dict(re.findall(r"^step +(\d+)   loss (\d\.\d{8})$", printed, re.MULTILINE))
+
+
+# side by side ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def printed(out):
+    return run("--compare", "2", "--out", str(out))
+
+
+@pytest.mark.parametrize("row", ["loss of step 1", "loss of step 2"])
+def test_losses_are_the_same_in_all_variants(printed, row):
+    cells = [line.removeprefix(row).split() for line in printed.splitlines() if line.startswith(row)]
+    assert [len(set(found)) for found in cells] == [1]
+    assert len(cells[0]) == 4
+    assert re.fullmatch(r"\d\.\d{8}", cells[0][0])
+
+
+def test_parameters_are_the_same_in_all_variants_and_processes(printed):
+    assert re.search(r"^parameters bit-equal +yes +yes +yes +yes$", printed, re.MULTILINE)
+
+
+def test_the_report_has_both_stages(printed):
+    assert re.search(r"^this schedule \(measured\) ", printed, re.MULTILINE)
+    assert re.search(r"^stage .*\n0 .*\n1 ", printed, re.MULTILINE)
+
+
+def test_the_picture_shows_all_recomputes_above_and_none_of_the_last_stage_below(printed, out):
+    picture = ElementTree.parse(out / "timeline.svg").getroot()
+    boxes = [
+        path.attrib["d"].count("z")
+        for path in picture.iter("{http://www.w3.org/2000/svg}path")
+        if path.attrib["class"] == "R"
+    ]
+    assert boxes == [4, 4, 3]  # a row each: stage 0 and 1 above, stage 0 below, whose first micro-batch is kept
+    assert printed.splitlines()[-1] == f"The picture of the two steps is {out / 'timeline.svg'}"
+
+
+# restart --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return losses(run("--recompute", "none", "--steps", "6"))
+
+
+def test_a_restart_goes_on_with_the_losses_of_the_uninterrupted_run(uninterrupted, tmp_path):
+    options = "--checkpoints", str(tmp_path), "--every", "2"
+    before = losses(run(*options, "--steps", "3"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0-step3.pt", "rank1-step3.pt"]
+
+    (tmp_path / "rank0-step4.pt").touch()  # the other process ended before it had written its own
+    after = losses(run(*options, "--steps", "6"))
+    assert list(before) == ["1", "2", "3"]
+    assert list(after) == ["4", "5", "6"]
+    assert {**before, **after} == uninterrupted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0-step6.pt", "rank1-step6.pt"]
+
+
+# faults ---------------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_that_torchrun_starts_it():
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    done = subprocess.run([sys.executable, EXAMPLE], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "torchrun --standalone --nproc-per-node 2" in done.stderr

@@ -1,0 +1,274 @@
+"""Balance: how many layers each stage gets, by what the layers cost on a sample."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, groupby
+from statistics import median
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.ambient import generators_of, put_back, random_state
+from torchckpt.kernel.saved import bytes_of
+from torchckpt.kernel.streams import accelerators_among
+from torchckpt.model.counts import whole
+from torchckpt.model.partition import balanced, count_faults
+from torchckpt.model.units import aligned, number, percent
+
+__all__ = ["Balance", "balance_by_bytes", "balance_by_time"]
+
+_UNITS = {
+    "seconds": (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)),
+    "bytes": (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)),
+}
+
+_Weigh: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[float, Any]]
+"""Of a layer and its arguments: what it costs, and what it returns."""
+
+
+class Balance(list[int]):
+    """Layers per stage: what ``Pipe(balance=)`` takes, and what it was weighed by.
+
+    >>> balance = Balance([2, 1], costs=[0.002, 0.001, 0.003], names=["Linear", "ReLU", "head"], unit="seconds")
+    >>> balance, balance.stage_costs
+    ([2, 1], [0.003, 0.003])
+    >>> print(balance.table())
+             layers  time   share
+    stage 0  0 to 1  3 ms  50.0 %  Linear, ReLU
+    stage 1       2  3 ms  50.0 %  head
+    """
+
+    def __init__(
+        self, counts: Sequence[int], costs: Sequence[float], names: Sequence[str], unit: Literal["seconds", "bytes"]
+    ) -> None:
+        super().__init__(counts)
+        self.costs, self.names, self.unit = list(costs), list(names), unit
+
+    @property
+    def stage_costs(self) -> list[float]:
+        """Per stage, the sum of its layers'."""
+        return [sum(self.costs[first:end]) for first, end in self._stages()]
+
+    def table(self) -> str:
+        """For people: per stage its layers, its cost, its share of the whole, and what the layers are."""
+        costs, all_costs = self.stage_costs, sum(self.costs)
+        unit, size = next((one for one in _UNITS[self.unit] if one[1] <= max(costs)), _UNITS[self.unit][-1])
+        rows = [("", "layers", "time" if self.unit == "seconds" else "memory", "share")]
+        for stage, ((first, end), cost) in enumerate(zip(self._stages(), costs)):
+            layers = f"{first} to {end - 1}" if end - first > 1 else f"{first}"
+            share = percent(cost / all_costs if all_costs else 0.0)
+            rows.append((f"stage {stage}", layers, f"{number(cost / size)} {unit}", share))
+        names = ["", *(_in_words(self.names[first:end]) for first, end in self._stages())]
+        return "\n".join(f"{row}  {own}".rstrip() for row, own in zip(aligned(rows).split("\n"), names))
+
+    def _stages(self) -> list[tuple[int, int]]:
+        return [(end - count, end) for end, count in zip(accumulate(self), self)]
+
+
+def balance_by_time(
+    partitions: int, module: nn.Sequential, *sample: Any, recompute: bool = True, rounds: int = 5, **kwargs: Any
+) -> Balance:
+    """Layers per stage so that the slowest stage takes as little time as can be.
+
+    Each layer is run by itself, forward and backward, on what the layer before it returns. After a round of warm-up
+    come ``rounds`` through all layers, of which the medians count: what disturbs the machine for a while disturbs one
+    round of many layers, and not all rounds of one layer. An accelerator is waited for before and after each.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> balance = balance_by_time(2, model, torch.randn(16, 8))
+    >>> pipe = Pipe(model, balance, chunks=4)
+
+    Args:
+        partitions: how many stages.
+        module: an ``nn.Sequential``. It is left as it is found: parameters, gradients, buffers, mode and devices; and
+            so are the random numbers. It is measured in the mode, train or eval, in which it is.
+        sample, kwargs: what the first layer is called with, on its device: one micro-batch. Tensors that require grad
+            are those that the first layer computes gradients for.
+        recompute: count forwards twice, as for a ``Pipe`` that recomputes. False is for ``checkpoint="never"``.
+        rounds: an odd number has a median that was measured.
+
+    Returns:
+        A list of integers that knows the seconds of each layer, ``costs``, and prints as a ``table()``.
+
+    Raises:
+        ArgumentError: a wrong call, all its faults in one message. What a layer raises passes through as it is.
+
+    Measured and then balanced, as in torchgpipe (Kim et al., 2020).
+    """
+    faults = [*_faults("balance_by_time", partitions, module, sample, kwargs), *whole("rounds", rounds)]
+    raise_faults("balance_by_time()", faults)
+    devices = accelerators_among((sample, list(module.parameters())), kwargs)
+
+    def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        forward, backward, outputs = _timed(layer, args, kwargs, devices)
+        return forward * (2 if recompute else 1) + backward, outputs
+
+    with _as_found(module, devices):
+        times = [_weighed(module, sample, kwargs, weigh) for _ in range(1 + rounds)]
+    costs = [median(own) for own in zip(*times[1:])]
+    return Balance(balanced(costs, partitions), costs, _names(module), "seconds")
+
+
+def balance_by_bytes(
+    partitions: int, module: nn.Sequential, *sample: Any, param_scale: float = 4.0, **kwargs: Any
+) -> Balance:
+    """Layers per stage so that the largest stage keeps as few bytes as can be.
+
+    A layer keeps its parameters, their gradients and the state of their optimizer; its buffers; and of one micro-batch,
+    the one that a recomputing ``Pipe`` has alive, what autograd saves for its backward and what it is called with, at
+    which a stage may begin. What two layers keep counts once: a parameter for the first that has it, an activation for
+    the layer that is called with it.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> balance = balance_by_bytes(2, model, torch.randn(16, 8))
+    >>> balance, balance.costs
+    ([1, 2], [1664, 512, 800])
+
+    Args:
+        partitions: how many stages.
+        module, sample, kwargs: as in :func:`balance_by_time`. Only forwards are run, each layer once.
+        param_scale: what is kept for a parameter that requires grad, in multiples of it: 1 for itself, 1 for its
+            gradient, and for the optimizer 2 if it is Adam, 1 for momentum, 0 without either.
+
+    Returns:
+        A list of integers that knows the bytes of each layer, ``costs``, and prints as a ``table()``.
+
+    Raises:
+        ArgumentError: a wrong call, all its faults in one message. What a layer raises passes through as it is.
+    """
+    faults = _faults("balance_by_bytes", partitions, module, sample, kwargs)
+    if not isinstance(param_scale, (int, float)) or not 1 <= param_scale < float("inf"):
+        rule = "param_scale is a number from 1, for the parameter itself"
+        faults.append(Fault(rule, f"param_scale={param_scale!r}", "param_scale=4, for Adam"))
+    raise_faults("balance_by_bytes()", faults)
+    counted: set[Tensor] = set()
+
+    def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        own = [tensor for tensor in (*layer.parameters(), *layer.buffers()) if tensor not in counted]
+        counted.update(own)
+        activations, outputs = _activation_bytes(layer, args, kwargs)
+        kept = sum(tensor.nbytes * (param_scale if tensor.requires_grad else 1) for tensor in own)
+        return activations + round(kept), outputs
+
+    with _as_found(module, accelerators_among((sample, list(module.parameters())), kwargs)):
+        costs = _weighed(module, sample, kwargs, weigh)
+    return Balance(balanced(costs, partitions), costs, _names(module), "bytes")
+
+
+def _weighed(module: nn.Sequential, args: tuple[Any, ...], kwargs: dict[str, Any], weigh: _Weigh) -> list[float]:
+    """What each layer costs, on what the layer before it returns."""
+    costs = []
+    for layer in module:
+        cost, outputs = weigh(layer, args, kwargs)
+        costs.append(cost)
+        args, kwargs = (outputs,), {}
+    return costs
+
+
+def _timed(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device]
+) -> tuple[float, float, Any]:
+    """The seconds of the forward and of the backward, and the outputs. No ``.grad`` is touched."""
+    (args, kwargs), leaves = _fresh((args, kwargs))
+    leaves += [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    begin = _now(devices)
+    outputs = layer(*args, **kwargs)
+    forward = _now(devices) - begin
+    graded = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    gradients = [torch.ones_like(tensor) for tensor in graded]
+    begin = _now(devices)
+    if graded and leaves:
+        torch.autograd.grad(graded, leaves, gradients, allow_unused=True)
+    return forward, _now(devices) - begin, outputs
+
+
+def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
+    """Of what the layer is called with and saves, but for its own tensors and its outputs; and the outputs."""
+    (args, kwargs), _ = _fresh((args, kwargs))
+    kept = _tensors((args, kwargs))
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return kept[-1]
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = layer(*args, **kwargs)
+    return bytes_of(kept, but=(*layer.parameters(), *layer.buffers(), *_tensors(outputs))), outputs
+
+
+def _fresh(arguments: Any) -> tuple[Any, list[Tensor]]:
+    """Copies of its tensors, which a layer may change in place; and the leaves that their gradients go to."""
+    leaves = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+        if leaf.requires_grad:
+            leaves.append(leaf)
+        return leaf.clone()
+
+    return pytree.tree_map_only(Tensor, copy, arguments), leaves
+
+
+def _now(devices: Sequence[torch.device]) -> float:
+    """Seconds, once ``devices`` have done what they were given."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _as_found(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
+    """In grad mode. The random numbers are put back at the end; until then the layers have copies of their buffers."""
+    states = random_state(generators_of(devices, ()))
+    found = [(holder._buffers, dict(holder._buffers.items())) for holder in module.modules()]
+    with torch.inference_mode(False), torch.enable_grad():
+        copies: dict[Tensor | None, Tensor] = {buffer: buffer.clone() for buffer in module.buffers()}
+        try:
+            for buffers, own in found:
+                _replace(buffers, {name: copies.get(buffer, buffer) for name, buffer in own.items()})
+            yield
+        finally:
+            for buffers, own in found:
+                _replace(buffers, own)
+            put_back(states)
+
+
+def _replace(buffers: dict[str, Tensor | None], by: dict[str, Tensor | None]) -> None:
+    # A scripted module's can only be set and deleted one by one.
+    for name in set(buffers.keys()) - by.keys():
+        del buffers[name]
+    for name, buffer in by.items():
+        buffers[name] = buffer
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _names(module: nn.Sequential) -> list[str]:
+    """The layers' own names where they have any, else their types'."""
+    return [type(layer).__name__ if name.isdigit() else name for name, layer in module._modules.items()]
+
+
+def _in_words(names: Sequence[str]) -> str:
+    counted = [(name, len(list(own))) for name, own in groupby(names)]
+    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counted)
+
+
+def _faults(caller: str, partitions: Any, module: Any, sample: Any, kwargs: Any) -> list[Fault]:
+    works = f"{caller}(2, nn.Sequential(embedding, *blocks, head), x)"
+    layers = len(module) if isinstance(module, nn.Sequential) else 0
+    faults = []
+    if not layers:
+        received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
+        faults.append(Fault("the module must be an nn.Sequential of at least one layer", received, works))
+    faults += count_faults(partitions, layers) if layers else whole("partitions", partitions)
+    if not sample and not kwargs:
+        faults.append(Fault("there must be a sample of what the first layer is called with", "none", works))
+    return faults

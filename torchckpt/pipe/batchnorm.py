@@ -1,0 +1,220 @@
+"""Deferred batch norm: running statistics of the mini-batch, in layers that see it one micro-batch at a time."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import TorchFunctionMode
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel import norms
+from torchckpt.kernel.checkpointing import outside
+from torchckpt.kernel.flags import is_recomputing
+from torchckpt.kernel.mixin import Mixin, put, take
+from torchckpt.kernel.private import batch_norm_layer
+from torchckpt.pipe.statistics import Statistics
+
+__all__ = ["DeferredBatchNorm"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DeferredBatchNorm(Mixin):
+    """BatchNorm whose running statistics are those of the mini-batch, whatever the number of micro-batches.
+
+    A converted layer normalises each micro-batch by its own statistics, as ever: a pipeline cannot use a mean that it
+    has not seen. But inside ``mini_batch`` it keeps its running statistics, and updates them once, at the end, with
+    what the mini-batch as a whole would have given. Replays do not count. Outside ``mini_batch`` it is a BatchNorm.
+
+    >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
+    >>> model = DeferredBatchNorm.convert(model)
+    >>> with DeferredBatchNorm.mini_batch(model):
+    ...     outputs = [model(micro_batch) for micro_batch in torch.randn(8, 3).tensor_split(4)]
+    >>> model[0].num_batches_tracked
+    tensor(1)
+
+    The idea is torchgpipe's (Kim et al., 2020).
+    """
+
+    _torchckpt_setting = "_torchckpt_deferred"
+
+    @staticmethod
+    def _torchckpt_call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: bool) -> Any:
+        return _call(plain, args, kwargs)
+
+    @staticmethod
+    def convert(module: M) -> M:
+        """Defer the running statistics of every BatchNorm layer in ``module``, in place.
+
+        ``state_dict`` keys, parameters, buffers, ``isinstance``, ``repr``, hooks, pickling and copying stay as they
+        are, and a copy is converted too. Layers are converted once; those without running statistics, SyncBatchNorm
+        and other norms are left alone.
+
+        Returns:
+            ``module`` itself.
+
+        Raises:
+            ArgumentError: not a module, a lazy layer that has not seen its first input, or a layer whose ``forward`` is
+                set on the instance.
+        """
+        raise_faults("DeferredBatchNorm.convert", _faults(module))
+        for _, layer in _layers(module):
+            put(layer, DeferredBatchNorm, True)
+        return module
+
+    @staticmethod
+    def revert(module: M) -> M:
+        """Undo :meth:`convert`, for every layer in ``module``; returns ``module`` itself."""
+        raise_faults("DeferredBatchNorm.revert", _module_faults(module))
+        for layer in _converted(module):
+            take(layer, DeferredBatchNorm)
+        return module
+
+    @staticmethod
+    @contextmanager
+    def mini_batch(module: nn.Module) -> Iterator[None]:
+        """Inside, calls of the converted layers in ``module``, on any thread, are micro-batches of one mini-batch.
+
+        At its end each layer that was called updates its running statistics, once, even if it was called several times
+        for a micro-batch. If it ends by an exception, no layer does. Those that overlap, nested ones among them, are
+        one mini-batch, which ends with the last of them, and fails with any.
+        """
+        raise_faults("DeferredBatchNorm.mini_batch", _module_faults(module))
+        layers = _converted(module)
+        _enter(layers)
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            for layer, statistics in _leave(layers, completed):
+                _commit(layer, statistics)
+
+
+# a mini-batch ---------------------------------------------------------------------------------------------------------
+
+
+class _MiniBatch:
+    """What one layer has seen of it."""
+
+    def __init__(self) -> None:
+        self.users, self.failed, self.statistics = 0, False, Statistics()
+
+
+_lock = threading.Lock()
+_under_way: dict[nn.Module, _MiniBatch] = {}
+
+
+def _enter(layers: list[nn.Module]) -> None:
+    with _lock:
+        for layer in layers:
+            _under_way.setdefault(layer, _MiniBatch()).users += 1
+
+
+def _leave(layers: list[nn.Module], completed: bool) -> list[tuple[nn.Module, Statistics]]:
+    """The layers whose mini-batch is complete now, and which were called in it."""
+    ended = []
+    with _lock:
+        for layer in layers:
+            batch = _under_way[layer]
+            batch.users -= 1
+            batch.failed |= not completed
+            if not batch.users:
+                del _under_way[layer]
+                if batch.statistics.count and not batch.failed:
+                    ended.append((layer, batch.statistics))
+    return ended
+
+
+@torch.no_grad()
+def _commit(layer: Any, statistics: Statistics) -> None:
+    """Update the buffers of ``layer`` as BatchNorm does. Autograd is not told: BatchNorm does not tell it either."""
+    own = norms.own_buffers(layer)
+    batches, momentum = own.get("num_batches_tracked"), layer.momentum
+    if batches is not None:
+        batches.add_(1)
+    for name, value in (("running_mean", statistics.mean()), ("running_var", statistics.variance())):
+        running = own.get(name)
+        if running is None:
+            continue
+        factor: Any = momentum
+        if factor is None:  # the average of all mini-batches
+            factor = 0.0 if batches is None else batches.to(value.dtype).reciprocal()
+        running.data.copy_(running * (1 - factor) + value * factor)
+
+
+# a micro-batch --------------------------------------------------------------------------------------------------------
+
+
+def _call(plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the forward ``plain`` of a converted layer."""
+    if torch.compiler.is_dynamo_compiling():
+        return outside(_call, plain, args, kwargs)
+    layer = plain.__self__
+    batch = _under_way.get(layer)
+    if batch is None or is_recomputing() or not norms.updates(layer):
+        return plain(*args, **kwargs)
+    # On copies also because a replay, which is outside the mini-batch, must save tensors of the same shapes.
+    with norms.on_copies(layer), _Watch(layer, batch.statistics):
+        return plain(*args, **kwargs)
+
+
+class _Watch(TorchFunctionMode):
+    """Counts what ``layer`` normalises: in a subclass of BatchNorm it need not be the input of the layer."""
+
+    def __init__(self, layer: nn.Module, statistics: Statistics) -> None:
+        super().__init__()
+        self._mean, self._statistics = layer._buffers["running_mean"], statistics
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func is F.batch_norm or func is torch.batch_norm:
+            training = args[5] if len(args) > 5 else kwargs.get("training", False)
+            if training and any(value is self._mean for value in (*args, *kwargs.values())):
+                self._statistics.add(args[0] if args else kwargs["input"])
+        return output
+
+
+# layers ---------------------------------------------------------------------------------------------------------------
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those to convert, with their names."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            continue
+        if isinstance(layer, batch_norm_layer) and layer.track_running_stats:
+            yield name, layer
+
+
+def _converted(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if DeferredBatchNorm._torchckpt_setting in layer.__dict__]
+
+
+def _module_faults(module: object) -> list[Fault]:
+    if isinstance(module, nn.Module):
+        return []
+    return [Fault("the module must be an nn.Module", type(module).__name__, "DeferredBatchNorm.convert(model)")]
+
+
+def _faults(module: object) -> list[Fault]:
+    if not isinstance(module, nn.Module):
+        return _module_faults(module)
+    faults = []
+    for name, layer in _layers(module):
+        received = f"{type(layer).__name__}{f' {name!r}' if name else ''}"
+        if isinstance(layer, LazyModuleMixin):
+            rule = "a lazy BatchNorm is converted when it has its parameters, which change its class"
+            faults.append(Fault(rule, received, "model(example) first, then DeferredBatchNorm.convert(model)"))
+        elif "forward" in layer.__dict__:
+            rule = "the forward must be a method of the layer's class"
+            works = "a subclass of BatchNorm with that forward"
+            faults.append(Fault(rule, f"{received}, whose forward is set on the instance", works))
+    return faults
