@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
-from torchckpt.pipe.microbatch import gather, scatter
-from torchckpt.pipe.partition import partition
-from torchckpt.pipe.pipeline import run_pipeline
+from tests.pipe.stages import run, stages_of
 
 Pipeline = Callable[[Tensor], Tensor]
 
@@ -52,8 +50,7 @@ def one_stage(chunks: int, lookahead: int, checkpointed: int) -> list[str]:
     events: list[str] = []
     module = Watched("a", events)
     batch = torch.arange(chunks, dtype=torch.float32)[:, None].expand(chunks, 4)
-    stages = partition([module], [1], [None])
-    gather(run_pipeline(stages, scatter(batch, chunks), checkpointed, lookahead, threads=False)).sum().backward()
+    run(stages_of([module]), batch, chunks, checkpointed, lookahead, threads=False).sum().backward()
     return events
 
 
@@ -86,9 +83,9 @@ def test_exactly_lookahead_micro_batches_are_recomputed_and_alive(
     stages = [Watched(f"stage {j}", []) for j in range(count)]
     batch = torch.randn(6, 4)
     checkpointed = 6 if checkpoint == "always" else 5
-    parts = partition(stages, [1] * count, [None] * count)
+    parts = stages_of(stages)
     with torchckpt.testing.count_recomputes() as recomputes:
-        gather(run_pipeline(parts, scatter(batch, 6), checkpointed, lookahead, threads)).sum().backward()
+        run(parts, batch, 6, checkpointed, lookahead, threads).sum().backward()
     assert [stage.alive["peak"] for stage in stages] == [lookahead] * count
     assert [stage.alive["now"] for stage in stages] == [0] * count
     assert recomputes.total == checkpointed * count

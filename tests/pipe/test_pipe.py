@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchckpt
 from torchckpt.errors import ArgumentError
-from torchckpt.pipe.partition import Stage, placement_faults
+from torchckpt.pipe.partition import Layer, Stage, placement_faults
 
 
 def layers() -> nn.Sequential:
@@ -276,27 +276,31 @@ def test_all_faults_are_reported_at_once() -> None:
 def test_a_stage_that_is_spread_over_devices_is_an_error() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     text = "the parameters of a stage must be on one device\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
-    assert text in fault(lambda: torchckpt.Pipe(module))
+    assert text in fault(lambda: torchckpt.Pipe(module, balance=[2]))
 
 
 def test_a_parameter_on_two_devices_is_an_error_that_names_both_stages() -> None:
     shared = nn.Linear(2, 2, bias=False)
-    stages = [Stage(0, 0, [shared], torch.device("cpu")), Stage(1, 1, [shared], torch.device("meta"))]
+    layers = Layer("0", shared), Layer("1", shared)
+    stages = [Stage(0, 0, layers[:1], torch.device("cpu")), Stage(1, 1, layers[1:], torch.device("meta"))]
     assert [str(fault) for fault in placement_faults(stages)] == [
         "a parameter cannot be shared by stages on two devices\n"
-        "  received: Linear.weight, in Pipe stage 0 (layers 0 to 0) on cpu "
+        "  received: 1.weight, in Pipe stage 0 (layers 0 to 0) on cpu "
         "and in Pipe stage 1 (layers 1 to 1) on meta\n"
         "  works:    a balance that puts both layers into one stage, or both stages on one device"
     ]
 
 
 def test_a_stage_that_returns_no_tensor_is_an_error_that_names_it() -> None:
-    class Lists(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [x]
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            pass
 
-    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Lists(), nn.Identity()), [2, 1])
-    text = "a stage must return a tensor or a tuple of tensors\n  received: list, from Pipe stage 0 (layers 0 to 1)\n"
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Nothing(), nn.Identity()), [2, 1])
+    text = (
+        "a stage must return a tensor, or something that holds one\n"
+        "  received: NoneType, from Pipe stage 0 (layers 0 to 1)\n"
+    )
     assert text in fault(lambda: pipe(torch.ones(2, 2)))
 
 

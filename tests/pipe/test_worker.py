@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import torchckpt
-from torchckpt.pipe.microbatch import gather, scatter
-from torchckpt.pipe.partition import partition
-from torchckpt.pipe.pipeline import run_pipeline
+from tests.pipe.stages import run as run_stages
+from tests.pipe.stages import stages_of
 from torchckpt.pipe.worker import in_caller, workers
 
 
 def run(layers: list[nn.Module], x: Tensor, threads: bool, chunks: int = 2) -> Any:
-    stages = partition(layers, [1] * len(layers), [None] * len(layers))
-    return gather(run_pipeline(stages, scatter(x, chunks), chunks, 1, threads))
+    return run_stages(stages_of(layers), x, chunks, chunks, 1, threads)
 
 
 class Calls(nn.Module):
