@@ -40,10 +40,8 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.flags import is_checkpointing, is_recomputing
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT
-from torchckpt.kernel.private import hooks_in_force
 from torchckpt.pipe.clock import clock_cycles
 from torchckpt.pipe.lane import Lane, before
 from torchckpt.pipe.links import Place, copy, on, wait
@@ -51,7 +49,7 @@ from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.skip import Carrier, Name, Skips
 from torchckpt.pipe.skip_search import stasher_behind
-from torchckpt.pipe.worker import Run, in_caller, workers
+from torchckpt.pipe.worker import Run, in_caller, is_bound_to_caller, workers
 
 __all__ = ["output_faults", "run_pipeline", "skips_of"]
 
@@ -64,10 +62,10 @@ def run_pipeline(
     Args:
         checkpointed: how many of the micro-batches, the first ones, run as regions.
         lookahead: how many micro-batches of a stage may be recomputed and alive.
-        threads: whether each device has a thread of its own, or all stages run in the caller's. Under saved-tensor
-            hooks of the caller, those of an outer region among them, they always do: what hooks see has one order.
+        threads: whether each device has a thread of its own, or all stages run in the caller's, as they always do
+            where something holds there that no other thread can be given.
     """
-    threads = threads and hooks_in_force(False) is None and not (is_checkpointing() or is_recomputing())
+    threads = threads and not is_bound_to_caller()
     devices = list(dict.fromkeys(stage.device for stage in stages))
     places = [Place.of(stage.device) for stage in stages]
     stations = [Station(stage, place, Lane(lookahead), stage is stages[-1]) for stage, place in zip(stages, places)]
@@ -145,7 +143,7 @@ class Station:
 
     def _send(self, skips: Skips, kept: dict[Name, Tensor], stream: torch.Stream | None) -> None:
         for name, tensor in kept.items():
-            skips.sent(name, Load((tensor,), self._place, stream))
+            skips.sent(name, tensor, Load((tensor,), self._place, stream))
 
     def _taken_in(self, parcel: Parcel) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors, put_back = _tensors((parcel.args, parcel.kwargs))
@@ -175,18 +173,20 @@ def moved(load: Load, target: Place) -> tuple[Tensor, ...]:
 
 
 def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Any]]:
-    """The tensors in ``tree``, and what makes it again of others."""
+    """The tensors in ``tree``, each once, and what makes it again of others."""
     if isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], Tensor) and tree[1] == {}:
         return (tree[0],), lambda tensors: (tensors[0], {})  # of most stages
     leaves, spec = pytree.tree_flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    numbers = {key: number for number, key in enumerate(unique)}
+    places = [(place, numbers[id(leaf)]) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def put_back(tensors: tuple[Tensor, ...]) -> Any:
-        for place, tensor in zip(places, tensors):
-            leaves[place] = tensor
+        for place, number in places:
+            leaves[place] = tensors[number]
         return pytree.tree_unflatten(leaves, spec)
 
-    return tuple(leaves[place] for place in places), put_back
+    return tuple(unique.values()), put_back
 
 
 def output_faults(stage: Stage, output: object) -> list[Fault]:

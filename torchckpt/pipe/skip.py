@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
-from torchckpt.kernel.flags import is_recomputing
 
 __all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
 
@@ -99,8 +98,11 @@ def _holder() -> _Holder:
 class _Stashed:
     """A skip on its way."""
 
-    def __init__(self, layer: str, tensor: Any) -> None:
-        self.layer, self.tensor = layer, tensor
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.tensor: Tensor | None = None
+        self.load: Any = None
+        self.version: int | None = None
         self.popped_by: str | None = None
 
 
@@ -112,9 +114,10 @@ class Skips:
         self._later = later
         """Of a name and the layer that pops it: a layer behind that one that stashes it, as far as can be told."""
 
-    def sent(self, name: Name, tensor: Any) -> None:
-        """``tensor``, in whatever form, left its stage."""
-        self._stashed[name].tensor = tensor
+    def sent(self, name: Name, tensor: Tensor, load: Any) -> None:
+        """``tensor`` left its stage, as ``load``, in whatever form."""
+        found = self._stashed[name]
+        found.tensor, found.load, found.version = tensor, load, _version(tensor)
 
     def stashed(self, name: Name, layer: str) -> None:
         """Note that ``layer`` stashes ``name``."""
@@ -122,7 +125,7 @@ class Skips:
         if before is not None:
             rule, works = "a skip is stashed once in a forward", f"stash({name[1]!r}, tensor, namespace)"
             raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works)])
-        self._stashed[name] = _Stashed(layer, None)
+        self._stashed[name] = _Stashed(layer)
 
     def popped(self, name: Name, layer: str) -> Any:
         """Note that ``layer`` pops ``name``; what was sent."""
@@ -138,8 +141,13 @@ class Skips:
             raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works)])
         else:
             found.popped_by = layer
-            tensor, found.tensor = found.tensor, None
-            return tensor
+            load, tensor, found.load, found.tensor = found.load, found.tensor, None, None
+            if tensor is not None and _version(tensor) != found.version:
+                rule = "a skip must not be changed in place between the layer that stashes it and the one that pops it"
+                who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
+                works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
+                raise_faults("Pipe", [Fault(rule, who, works)])
+            return load
         return None
 
     def faults(self) -> Iterator[Fault]:
@@ -156,13 +164,15 @@ class Carrier:
 
     def __init__(self, skips: Skips, fetch: Callable[[Any], Tensor]) -> None:
         self._skips, self._fetch = skips, fetch
-        self._fetched: dict[Name, tuple[Tensor, int]] = {}
+        self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
+        self._runs = 0
         self.layer = ""
         """The layer that runs now, in words."""
 
     @contextmanager
     def run(self) -> Iterator[dict[Name, Tensor]]:
-        """One run of the stage. What it stashes and does not pop itself is in the dict."""
+        """One run of the stage, the forward first. What it stashes and does not pop itself is in the dict."""
+        self._runs += 1
         run = _Run(self)
         token = _current.set(run)
         try:
@@ -171,28 +181,32 @@ class Carrier:
             _current.reset(token)
 
     def stashed(self, name: Name) -> None:
-        if not is_recomputing():
+        if self._runs == 1:  # is_recomputing() also holds in a forward inside the replay of an outer region
             self._skips.stashed(name, self.layer)
 
     def popped_here(self, name: Name) -> None:
-        if not is_recomputing():
+        if self._runs == 1:
             self._skips.popped(name, self.layer)
 
     def arrived(self, name: Name) -> Tensor:
         """From another stage; in a replay, the tensor that the forward got."""
         if name not in self._fetched:
             tensor = self._fetch(self._skips.popped(name, self.layer))
-            self._fetched[name] = tensor, tensor._version
-        elif not is_recomputing():
+            self._fetched[name] = tensor, _version(tensor)
+        elif self._runs == 1:
             self._skips.popped(name, self.layer)
         tensor, version = self._fetched[name]
-        if tensor._version != version:
+        if _version(tensor) != version:
             raise RecomputationError(
                 f"a skip that was popped must not be changed in place: the replay would start from the changed one\n"
-                f"  received: {name[1]!r} at version {tensor._version}; expected version {version}\n"
+                f"  received: {name[1]!r} at version {_version(tensor)}; expected version {version}\n"
                 f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
             )
         return tensor
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class _Run:

@@ -82,19 +82,21 @@ class Passage:
         self.tensor, self._source, self._target = tensor, source, target
         self._forth: Load | None = Load.sent(tensor, source, target)
         self._leaf: Tensor | None = None
+        self._arrived: Tensor | None = None
         self._back: Load | None = None
 
     def received(self) -> Tensor:
-        """The leaf that the receiver's graph begins with."""
+        """What the receiver's graph begins with: a leaf, behind a node, so that it may be changed in place."""
         forth, self._forth = self._forth, None
         if forth is not None:
             self._leaf = forth.arrived(self._target).detach().requires_grad_(self.tensor.requires_grad)
-        assert self._leaf is not None
-        return self._leaf
+            self._arrived = wait(None, None, (self._leaf,))[0]
+        assert self._arrived is not None
+        return self._arrived
 
     def send_back(self) -> None:
         """After the receiver's backward."""
-        leaf, self._leaf = self._leaf, None
+        leaf, self._leaf, self._arrived = self._leaf, None, None
         if leaf is not None and leaf.grad is not None:
             self._back = Load.sent(leaf.grad, self._target, self._source)
 
@@ -158,6 +160,8 @@ class Step:
         self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in stages]
 
     def run(self) -> Tensor:
+        for clock in self._clocks:
+            clock.stamp()  # the first one waits for its device: now, and not when others have work for it
         doing = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
         for action in in_order(self.schedule):
             stage, kind, i = action
@@ -175,7 +179,7 @@ class Step:
         stage, place, skips, turn = self._stages[j], self._places[j], self._skips[i], Turn()
         self._turns[j, i] = turn
         args, kwargs = self._arguments(j, i, turn)
-        run = stage.turn(Carrier(skips, partial(_skip, turn, place)))
+        run = stage.turn(Carrier(skips, partial(_skip, turn.received, place)))
         if (j, i) in self._recomputed:
             turn.frame = Frame(DEFAULT)
             output, kept = turn.frame.forward(run, args, kwargs)
@@ -183,9 +187,9 @@ class Step:
             output, kept = run(*args, **kwargs)
         raise_faults("Pipe.step()", output_faults(stage, output))
         for name, tensor in kept.items():
-            skips.sent(name, (turn, tensor, place))
+            skips.sent(name, tensor, (turn.sent, tensor, place))
         if j + 1 < len(self._stages):
-            self._inputs[j + 1, i] = pytree.tree_map(partial(_sent, turn, place, self._places[j + 1]), output)
+            self._inputs[j + 1, i] = pytree.tree_map(partial(_sent, turn.sent, place, self._places[j + 1]), output)
         else:
             self._end(i, turn, output)
 
@@ -195,7 +199,7 @@ class Step:
             batch = self._micro_batches[i]
             here: Any = pytree.tree_map(partial(_brought, place), (batch.args, batch.kwargs))
             return here[0], here[1]
-        received = pytree.tree_map(partial(_received, turn), self._inputs.pop((j, i)))
+        received = pytree.tree_map(partial(_received, turn.received), self._inputs.pop((j, i)))
         return (received,), {}
 
     def _end(self, i: int, turn: Turn, output: Any) -> None:
@@ -235,33 +239,37 @@ def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span
     return [Span(action, start, start, end) for action, start, end in times]
 
 
-def _sent(turn: Turn, source: Place, target: Place, leaf: Any) -> Any:
-    """A leaf of an output, as what the next stage receives."""
+def _sent(passages: list[Passage], source: Place, target: Place, leaf: Any) -> Any:
+    """A leaf of an output, as what the next stage receives: one tensor, however often it stands there."""
     if not isinstance(leaf, Tensor):
         return leaf
+    for passage in passages:
+        if passage.tensor is leaf:
+            return passage
     passage = Passage(leaf, source, target)
-    turn.sent.append(passage)
+    passages.append(passage)
     return passage
 
 
-def _received(turn: Turn, leaf: Any) -> Any:
+def _received(passages: list[Passage], leaf: Any) -> Any:
     if not isinstance(leaf, Passage):
         return leaf
-    turn.received.append(leaf)
+    passages.append(leaf)
     return leaf.received()
 
 
-def _skip(turn: Turn, place: Place, sent: tuple[Turn, Tensor, Place]) -> Tensor:
+def _skip(passages: list[Passage], place: Place, sent: tuple[list[Passage], Tensor, Place]) -> Tensor:
     sender, tensor, source = sent
-    passage: Passage = _sent(sender, source, place, tensor)
-    received: Tensor = _received(turn, passage)
-    return received
+    passage = Passage(tensor, source, place)
+    sender.append(passage)
+    passages.append(passage)
+    return passage.received()
 
 
 def _brought(place: Place, leaf: Any) -> Any:
-    """A tensor of the caller's, at ``place``."""
+    """A tensor of the caller's, at ``place``, without its graph."""
     if not isinstance(leaf, Tensor) or leaf.device == place.device:
-        return leaf
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
     return Load.sent(leaf, Place.of(leaf.device), place).arrived(place)
 
 
