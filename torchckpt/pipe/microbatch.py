@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
 
-__all__ = ["MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
+__all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
 
 REDUCTIONS = ("mean", "sum")
 _WORKS = "pipe(x, mask, scale=2.0), with tensors of one number of rows, at least one; NoChunk(table) for other tensors"
@@ -114,10 +114,11 @@ def _structure_faults(specs: Sequence[Any]) -> Iterator[Fault]:
 
 def _output_faults(column: Sequence[Any], dim: int, reduce: str | None) -> Iterator[Fault]:
     first = column[0]
-    if not isinstance(first, Tensor):
-        if any(isinstance(other, Tensor) or other != first for other in column):
+    if not all(isinstance(leaf, Tensor) for leaf in column):
+        if any(isinstance(leaf, Tensor) for leaf in column) or any(other != first for other in column):
             rule = "what the last stage returns beside tensors must be equal for all micro-batches"
-            yield Fault(rule, ", ".join(map(repr, column)), "a tensor instead, such as torch.tensor([count])")
+            received = ", ".join("a tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in column)
+            yield Fault(rule, received, "a tensor instead, such as torch.tensor([count])")
     elif first.dim() == 0:
         if reduce is None:
             rule = "a scalar of each micro-batch needs a rule that makes one of them"

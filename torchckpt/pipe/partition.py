@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torchckpt.errors import Fault
+from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.pipe.skip import Carrier, Name
 
@@ -27,21 +27,29 @@ __all__ = [
     "placement_faults",
 ]
 
+M = TypeVar("M", bound=nn.Module)
 
-class WithDevice(nn.Module):
-    """Says on which device a layer without parameters runs; the layer, its parameters and their names stay as they are.
+_DEVICE = "_torchckpt_device"
+
+
+def WithDevice(module: M, device: torch.device | str | int) -> M:
+    """Note in ``module``, a layer without parameters, on which device a :class:`~torchckpt.Pipe` runs it.
 
     >>> Pipe(nn.Sequential(nn.Linear(8, 8).cuda(0), WithDevice(nn.ReLU(), "cuda:1"), nn.Linear(8, 8).cuda(1)))
+
+    Returns:
+        ``module`` itself: its class, its names and what it does stay as they are.
+
+    Raises:
+        ArgumentError: it has another device already.
     """
-
-    def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
-        super().__init__()
-        self._module = (module,)  # in a tuple: a child would put its name before those of the parameters
-        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
-        self.device = indexed(torch.device(device))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module[0](*args, **kwargs)
+    here = indexed(torch.device(device))
+    before = module.__dict__.setdefault(_DEVICE, here)
+    if before != here:
+        received = f"{type(module).__name__} on {before}, and on {here}"
+        works = f"WithDevice({type(module).__name__}(), {str(here)!r}), a layer of its own"
+        raise_faults("WithDevice", [Fault("a layer runs on one device", received, works)])
+    return module
 
 
 class Layer(NamedTuple):
@@ -191,7 +199,7 @@ def _parameters_of(layers: Iterable[Layer]) -> Iterable[tuple[str, nn.Parameter]
 
 def _devices_of(layers: Iterable[Layer]) -> list[torch.device]:
     layers = list(layers)
-    named = [layer.module.device for layer in layers if isinstance(layer.module, WithDevice)]
+    named = [layer.module.__dict__[_DEVICE] for layer in layers if _DEVICE in layer.module.__dict__]
     return list(dict.fromkeys([*(parameter.device for _, parameter in _parameters_of(layers)), *named]))
 
 

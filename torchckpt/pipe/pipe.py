@@ -15,7 +15,7 @@ from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.kernel.checkpointing import outside, refuse_transforms
 from torchckpt.model import Timeline
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
-from torchckpt.pipe.microbatch import MicroBatch, gather, reduce_faults, scatter
+from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
     Layer,
     Stage,
@@ -94,17 +94,17 @@ class Pipe(nn.Module):
         layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
         faults = _faults(module, layers, balance, devices)
         raise_faults("Pipe", [*faults, *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce)])
-        self._modules.update(module._modules)  # the very layers, under their names
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
         self.batch_dim, self.reduce, self._split_nested = batch_dim, reduce, split_nested
         self.deferred_batch_norm = bool(deferred_batch_norm)
-        if deferred_batch_norm:
-            DeferredBatchNorm.convert(self)
         self.devices = [indexed(torch.device(device)) for device in devices] if devices else None
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
+        self._modules.update(module._modules)  # the very layers, under their names, which may be those of attributes
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(self)
         stages = self.stages
         if self.devices:
             for stage in stages:
@@ -161,18 +161,22 @@ class Pipe(nn.Module):
         Raises:
             ArgumentError: no target, a loss that is no scalar, or as the forward.
         """
-        faults = [*reduce_faults(reduce), *_step_faults(args, reduce)]
-        raise_faults("Pipe.step()", faults)
+        raise_faults("Pipe.step()", _step_faults(args, kwargs, loss_fn, reduce))
+        with torch.inference_mode(False), torch.enable_grad(), self._statistics():
+            step = self._step(args, kwargs, loss_fn, reduce)
+            loss = step.run()
+        self._last_step = step.record
+        return loss
+
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[[Any, Any], torch.Tensor], reduce: str
+    ) -> Step:
         micro_batches = self._scattered(args, kwargs)
         rows = sum(batch.rows for batch in micro_batches)
         weights = [batch.rows / rows if reduce == "mean" else 1.0 for batch in micro_batches]
         inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
         targets = [batch.args[-1] for batch in micro_batches]
-        step = Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never")
-        with torch.enable_grad(), self._statistics():
-            loss = step.run()
-        self._last_step = step.record
-        return loss
+        return Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never")
 
     def timeline(self) -> Timeline:
         """The last :meth:`step` as it was measured, in the type of a simulated one: clocks on the CPU, events on
@@ -291,9 +295,13 @@ def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any,
     yield from reduce_faults(reduce)
 
 
-def _step_faults(args: tuple[Any, ...], reduce: object) -> Iterator[Fault]:
-    if len(args) < 2:
-        rule = "a step takes the arguments of the first layer, and the target"
-        yield Fault(rule, f"{len(args)} positional", "pipe.step(x, target, loss_fn=loss_fn)")
-    if reduce is None:
-        yield Fault("reduce must be 'mean' or 'sum'", "reduce=None", 'reduce="mean"')
+def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, reduce: object) -> Iterator[Fault]:
+    if not args or len(args) + len(kwargs) < 2:
+        rule = "a step takes the arguments of the first layer, and then the target, which has no name"
+        received = f"{len(args)} positional, {len(kwargs)} by name"
+        yield Fault(rule, received, "pipe.step(x, target, loss_fn=loss_fn)")
+    if not callable(loss_fn):
+        received = f"loss_fn={loss_fn!r}"
+        yield Fault("loss_fn must be callable", received, "loss_fn=torch.nn.functional.cross_entropy")
+    if reduce not in REDUCTIONS:
+        yield Fault(f"reduce must be one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
