@@ -9,13 +9,14 @@ the graphs are cut at the boundaries of the stages, and stage j keeps p - j of t
     R   its frame is recomputed, one micro-batch ahead of its backward
     B   output(i, j) goes back with leaf(i, j+1).grad, copied; likewise the skips that left stage j
 
-The order is that of the model's 1F1B, whose actions one thread starts in the order in which they would start if all
-took the same time. On accelerators what it starts runs meanwhile; a stage waits for another by its streams.
+The order is that of the model's 1F1B, whose actions one thread starts in the order in which they would start if a
+backward took twice a forward, and a recompute no time. On accelerators what it starts runs meanwhile; a stage waits for
+another by its streams.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -220,7 +221,8 @@ class Step:
         if turn.loss is not None:
             torch.autograd.backward(turn.loss)
         else:
-            pairs = [(passage.tensor, passage.gradient()) for passage in turn.sent]
+            # Last one first, as they would come in one graph: a tensor that left several times adds up in that order.
+            pairs = [(passage.tensor, passage.gradient()) for passage in reversed(turn.sent)]
             due = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
             if due:
                 torch.autograd.backward([tensor for tensor, _ in due], [gradient for _, gradient in due])
@@ -229,9 +231,20 @@ class Step:
 
 
 def in_order(schedule: Schedule) -> list[Action]:
-    """The actions of all stages, in the order in which they start where a backward takes twice a forward."""
-    timeline = simulate(schedule, exposed=False)
-    return [event.action for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank))]
+    """The actions of all stages, in the order in which they start where a backward takes twice a forward.
+
+    A recompute takes nothing, and comes right after what its stage does before it: forwards draw the same random
+    numbers, and gradients add up in the same order, whether there are recomputes or not.
+    """
+    plain = [tuple(action for action in order if action.kind is not Kind.RECOMPUTE) for order in schedule.ranks]
+    timeline = simulate(replace(schedule, ranks=tuple(plain)), exposed=False)
+    found = []
+    rest = [list(reversed(order)) for order in schedule.ranks]
+    for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank)):
+        found.append(rest[event.rank].pop())
+        while rest[event.rank] and rest[event.rank][-1].kind is Kind.RECOMPUTE:
+            found.append(rest[event.rank].pop())
+    return found
 
 
 def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
