@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import re
 import weakref
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import torchckpt
 from tests.helpers import in_threads
 from tests.pipe.skips import Pop, Stash
-from tests.pipe.stages import run, stages_of
+from tests.pipe.stages import run, stages_of, without_collector
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.pipe import pipeline, step
 from torchckpt.pipe.links import Place
@@ -392,6 +391,18 @@ def test_who_stashes_behind_is_told_as_far_as_the_source_tells_it() -> None:
         pipe(torch.ones(1, 4))
 
 
+def test_a_replay_that_pops_another_skip_is_an_error() -> None:
+    class Wavers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * pop("b" if torchckpt.is_recomputing() else "a")).sin()
+
+    module = nn.Sequential(Stash("a"), Stash("b"), nn.Linear(4, 4), Wavers(), Pop("b"))
+    loss = torchckpt.Pipe(module, [2, 1, 1, 1], checkpoint="always")(torch.ones(2, 4)).sum()
+    text = r"a replay must pop what its forward popped\n  received: pop\('b'\), by layer 3 \(Wavers\)\n  works:    a"
+    with pytest.raises(RecomputationError, match=text):
+        loss.backward()
+
+
 # what stays -----------------------------------------------------------------------------------------------------------
 
 
@@ -412,16 +423,29 @@ class Watched(Stash):
 @pytest.mark.parametrize(("checkpoint", "backward"), list(product(MODES, [False, True])))
 def test_nothing_of_a_skip_is_left(checkpoint: Any, backward: bool) -> None:
     refs: list[Any] = []
-    module = nn.Sequential(nn.Linear(4, 4), Watched(refs), nn.Tanh(), Pop())
-    pipe = torchckpt.Pipe(module, [2, 1, 1], chunks=2, checkpoint=checkpoint)
-    gc.collect()
-    gc.disable()
-    try:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Watched(refs), nn.Tanh(), Pop())
+    pipe = torchckpt.Pipe(module, [2, 1, 1, 1], chunks=2, checkpoint=checkpoint)
+    with without_collector():
         output = pipe(torch.randn(4, 4))
         if backward:
             output.sum().backward()
         del output
         assert [ref() for ref in refs if ref() is not None] == []
         assert len(refs) >= 2
-    finally:
-        gc.enable()
+
+
+@pytest.mark.parametrize("call", [call_forward, call_step])
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("last", [nn.Identity(), Pop("another")], ids=["unused", "not there"])
+def test_nothing_of_a_skip_is_left_after_an_error(
+    last: nn.Module, checkpoint: Any, call: Callable[[torchckpt.Pipe], None]
+) -> None:
+    refs: list[Any] = []
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Watched(refs), nn.Tanh(), last)
+    pipe = torchckpt.Pipe(module, [2, 1, 1, 1], chunks=2, checkpoint=checkpoint)
+    with without_collector():
+        with pytest.raises(ArgumentError) as raised:
+            call(pipe)
+        del raised
+        assert [ref() for ref in refs if ref() is not None] == []
+        assert refs

@@ -1,13 +1,12 @@
 """``Pipe.step``: the gradients of the plain module, micro-batch by micro-batch, with few of them alive."""
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
+from tests.pipe.stages import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk
@@ -378,16 +378,6 @@ class Fails(nn.Module):
 
     def _dead(self) -> None:
         self.alive -= 1
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -160,41 +160,54 @@ class Skips:
 
 
 class Carrier:
-    """The skips of one micro-batch in one stage, in its forward and in its replays."""
+    """The skips of one micro-batch in one stage, in its forward and in its replays.
+
+    What leads to skips of other stages it drops after the forward: the graph of one that is never popped would hold,
+    by the frame of a stage before, this carrier, and this the skip: a cycle that the garbage collector does not see.
+    """
 
     def __init__(self, skips: Skips, fetch: Callable[[Any], Tensor]) -> None:
-        self._skips, self._fetch = skips, fetch
+        self._skips: Skips | None = skips
+        self._fetch: Callable[[Any], Tensor] | None = fetch
         self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
-        self._runs = 0
+        self._entered = False
         self.layer = ""
         """The layer that runs now, in words."""
 
     @contextmanager
     def run(self) -> Iterator[dict[Name, Tensor]]:
         """One run of the stage, the forward first. What it stashes and does not pop itself is in the dict."""
-        self._runs += 1
-        run = _Run(self)
+        # is_recomputing() also holds in a forward inside the replay of an outer region.
+        is_forward, self._entered = not self._entered, True
+        run = _Run(self, is_forward)
         token = _current.set(run)
         try:
             yield run.kept
         finally:
             _current.reset(token)
+            if is_forward:
+                self._skips = self._fetch = None
 
     def stashed(self, name: Name) -> None:
-        if self._runs == 1:  # is_recomputing() also holds in a forward inside the replay of an outer region
+        if self._skips is not None:
             self._skips.stashed(name, self.layer)
 
-    def popped_here(self, name: Name) -> None:
-        if self._runs == 1:
-            self._skips.popped(name, self.layer)
+    def popped(self, name: Name) -> Any:
+        return None if self._skips is None else self._skips.popped(name, self.layer)
 
-    def arrived(self, name: Name) -> Tensor:
+    def arrived(self, name: Name, is_forward: bool) -> Tensor:
         """From another stage; in a replay, the tensor that the forward got."""
-        if name not in self._fetched:
-            tensor = self._fetch(self._skips.popped(name, self.layer))
+        if name in self._fetched:
+            if is_forward:
+                self.popped(name)
+        elif self._fetch is not None:
+            tensor = self._fetch(self.popped(name))
             self._fetched[name] = tensor, _version(tensor)
-        elif self._runs == 1:
-            self._skips.popped(name, self.layer)
+        else:
+            raise RecomputationError(
+                f"a replay must pop what its forward popped\n  received: pop({name[1]!r}), by {self.layer}\n"
+                "  works:    a forward that pops the same names each time"
+            )
         tensor, version = self._fetched[name]
         if _version(tensor) != version:
             raise RecomputationError(
@@ -212,16 +225,18 @@ def _version(tensor: Tensor) -> int | None:
 class _Run:
     """What ``stash`` and ``pop`` see in one run of a stage."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, carrier: Carrier, is_forward: bool) -> None:
+        self._carrier, self._is_forward = carrier, is_forward
         self.kept: dict[Name, Tensor] = {}
 
     def stash(self, name: Name, tensor: Tensor) -> None:
-        self._carrier.stashed(name)
+        if self._is_forward:
+            self._carrier.stashed(name)
         self.kept[name] = tensor
 
     def pop(self, name: Name) -> Tensor:
-        if name in self.kept:
-            self._carrier.popped_here(name)
-            return self.kept.pop(name)
-        return self._carrier.arrived(name)
+        if name not in self.kept:
+            return self._carrier.arrived(name, self._is_forward)
+        if self._is_forward:
+            self._carrier.popped(name)
+        return self.kept.pop(name)
