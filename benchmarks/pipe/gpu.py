@@ -201,19 +201,26 @@ class Pace:
 
 @contextmanager
 def throttled(pace: Pace, seconds: float) -> Iterator[None]:
-    """Copies between stages take ``seconds`` longer, on the stream that they arrive on, and only there."""
-    transfer = links._transfer
+    """Copies between stages take ``seconds`` longer, on the stream that they arrive on, and only there.
 
-    def slowly(tensor: Tensor, device: torch.device) -> Tensor:
-        moved = transfer(tensor, device)
-        pace.pause(seconds)
-        return moved
+    The pause begins when the copied tensor is there: also where two stages share a GPU, nothing is copied, and so the
+    one stream does not wait for the other.
+    """
+    moved = links._moved
 
-    links._transfer = slowly
+    def slowly(tensor: Tensor, source: Any, leaves_on: Any, target: Any, enters_on: Any) -> Tensor:
+        arrived = moved(tensor, source, leaves_on, target, enters_on)
+        if leaves_on is not None and enters_on is not None:
+            enters_on.wait_stream(leaves_on)
+        with links.on(enters_on):
+            pace.pause(seconds)
+        return arrived
+
+    links._moved = slowly
     try:
         yield
     finally:
-        links._transfer = transfer
+        links._moved = moved
 
 
 # report -------------------------------------------------------------------------------------------------------------

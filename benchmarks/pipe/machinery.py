@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +22,6 @@ REQUIRED = 0.5
 MODES = ("never", "except_last", "always")
 CHUNKS = 8
 WIDTH = 16
-_SIDES = ("plain", "twin", "ours")
 
 
 class Cell(NamedTuple):
@@ -36,75 +38,84 @@ class Cell(NamedTuple):
 CELLS = [Cell(stages, layers, mode) for stages, layers in ((1, 2), (1, 8), (2, 2), (4, 2)) for mode in MODES]
 
 
-class Sides(NamedTuple):
-    """Three models with the same weights: plain, in the twin, and in ours."""
+class Side(NamedTuple):
+    """A model, all with the same weights, and what runs it."""
 
-    models: list[nn.Sequential]
-    calls: list[Callable[[Tensor], Tensor]]
-    close: Callable[[], None]
-
-    @classmethod
-    def of(cls, cell: Cell) -> Sides:
-        models = [_layers(cell.stages * cell.layers) for _ in _SIDES]
-        balance = [cell.layers] * cell.stages
-        twin = Twin(models[1], balance, CHUNKS, cell.mode)
-        ours = Pipe(models[2], balance, chunks=CHUNKS, checkpoint=cell.mode)  # type: ignore[arg-type]  # one of three
-        return cls(models, [partial(_plain, models[0]), twin, ours], twin.close)
-
-    def runs(self) -> dict[str, Callable[[], None]]:
-        x = torch.randn(2 * CHUNKS, WIDTH)
-        return {name: partial(_step, call, x) for name, call in zip(_SIDES, self.calls)}
+    model: nn.Sequential
+    call: Callable[[Tensor], Tensor]
 
 
 def measure(rounds: int, calls: int = 20) -> list[dict[str, Any]]:
-    """Per cell the microseconds that the twin and ours add, per micro-batch and stage; and ours over the twin's."""
+    """Per cell the microseconds that each adds, per micro-batch and stage; and ours over the twin's."""
     return [_measured(cell, rounds, calls) for cell in CELLS]
 
 
 def _measured(cell: Cell, rounds: int, calls: int) -> dict[str, Any]:
-    sides = Sides.of(cell)
-    seconds = in_turn(sides.runs(), rounds, calls)
-    sides.close()
+    seconds = _seconds(cell, rounds, calls)
     count = CHUNKS * cell.stages
-    plain = seconds["plain"]
+    plain = seconds.pop("plain")
     adds = {
-        name: [(all_of_it - base) / count * 1e6 for all_of_it, base in zip(seconds[name], plain)]
-        for name in ("twin", "ours")
+        name: [(whole - base) / count * 1e6 for whole, base in zip(values, plain)] for name, values in seconds.items()
     }
+    over = {f"ours / {name}": ratios(adds["ours"], values) for name, values in adds.items() if name != "ours"}
     return {
         **cell._asdict(),
         "plain": spread([base / count * 1e6 for base in plain]),
-        **{name: spread(values) for name, values in adds.items()},
-        "ours / twin": ratios(adds["ours"], adds["twin"]),
+        "adds": {name: spread(values) for name, values in adds.items()},
+        **over,
     }
+
+
+def _seconds(cell: Cell, rounds: int, calls: int) -> dict[str, list[float]]:
+    """In four groups of rounds, each with new threads: what a thread costs depends on the core that it gets."""
+    seconds: dict[str, list[float]] = {}
+    x = torch.randn(2 * CHUNKS, WIDTH)
+    for _ in range(4):
+        with _sides(cell) as sides:
+            runs = {name: partial(_step, side.call, x) for name, side in sides.items()}
+            for name, values in in_turn(runs, -(-rounds // 4), calls).items():
+                seconds.setdefault(name, []).extend(values)
+    return seconds
+
+
+@contextmanager
+def _sides(cell: Cell) -> Iterator[dict[str, Side]]:
+    models = [_layers(cell.stages * cell.layers) for _ in range(4)]
+    balance = [cell.layers] * cell.stages
+    twin = Twin(models[1], balance, CHUNKS, cell.mode)
+    ours = Pipe(models[2], balance, chunks=CHUNKS, checkpoint=cell.mode)  # type: ignore[arg-type]  # one of three
+    sides = {"plain": partial(_plain, models[0]), "twin": twin, "ours": ours}
+    if find_spec("torchgpipe"):  # itself, where somebody has installed it
+        devices = ["cpu"] * cell.stages
+        gpipe = import_module("torchgpipe").GPipe
+        sides["torchgpipe"] = gpipe(models[3], balance, devices=devices, chunks=CHUNKS, checkpoint=cell.mode)
+    try:
+        yield {name: Side(model, call) for model, (name, call) in zip(models, sides.items())}
+    finally:
+        twin.close()
 
 
 def gradients_equal(cell: Cell) -> bool:
     """Of the twin and of ours, to those of the plain layers, to the bit."""
-    sides = Sides.of(cell)
-    for run in sides.runs().values():
-        run()
-    sides.close()
-    plain, *others = ([parameter.grad for parameter in model.parameters()] for model in sides.models)
+    x = torch.randn(2 * CHUNKS, WIDTH)
+    with _sides(cell) as sides:
+        for side in sides.values():
+            _step(side.call, x)
+    plain, *others = ([parameter.grad for parameter in side.model.parameters()] for side in sides.values())
     return all(torch.equal(a, b) for other in others for a, b in zip(plain, other))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(f"what is added per micro-batch and stage, µs; {CHUNKS} micro-batches; Linear({WIDTH}, {WIDTH}) and ReLU")
-    print(f"{'stages x layers, regions':32}{'plain':>10}{'twin adds':>26}{'ours adds':>26}{'ours / twin':>26}")
-    print("\n".join(_lines(rows)), end="\n\n")
-
-
-def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    others = [name for name in rows[0] if name.startswith("ours / ")]
+    heads = "".join(f"{head:>26}" for head in (*(f"{name} adds" for name in rows[0]["adds"]), *others))
+    print(f"{'stages x layers, regions':32}{'plain':>8}{heads}")
     for row in rows:
         cell = Cell(row["stages"], row["layers"], row["mode"])
-        required = f"   at most {REQUIRED}" if cell[:2] == (1, 2) else ""
-        cells = "".join(f"{_spread(row[name]):>26}" for name in ("twin", "ours", "ours / twin"))
-        yield f"{cell!s:32}{row['plain'][1]:10.1f}{cells}{required}"
-
-
-def _spread(values: Spread) -> str:
-    return str(Spread(*values))
+        cells = "".join(f"{Spread(*values)!s:>26}" for values in (*row["adds"].values(), *map(row.get, others)))
+        required = f"   required: at most {REQUIRED}" if cell[:2] == (1, 2) else ""
+        print(f"{cell!s:32}{row['plain'][1]:8.1f}{cells}{required}")
+    print()
 
 
 def _layers(count: int) -> nn.Sequential:
