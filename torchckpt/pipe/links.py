@@ -6,7 +6,7 @@ runs on the stream that is current where it is called, and so does its backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,14 +33,15 @@ class Place(NamedTuple):
         return None if self.compute is None else torch.Stream(self.device)
 
 
-@contextmanager
-def on(stream: torch.Stream | None) -> Iterator[None]:
+def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Make ``stream`` current, and its device."""
-    if stream is None:
+    return nullcontext() if stream is None else _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    with _device(stream), stream:  # a stream that is current on its device already does not switch to that device
         yield
-    else:
-        with _device(stream), stream:  # a stream that is current on its device already does not switch to that device
-            yield
 
 
 def _device(stream: torch.Stream) -> AbstractContextManager[Any]:

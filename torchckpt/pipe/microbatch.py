@@ -44,7 +44,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
     parts = [_parts(leaf, m, dim) for _, leaf in paths]
-    sizes = [len(part) for part in torch.arange(rows).tensor_split(m)]
+    sizes = [rows // m + (part < rows % m) for part in range(m)]  # as tensor_split makes them
     calls = [pytree.tree_unflatten(leaves, spec) for leaves in zip(*parts)]
     return [MicroBatch(one, others, size) for (one, others), size in zip(calls, sizes)]
 

@@ -87,7 +87,7 @@ class Turn:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
         with self._carrier.run() as kept:
             for layer in self._stage.layers:
-                self._carrier.layer = str(layer)
+                self._carrier.layer = layer
                 output = layer.module(*args, **kwargs)
                 args, kwargs = (output,), {}
         return args[0], kept

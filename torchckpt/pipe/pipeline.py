@@ -42,6 +42,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT
+from torchckpt.kernel.private import profiler_is_on
 from torchckpt.pipe.clock import clock_cycles
 from torchckpt.pipe.lane import Lane, before
 from torchckpt.pipe.links import Place, copy, on, wait
@@ -72,8 +73,10 @@ def run_pipeline(
     parcels = [Parcel.of_caller(batch, skips_of(stages)) for batch in micro_batches]
     last = len(parcels) - 1
 
+    profiled = profiler_is_on()
+
     def step(i: int, j: int) -> None:
-        with record_function(f"torchckpt::forward[stage={j},mb={i}]"):
+        with record_function(f"torchckpt::forward[stage={j},mb={i}]") if profiled else nullcontext():
             parcels[i] = stations[j].step(parcels[i], i < checkpointed, i == last)
 
     # Stages on one device share its generator: one thread runs them, in one order.
@@ -129,11 +132,12 @@ class Station:
             returned = turn(*args, **kwargs) if frame is None else frame.forward(turn, args, kwargs)  # [7]
             raise_faults("Pipe", output_faults(self._stage, returned[0]))
             tensors, put_back = _tensors(returned)
-            tensors = before(tensors, due)  # [6]
             stream = None if self._final else self._place.side_stream()
+            if stream is not None:
+                tensors, due = before(tensors, due), []  # [6]
             with on(stream):
                 tensors = wait(self._place.compute, stream, tensors) if stream else tensors  # [5]
-                tensors = self._lane.passed(frame, tensors)  # [4]
+                tensors = self._lane.passed(frame, tensors, due)  # [4]; and [6], where no Wait is between
             rest = self._lane.rest() if last else []  # [3]
             with on(stream):
                 tensors = before(tensors, rest)
@@ -174,8 +178,11 @@ def moved(load: Load, target: Place) -> tuple[Tensor, ...]:
 
 def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Any]]:
     """The tensors in ``tree``, each once, and what makes it again of others."""
-    if isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], Tensor) and tree[1] == {}:
-        return (tree[0],), lambda tensors: (tensors[0], {})  # of most stages
+    first, second = tree  # (args, kwargs), or what a turn returns
+    if not second and isinstance(first, Tensor):
+        return (first,), lambda tensors: (tensors[0], {})  # what most stages return
+    if not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor):
+        return first, lambda tensors: (tensors, {})  # what most are called with
     leaves, spec = pytree.tree_flatten(tree)
     unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     numbers = {key: number for number, key in enumerate(unique)}
@@ -191,6 +198,8 @@ def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...
 
 def output_faults(stage: Stage, output: object) -> list[Fault]:
     """What is wrong with what ``stage`` returned."""
+    if isinstance(output, Tensor) and output.device == stage.device:
+        return []
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors:
         rule = "a stage must return a tensor, or something that holds one"

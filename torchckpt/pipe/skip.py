@@ -171,8 +171,8 @@ class Carrier:
         self._fetch: Callable[[Any], Tensor] | None = fetch
         self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
         self._entered = False
-        self.layer = ""
-        """The layer that runs now, in words."""
+        self.layer: object = ""
+        """The layer that runs now; in words by ``str``, which few runs need."""
 
     @contextmanager
     def run(self) -> Iterator[dict[Name, Tensor]]:
@@ -190,10 +190,10 @@ class Carrier:
 
     def stashed(self, name: Name) -> None:
         if self._skips is not None:
-            self._skips.stashed(name, self.layer)
+            self._skips.stashed(name, str(self.layer))
 
     def popped(self, name: Name) -> Any:
-        return None if self._skips is None else self._skips.popped(name, self.layer)
+        return None if self._skips is None else self._skips.popped(name, str(self.layer))
 
     def arrived(self, name: Name, is_forward: bool) -> Tensor:
         """From another stage; in a replay, the tensor that the forward got."""
