@@ -108,7 +108,7 @@ SIGNATURES = {
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'StageCosts | Sequence[StageCosts] | str | None' = None, "
-        "link: 'Link | Sequence[Link]' = Link(latency_seconds=0.0, bandwidth=inf)) -> 'RecomputeAhead'"
+        "link: 'Link | Sequence[Link] | None' = None) -> 'RecomputeAhead'"
     ),
     "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
     "distributed.RecomputeAhead.timeline": "(self) -> 'Timeline'",

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from block import Costs
+from block import Costs, sleep_precisely
 from cells import NAMED, Cell, Prediction, predict
 from link import new_table
 from torch import Tensor
@@ -79,6 +79,7 @@ def on_processes(p: int, work: Callable[..., None], *args: Any) -> Iterator[Any]
 def _started(rank: int, p: int, meet: str, work: Callable[..., None], told: Any, args: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    sleep_precisely()
     gc.disable()  # it is called between steps
     gc.collect()
     gc.freeze()  # what has been imported stays

@@ -124,6 +124,19 @@ def test_link(link, rule, received):
     assert error_of(plain(), costs=StageCosts(), link=link).startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"link": Link(1.0)}, "a link goes with costs that are given\n  received: link=Link("),
+        ({"link": Link(1.0), "costs": "measured"}, "a link goes with costs that are given\n  received: link=Link("),
+        ({"segments": 0, "costs": "measured"}, "costs say where to recompute early\n  received: costs='measured', seg"),
+        ({"segments": 0, "costs": StageCosts()}, "costs say where to recompute early\n  received: costs=StageCosts("),
+    ],
+)
+def test_what_would_be_ignored(options, text):
+    assert text in error_of(plain(), **options)
+
+
 def test_several_faults_are_told_at_once():
     text = error_of(plain(), segments=-1, exempt={(5, 5)}, costs="guess")
     assert text == (

@@ -153,8 +153,7 @@ def test_after_a_step_nothing_is_left(name, mode):
     recompute = schedule.recompute
 
     def remembered(action):
-        waiting = schedule._frames.waiting(action.stage, action.micro_batch)
-        frames.extend(map(weakref.ref, waiting))
+        frames.extend(map(weakref.ref, schedule._frames._waiting[action.stage, action.micro_batch]))
         recompute(action)
 
     schedule.recompute = remembered

@@ -23,8 +23,8 @@ class Stopped:
     def stamp(self):
         return self.time
 
-    def seconds(self, stamp):
-        return stamp
+    def reader(self):
+        return float
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from tests.distributed.stages import SIZE, Block, batch, schedule_on, stages_of,
 from tests.helpers import leaf
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.distributed.frames import Frames
 from torchckpt.distributed.sizes import Size, Sizes
 
 ROW = SIZE * 4  # bytes of a row of float32
 
 
 class Narrow(nn.Module):
-    """Saves its input and its hidden row, for the linear layer, and its output, for the exponential."""
+    """Saves its sine and its output, and its input where that has a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,50 +25,31 @@ class Narrow(nn.Module):
         return self.linear(x.sin()).exp()
 
 
-SAVED = 3  # rows
-
-
-def measured(segments=None, keep=False, regions=2):
-    """The size of a stage of two narrow blocks, after a forward and its recompute, of one row."""
-    sizes, frames = Sizes(segments), Frames(segments)
-    module = nn.Sequential(Narrow(), Narrow())
-    for block in module[:regions]:
+def measured(**options):
+    """The size of a stage of two narrow blocks, after a step of a micro-batch of one row."""
+    module, row = nn.Sequential(Narrow(), Narrow()), torch.ones(1, SIZE)
+    for block in module:
         checkpoint_module(block)
-    for micro_batch in range(2):
-
-        def around(slots, number=micro_batch):
-            return sizes.of_replay(0, number, slots, module)
-
-        with frames.gathered(0, micro_batch, keep, around) as gathered, sizes.of_forward(0, keep, gathered):
-            y = module(leaf(1, SIZE))
-        frames.recompute(0, micro_batch, module)
-        y.sum().backward()
-    return sizes.found[0]
+    stages = stages_of("ScheduleGPipe", lambda stage: module, input_args=row, output_args=row)
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 1), **options)
+    step(schedule, stages, row, row)
+    return schedule._sizes.found[0]
 
 
-def test_boundaries_are_what_a_recomputed_forward_keeps():
-    size = measured()
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("segments", "early"), [(None, 2), (0, 0), (1, 1), (2, 2), (3, 2)])
+def test_of_a_stage_that_is_recomputed(segments, early):
+    """The boundary is the input of each block. A replay makes the output of the first block again."""
+    size = measured(segments=segments, exempt="none")
     assert size.boundary_bytes == 2 * ROW
-    assert (size.regions, size.early) == (2, 2)
-
-
-def test_saved_are_what_a_kept_forward_keeps():
-    """The output of the first block is what the second saves as its input: five rows, not six."""
-    size = measured(keep=True)
-    assert size == Size(saved_bytes=(2 * SAVED - 1) * ROW)
-
-
-def test_saved_are_found_in_a_recompute_as_well():
-    """Each replay makes an output of its own. The second micro-batch does not count again."""
-    size = measured()
-    assert size.saved_bytes == 2 * SAVED * ROW
-
-
-@pytest.mark.parametrize(("segments", "early"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_segments(segments, early):
-    size = measured(segments)
     assert (size.regions, size.early) == (2, early)
-    assert size.saved_bytes == 2 * SAVED * ROW  # those that the backward replays count, too
+    assert size.saved_bytes == (2 + 3) * ROW
+
+
+@pytest.mark.usefixtures("alone")
+def test_of_a_stage_that_is_exempt():
+    """The output of the first block is what the second saves as its input."""
+    assert measured(exempt={(0, 0)}) == Size(saved_bytes=(2 + 2) * ROW)
 
 
 def test_each_is_counted_once():

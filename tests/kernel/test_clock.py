@@ -54,21 +54,18 @@ def test_on_the_cpu_a_stamp_is_seconds(now):
     cpu = Clock(torch.device("cpu"))
     first = cpu.stamp()
     now[0] += 2.5
-    second = cpu.stamp()
-    assert [cpu.seconds(first), cpu.seconds(second)] == [100.0, 102.5]
+    assert list(map(cpu.reader(), [first, cpu.stamp()])) == [100.0, 102.5]
 
 
-def test_on_a_device_stamps_are_events_on_the_time_of_the_cpu(now, monkeypatch):
+def test_on_a_device_stamps_are_events_counted_back_from_now(now, monkeypatch):
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda one: device)
     of_device = Clock(torch.device("cuda", 1))
-    device.time = 40.0
-    first = of_device.stamp()
-    assert device.calls == ["synchronize cuda:1", *["record on stream of cuda:1"] * 2]
+    stamps = []
+    for device.time in (40.0, 540.0):
+        stamps.append(of_device.stamp())
+    assert device.calls == ["record on stream of cuda:1"] * 2  # a stamp waits for nothing
     device.calls.clear()
-    now[0], device.time = 900.0, 540.0
-    second = of_device.stamp()
-    assert device.calls == ["record on stream of cuda:1"]  # a stamp waits for nothing
-    device.calls.clear()
-    assert [of_device.seconds(first), of_device.seconds(second)] == [100.0, 100.5]
-    assert device.calls == ["wait", "wait"]
+    now[0], device.time = 900.0, 1040.0
+    assert list(map(of_device.reader(), stamps)) == [899.0, 899.5]
+    assert device.calls == ["synchronize cuda:1", "record on stream of cuda:1", "wait"]

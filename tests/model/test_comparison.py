@@ -67,7 +67,7 @@ def test_segments_are_part_of_the_schedule():
 def test_the_table():
     assert str(slowed(LAST_KEPT, 1.25)).split("\n") == [
         "                               step  overhead  hidden",
-        "none (simulated)           578.1 ms     0.0 %    1.00",
+        "none (simulated)           578.1 ms     0.0 %       -",
         "at arrival (simulated)       750 ms    29.7 %    0.00",
         "this schedule (simulated)  632.8 ms     9.5 %    0.68",
         "this schedule (measured)     791 ms    36.8 %   -0.24",

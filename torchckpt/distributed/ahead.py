@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Sizes
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.kernel.slots import Slot
-from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, arrival, with_recompute
+from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
 from torchckpt.model.comparison import Comparison, compare
 from torchckpt.model.measured import measured_timeline
 from torchckpt.model.orders import Visit
@@ -81,6 +82,7 @@ class RecomputeAhead(Runtime):
         self._record = Record(torch.device(first.device), apart=not self._is_early)
         self._sizes = Sizes(segments)
         self._at: str | None = None
+        self._before: Gathered | None = None
         super().__init__(live, placed)
         self.schedule = self.follow(placed)
         """What is run, on all ranks, as data."""
@@ -114,8 +116,8 @@ class RecomputeAhead(Runtime):
         self._record.begin()
         try:
             yield
-        except RegionError:
-            raise  # which says what to do
+        except (RegionError, torch.OutOfMemoryError):
+            raise  # the one says what to do, and loops that try again look for the other
         except Exception as error:
             raise ScheduleError(self._failure(error)) from error
         finally:
@@ -167,10 +169,9 @@ class RecomputeAhead(Runtime):
 
     @contextmanager
     def _replaying(self, stage: int, micro_batch: int, slots: list[Slot]) -> Iterator[None]:
-        start = self._record.now()
-        with self._sizes.of_replay(stage, micro_batch, slots, self._of[stage].submod):
+        replaying = self._record.replaying((stage, micro_batch))
+        with replaying, self._sizes.of_replay(stage, micro_batch, slots, self._of[stage].submod):
             yield
-        self._record.replayed((stage, micro_batch), start)
 
     def _placed(self, costs: StageCosts | Sequence[StageCosts] | None, link: Link | Sequence[Link]) -> Schedule:
         plain = self._plain_schedule
@@ -182,10 +183,14 @@ class RecomputeAhead(Runtime):
         self._is_measuring = False
         # All processes of the job agree: replicas of a pipeline have collectives in common.
         measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
-        self.schedule = self.follow(self._placed(measured.costs, measured.links))
+        early = [_early_alone(*pair) for pair in zip(measured.costs, measured.segments)]
+        self.schedule = self.follow(self._placed(early, measured.links))
         self._record.clear()
+        self._before = measured  # what there is to report on until the next step
 
     def _measured(self) -> Gathered:
+        if not self._record.steps and self._before is not None:
+            return self._before
         if not self._record.steps:
             raise ScheduleError(
                 "a step must have run before it can be shown\n  received: timeline() or report() before step()\n"
@@ -215,3 +220,10 @@ class RecomputeAhead(Runtime):
 def _timeline(measured: Gathered) -> Timeline:
     schedule, steps, costs, links, segments = measured
     return measured_timeline(schedule, steps[-1], costs, links, segments)
+
+
+def _early_alone(costs: StageCosts, part: Segments) -> StageCosts:
+    """With what the backward recomputes as part of the backward: it is no recompute that could be placed."""
+    late = costs.recompute_seconds * (part.total - part.early) / part.total
+    early = costs.recompute_seconds - late
+    return replace(costs, recompute_seconds=early, input_grad_seconds=costs.input_grad_seconds + late)

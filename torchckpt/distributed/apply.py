@@ -27,7 +27,7 @@ def recompute_ahead(
     segments: int | None = None,
     exempt: str | Collection[Visit] = "auto",
     costs: StageCosts | Sequence[StageCosts] | str | None = None,
-    link: Link | Sequence[Link] = Link(),  # noqa: B008  # frozen
+    link: Link | Sequence[Link] | None = None,
 ) -> RecomputeAhead:
     """Have ``schedule`` recompute before gradients arrive. Call it on every rank, with the same arguments.
 
@@ -52,7 +52,8 @@ def recompute_ahead(
         costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
             be stepping). Default: no costs, right before the backward.
-        link: with ``costs``: of every pair of neighbouring stages, or one per pair.
+            With ``segments``, ``recompute_seconds`` is that of the early regions.
+        link: with ``costs`` that are given: of every pair of neighbouring stages, or one per pair. Default: no time.
 
     Returns:
         A schedule with ``step()`` and ``eval()`` as torch's, ``timeline()``, ``report()`` and ``schedule``.
@@ -61,17 +62,23 @@ def recompute_ahead(
         ArgumentError: all faults of the call in one message.
         CheckpointError: this version of torch has no runtime that could do it.
         RegionError: at the first step, a stage that enters no region, or one of ``torch.utils.checkpoint``.
-        ScheduleError: at a step, an action failed; it names stage, micro-batch and action.
+        ScheduleError: at a step, an action failed; it names stage, micro-batch and action, and its ``__cause__`` is
+            what was raised. Only ``torch.OutOfMemoryError`` passes as it is.
     """
     raise_faults(_CALLER, _schedule_faults(schedule))
     plain = schedule_of(schedule)
-    faults = (*_segments_faults(segments), *_exempt_faults(exempt, plain), *_cost_faults(costs, link, plain))
+    faults = (
+        *_segments_faults(segments),
+        *_exempt_faults(exempt, plain),
+        *_cost_faults(costs, link, plain),
+        *_use_faults(segments, costs, link),
+    )
     raise_faults(_CALLER, faults)
     if isinstance(exempt, str):
         kept = free_to_keep(plain) if exempt == "auto" and segments is None else frozenset()
     else:
         kept = frozenset(exempt)
-    return RecomputeAhead(schedule, plain, segments, kept, costs, link)
+    return RecomputeAhead(schedule, plain, segments, kept, costs, link or Link())
 
 
 def _schedule_faults(schedule: object) -> Iterator[Fault]:
@@ -115,4 +122,14 @@ def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fa
             yield Fault("costs are StageCosts, or 'measured'", repr(costs), "costs='measured'")
     elif costs is not None:
         yield from per_stage(costs, schedule.stages)[1]  # type: ignore[arg-type]  # which is what it checks
-        yield from per_boundary(link, schedule.stages)[1]  # type: ignore[arg-type]  # likewise
+        if link is not None:
+            yield from per_boundary(link, schedule.stages)[1]  # type: ignore[arg-type]  # likewise
+
+
+def _use_faults(segments: object, costs: object, link: object) -> Iterator[Fault]:
+    """What would be ignored."""
+    if link is not None and (costs is None or isinstance(costs, str)):
+        rule = "a link goes with costs that are given"
+        yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=StageCosts(1.0, 1.0, 1.0, 1.0), link=Link(0.5)")
+    if costs is not None and segments == 0:
+        yield Fault("costs say where to recompute early", f"costs={costs!r}, segments=0", "segments=1, or no costs")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -20,6 +21,8 @@ class Frames:
     def __init__(self, segments: int | None) -> None:
         self._segments = segments
         self._waiting: dict[tuple[int, int], list[Frame]] = {}
+        self._sharded: dict[nn.Module, list[FSDPModule]] = {}  # by the module of a stage
+        self._used: dict[object, list[FSDPModule]] = {}  # by the module that a region calls
 
     @contextmanager
     def gathered(
@@ -47,11 +50,13 @@ class Frames:
         """
         frames = self._waiting.pop((stage, micro_batch), [])
         early = len(frames) if self._segments is None else min(self._segments, len(frames))
-        sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        if module not in self._sharded:
+            self._sharded[module] = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        sharded = self._sharded[module]
         while early > 0:
             frame, early = frames.pop(), early - 1
             if sharded:
-                _recompute_gathered(frame, sharded)
+                self._recompute_gathered(frame, sharded)
             else:
                 frame.recompute()
 
@@ -62,21 +67,24 @@ class Frames:
     def clear(self) -> None:
         self._waiting.clear()
 
+    def _recompute_gathered(self, frame: Frame, sharded: Sequence[FSDPModule]) -> None:
+        """With the parameters that the replay uses gathered, as FSDP2 would do it at the region's backward, which then
+        finds them so and gathers nothing."""
+        called = _module_of(frame.function)
+        if called not in self._used:
+            self._used[called] = [one for one in sharded if called is None or _is_in_line(one, called)]
+        for module in self._used[called]:
+            module.unshard()
+        with in_backward(sharded):
+            frame.recompute()
 
-def _recompute_gathered(frame: Frame, sharded: Sequence[FSDPModule]) -> None:
-    """With the parameters that the replay uses gathered, as FSDP2 would do it at the region's backward, which then
-    finds them so and gathers nothing."""
-    for module in _used_by(frame, sharded):
-        module.unshard()
-    with in_backward([module for module in sharded if isinstance(module, nn.Module)]):
-        frame.recompute()
 
-
-def _used_by(frame: Frame, sharded: Sequence[FSDPModule]) -> list[FSDPModule]:
-    """Those that hold, or are held by, the module that the region calls; all where that is not known."""
-    function = frame.function
+def _module_of(function: object) -> nn.Module | None:
+    """The module that a region calls, where that is known."""
     called = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    if not isinstance(called, nn.Module):
-        return list(sharded)
-    inside: set[object] = set(called.modules())
-    return [one for one in sharded if one in inside or (isinstance(one, nn.Module) and called in set(one.modules()))]
+    return called if isinstance(called, nn.Module) else None
+
+
+def _is_in_line(one: Any, other: nn.Module) -> bool:
+    """Whether one of the two modules holds the other."""
+    return any(child is other for child in one.modules()) or any(child is one for child in other.modules())

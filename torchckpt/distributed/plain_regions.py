@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from torchckpt.distributed.private import is_compiled
 from torchckpt.errors import RegionError
 from torchckpt.kernel.flags import is_checkpointing
 from torchckpt.kernel.private import hooks_in_force
@@ -31,18 +31,27 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
         hooks = hooks_in_force(False)
         inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
         if inside and not found and not is_checkpointing():  # one inside of ours is ours to replay
-            found.append(f"{type(child).__name__} {names.get(child, '')!r}")
+            found.append(f"{type(child).__name__} {names[child]!r}")
 
-    handle = register_module_forward_pre_hook(look)
+    handles = [child.register_forward_pre_hook(look) for child in _uncompiled(module)]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     if found and graded:
         raise RegionError(
             f"the regions of a stage are torchckpt's; those of torch.utils.checkpoint cannot be recomputed early\n"
             f"  received: stage {stage} runs {found[0]} inside one of torch.utils.checkpoint\n  works:    {_WORKS}"
         )
+
+
+def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Those that a hook can be put on: one inside of compiled code would be compiled, too."""
+    if not is_compiled(module):
+        yield module
+        for child in module.children():
+            yield from _uncompiled(child)
 
 
 def raise_without_regions(stage: int, outputs: object) -> NoReturn:

@@ -28,6 +28,7 @@ __all__ = [
     "Runtime",
     "Stage",
     "in_backward",
+    "is_compiled",
     "micro_batches_of",
     "order_of",
     "raise_unless_supported",
@@ -38,6 +39,7 @@ Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
 Stage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
 
 try:
+    from torch._dynamo import OptimizedModule  # which the schedules import, too
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
@@ -59,6 +61,7 @@ class _Computation(str, Enum):
 _RECOMPUTE: Any = _Computation.RECOMPUTE  # which torch's types know nothing of
 _OVERLAP = _ComputationType.OVERLAP_F_B
 _KINDS = tuple(kind.value for kind in Kind)
+_CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _OF_FORWARDS = ("F", "SEND_F", "RECV_F")
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
@@ -131,7 +134,7 @@ class Runtime(_PipelineScheduleRuntime):
         raise_unless_supported(self)
         self._defer_pp_recv = getattr(live, "_defer_pp_recv", False)
         self._comp_type_to_function_map = dict(getattr(live, "_comp_type_to_function_map", {}))
-        self._comp_type_to_function_map[_RECOMPUTE] = self._recompute
+        self._comp_type_to_function_map[_RECOMPUTE] = _recompute
         self.pipeline_order = order_of(live) or {
             rank: [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
             for rank, order in enumerate(schedule.ranks)
@@ -189,6 +192,7 @@ class Runtime(_PipelineScheduleRuntime):
             return super()._step_microbatches(*args, **kwargs)
 
     def _forget(self) -> None:
+        self.pipeline_order_with_comms[self.rank] = self._training  # and no reference to self, which would be a cycle
         # Of a step that failed; after one that did not, all are empty.
         self.fwd_recv_ops.clear()
         self.bwd_recv_ops.clear()
@@ -196,33 +200,39 @@ class Runtime(_PipelineScheduleRuntime):
         self.unsharded_stages.clear()
         self._internal_losses.clear()
 
-    def _recompute(self, action: Any, _: Any) -> None:
-        self.recompute(Action(action.stage_index, Kind.RECOMPUTE, action.microbatch_index))
-
     @contextmanager
     def _watched(self, stage: Stage) -> Iterator[None]:
         """Within, the computations of ``stage`` are :meth:`computing`."""
         index = stage.stage_index
-        plain = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+        plain = [getattr(stage, name) for name in _CHUNKS]
+        before = {name: stage.__dict__[name] for name in _CHUNKS if name in stage.__dict__}
 
-        def forward(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-            with self.computing(Action(index, Kind.FORWARD, micro_batch)):
-                return plain[0](micro_batch, *args, **kwargs)
+        # With the names of torch's parameters: functions of the user's may call them, too.
+        def forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with self.computing(Action(index, Kind.FORWARD, fwd_chunk_id)):
+                return plain[0](fwd_chunk_id, *args, **kwargs)
 
-        def backward(micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        def backward(bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
             kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
-            with self.computing(Action(index, kind, micro_batch)):
-                return plain[1](micro_batch, *args, full_backward=full_backward, **kwargs)
+            with self.computing(Action(index, kind, bwd_chunk_id)):
+                return plain[1](bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
 
-        def weights(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-            with self.computing(Action(index, Kind.WEIGHT_GRAD, micro_batch)):
-                return plain[2](micro_batch, *args, **kwargs)
+        def weights(bwd_chunk_id: int, **kwargs: Any) -> Any:
+            with self.computing(Action(index, Kind.WEIGHT_GRAD, bwd_chunk_id)):
+                return plain[2](bwd_chunk_id, **kwargs)
 
-        stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk = forward, backward, weights
+        stage.__dict__.update(zip(_CHUNKS, (forward, backward, weights)))
         try:
             yield
         finally:
-            del stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+            for name in _CHUNKS:
+                del stage.__dict__[name]
+            stage.__dict__.update(before)
+
+
+def _recompute(action: Any, context: Any) -> None:
+    """What the runtime calls for our kind of action."""
+    context.schedule_ref.recompute(Action(action.stage_index, Kind.RECOMPUTE, action.microbatch_index))
 
 
 def _to_torch(action: Action) -> Any:
@@ -272,10 +282,15 @@ def _forwards_of(actions: Sequence[Any]) -> list[Any]:
     return found
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
 @contextmanager
-def in_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Within, FSDP2 takes a forward of ``modules`` for a replay: parameters stay gathered, and nothing is recorded."""
-    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    states = [module._get_fsdp_state() for module in modules]
     before = [state._training_state for state in states]
     for state in states:
         state._training_state = TrainingState.PRE_BACKWARD

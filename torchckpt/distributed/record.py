@@ -4,6 +4,8 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,13 +35,20 @@ class Record:
     """
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
-        self._apart = apart
+        self._apart, self._device = apart, device
         self._clock = Clock(device)
         self._steps: deque[list[_Noted]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
         self._replays: deque[list[_Replay]] = deque(maxlen=KEPT_STEPS)
         self._current_replays: list[_Replay] = []
         self._asked: Stamp = None
+
+    def device_current(self) -> AbstractContextManager[Any]:
+        """Within, the device of this rank is the current one."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.get_device_module(self._device).device(self._device)
+        return context
 
     def begin(self) -> None:
         self._current, self._current_replays = [], []
@@ -56,8 +65,14 @@ class Record:
         self._current.append((action, self._asked, start, end))
         self._asked = end  # of the second half of a pair that torch runs as one action
 
-    def replayed(self, visit: Visit, start: Stamp) -> None:
-        """A region of a stage and micro-batch was, wherever that happened."""
+    @contextmanager
+    def replaying(self, visit: Visit) -> Iterator[None]:
+        """Around the replay of a region of a stage and micro-batch."""
+        if not self._apart:
+            yield
+            return
+        start = self._clock.stamp()
+        yield
         self._current_replays.append((visit, start, self._clock.stamp()))
 
     def end(self) -> None:
@@ -75,16 +90,14 @@ class Record:
 
     def spans(self) -> list[list[Span]]:
         """Of the steps that are remembered, the latest last."""
-        seconds = self._clock.seconds
+        seconds = self._clock.reader()
         found = []
         for step, replays in zip(self._steps, self._replays):
             spans = [Span(action, seconds(asked), seconds(start), seconds(end)) for action, asked, start, end in step]
-            if self._apart:
-                inside: defaultdict[Visit, float] = defaultdict(float)
-                for visit, start, end in replays:
-                    inside[visit] += seconds(end) - seconds(start)
-                spans = replays_apart(spans, inside)
-            found.append(spans)
+            inside: defaultdict[Visit, float] = defaultdict(float)
+            for visit, start, end in replays:
+                inside[visit] += seconds(end) - seconds(start)
+            found.append(replays_apart(spans, inside))
         return found
 
 
@@ -108,10 +121,11 @@ def gather(
 
     Processes on one machine share a clock; of others it is compared after a barrier, to about the time of a message.
     """
-    dist.barrier(group)
-    mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), found
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
+    with record.device_current():  # NCCL's collectives are on the current device
+        dist.barrier(group)
+        mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), found
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, mine, group=group)
     replicas: list[list[list[list[Span]]]] = [[] for _ in schedule.ranks]
     sizes: dict[int, Size] = {}
     for host, now, place, steps, own in said:

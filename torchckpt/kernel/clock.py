@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -13,28 +14,27 @@ Stamp: TypeAlias = Any
 
 
 class Clock:
-    """Of one device. Seconds are those of ``time.perf_counter``, on accelerators too."""
+    """Of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
-        self._zero: tuple[Any, float] | None = None
 
     def stamp(self) -> Stamp:
-        if self._module is None:
-            return time.perf_counter()
-        if self._zero is None:
-            self._module.synchronize(self._device)
-            self._zero = self._event(), time.perf_counter()
-        return self._event()
+        return time.perf_counter() if self._module is None else self._event()
 
-    def seconds(self, stamp: Stamp) -> float:
-        """Of a stamp; waits for the device to get there."""
-        if self._module is None or self._zero is None:
-            return float(stamp)
-        event, zero = self._zero
-        stamp.synchronize()
-        return zero + float(event.elapsed_time(stamp)) / 1e3
+    def reader(self) -> Callable[[Stamp], float]:
+        """What turns the stamps made so far into seconds of ``time.perf_counter``. Waits for the device.
+
+        They are counted back from now: an event tells milliseconds in single precision, too few digits for those since
+        the program began.
+        """
+        if self._module is None:
+            return float
+        self._module.synchronize(self._device)
+        last, now = self._event(), time.perf_counter()
+        last.synchronize()
+        return lambda stamp: now - float(stamp.elapsed_time(last)) / 1e3
 
     def _event(self) -> Any:
         event = self._module.Event(enable_timing=True)

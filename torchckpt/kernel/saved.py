@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +25,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         if not isinstance(whole, nn.Parameter):
-            self._storages[_identity(tensor)] = tensor.untyped_storage().nbytes()
+            self._storages.update(_storage_of(tensor))
         return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -33,7 +34,7 @@ def saved_bytes() -> Iterator[SavedBytes]:
     """Count the bytes of the storages that autograd saves in this thread until the end of the block.
 
     Each storage counts once, whole; those of parameters and of their views do not. Inputs do, whoever else holds them.
-    Inside a region nothing is saved, so of it only the boundary counts.
+    Inside a region nothing is saved, so of it only the boundary counts. Sparse tensors do not count.
     """
     saved = SavedBytes()
     with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
@@ -42,11 +43,18 @@ def saved_bytes() -> Iterator[SavedBytes]:
 
 def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
     """The bytes of the storages of ``tensors``, each once, except for those of ``but``."""
-    storages = {_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages: dict[StorageWeakRef, int] = {}
+    for tensor in tensors:
+        storages.update(_storage_of(tensor))
     for tensor in but:
-        storages.pop(_identity(tensor), None)
+        for storage in _storage_of(tensor):
+            storages.pop(storage, None)
     return sum(storages.values())
 
 
-def _identity(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch
+def _storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
+    """Its bytes; nothing of a sparse tensor, which has none."""
+    if tensor.layout != torch.strided:
+        return {}
+    storage = tensor.untyped_storage()
+    return {StorageWeakRef(storage): storage.nbytes()}  # type: ignore[no-untyped-call]  # in torch

@@ -50,11 +50,16 @@ class Comparison:
         return self.measured.step_seconds / self.simulated.step_seconds - 1 if self.simulated.step_seconds else 0.0
 
     def table(self) -> str:
-        """For people: the steps, then the stages."""
+        """For people: the steps, then the stages.
+
+        Everything is measured against the simulated step without recomputation, so what the machine adds to the
+        measured one counts as overhead, and what is not recomputed at all as hidden.
+        """
         units = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
         rows: list[tuple[str, ...]] = [_HEADS]
         for name, timeline in self._steps():
-            shares = percent(self.overhead(timeline)), f"{self.hidden(timeline):.2f}"
+            hidden = "-" if timeline is self.none else f"{self.hidden(timeline):.2f}"
+            shares = percent(self.overhead(timeline)), hidden
             rows.append((name, units.of_time(timeline.step_seconds), *shares))
         least = self.none.step_seconds
         share = percent(self.bound_seconds / least if least else 0.0)

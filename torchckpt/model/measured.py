@@ -8,6 +8,7 @@ from math import inf
 from statistics import median
 from typing import TypeAlias
 
+from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.memory import curves
@@ -93,14 +94,21 @@ def measured_timeline(
         for sender, receiver in _messages(schedule, step)
         for arrived in [_arrived(sender, receiver, travels[_boundary(sender, receiver)])]
     )
-    played = Run(
-        [[span.start_seconds - zero for span in spans] for spans in step],
-        [[span.end_seconds - zero for span in spans] for spans in step],
-        [],
-        [],
-    )
+    played = _played(schedule, step, zero)
     memory = curves(replace(schedule, segments=segments) if segments else schedule, costs, played)
     return Timeline(schedule, events, messages, memory)
+
+
+def _played(schedule: Schedule, step: Step, zero: float) -> Run:
+    """In the order of the schedule: of two actions that ran at once, either may have ended first."""
+    found = [{span.action: span for span in spans} for spans in step]
+    missing = [str(action) for own, order in zip(found, schedule.ranks) for action in order if action not in own]
+    rule = "every action of the schedule was measured"
+    works = "custom functions of a schedule that call forward_one_chunk() and backward_one_chunk() of its stages"
+    raise_faults("measured_timeline()", [Fault(rule, f"nothing of {', '.join(missing)}", works)] if missing else [])
+    ordered = [[own[action] for action in order] for own, order in zip(found, schedule.ranks)]
+    starts = [[span.start_seconds - zero for span in spans] for spans in ordered]
+    return Run(starts, [[span.end_seconds - zero for span in spans] for spans in ordered], [], [])
 
 
 def measured_costs(
