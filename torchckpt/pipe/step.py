@@ -15,6 +15,7 @@ another by its streams.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -149,7 +150,7 @@ class Step:
     ) -> None:
         self._stages, self._micro_batches, self._targets = stages, micro_batches, targets
         self._loss_fn, self._weights = loss_fn, weights
-        self.schedule = schedule_for(len(stages), len(micro_batches), recomputes)
+        self.schedule, self._order = plan(len(stages), len(micro_batches), recomputes)
         actions = [action for order in self.schedule.ranks for action in order]
         self._recomputed = {(stage, i) for stage, kind, i in actions if kind is Kind.RECOMPUTE}
         self._places = [Place.of(stage.device) for stage in stages]
@@ -161,10 +162,8 @@ class Step:
         self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in stages]
 
     def run(self) -> Tensor:
-        for clock in self._clocks:
-            clock.stamp()  # the first one waits for its device: now, and not when others have work for it
         doing = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
-        for action in in_order(self.schedule):
+        for action in self._order:
             stage, kind, i = action
             with record_function(f"torchckpt::{_WORDS[kind]}[stage={stage},mb={i}]"), on(self._places[stage].compute):
                 start = self._clocks[stage].stamp()
@@ -230,6 +229,13 @@ class Step:
             passage.send_back()
 
 
+@functools.lru_cache(maxsize=16)
+def plan(stages: int, micro_batches: int, recomputes: bool) -> tuple[Schedule, list[Action]]:
+    """The schedule, and its actions as one thread starts them."""
+    schedule = schedule_for(stages, micro_batches, recomputes)
+    return schedule, in_order(schedule)
+
+
 def in_order(schedule: Schedule) -> list[Action]:
     """The actions of all stages, in the order in which they start where a backward takes twice a forward.
 
@@ -248,7 +254,8 @@ def in_order(schedule: Schedule) -> list[Action]:
 
 
 def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
-    times = [(action, clock.seconds(start), clock.seconds(end)) for action, start, end in stamps]
+    seconds = clock.reader()
+    times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
     return [Span(action, start, start, end) for action, start, end in times]
 
 
