@@ -101,8 +101,8 @@ SIGNATURES = {
     ),
     "Pipe.forward": "(self, *args: 'Any', **kwargs: 'Any') -> 'Any'",
     "Pipe.step": (
-        "(self, *args: 'Any', loss_fn: 'Callable[[Any, Any], torch.Tensor]', reduce: 'str' = 'mean', "
-        "**kwargs: 'Any') -> 'Any'"
+        "(self, *args: 'Any', loss_fn: 'Callable[[Any, Any], torch.Tensor]', target: 'Any' = Ellipsis, "
+        "reduce: 'str | None' = None, **kwargs: 'Any') -> 'torch.Tensor'"
     ),
     "Pipe.timeline": "(self) -> 'Timeline'",
     "distributed.recompute_ahead": (

@@ -91,7 +91,7 @@ def test_a_layer_on_two_devices_is_an_error() -> None:
 
 def test_parameters_elsewhere_than_with_device_says_are_an_error() -> None:
     module = nn.Sequential(on(CPU), WithDevice(on(CPU), "meta"))
-    with pytest.raises(ArgumentError, match=r"parameters of a stage must be on one device\n.*stage 1.*on cpu, meta\n"):
+    with pytest.raises(ArgumentError, match=r"layers of a stage must be on one device\n.*stage 1.*on cpu, meta\n"):
         torchckpt.Pipe(module, [1, 1])
 
 
@@ -100,7 +100,7 @@ def test_every_fault_of_placement_is_named() -> None:
     layers = [Layer("0", shared), Layer("1", on(META)), Layer("2", shared)]
     stages = [Stage(0, 0, layers[:2], CPU), Stage(1, 2, layers[2:], META)]
     assert [fault.rule for fault in placement_faults(stages)] == [
-        "the parameters of a stage must be on one device",
+        "the layers of a stage must be on one device",
         "a parameter cannot be shared by stages on two devices",
         "a parameter cannot be shared by stages on two devices",
     ]

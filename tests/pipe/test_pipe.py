@@ -473,7 +473,7 @@ def test_all_faults_are_reported_at_once() -> None:
 
 def test_a_stage_that_is_spread_over_devices_is_an_error() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    text = "the parameters of a stage must be on one device\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
+    text = "the layers of a stage must be on one device\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
     assert text in fault(lambda: torchckpt.Pipe(module, balance=[2]))
 
 

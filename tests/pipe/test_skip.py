@@ -193,9 +193,10 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return load.tensors
 
     class Passage(step.Passage):
-        def __init__(self, tensor: Tensor, source: Any, target: Any) -> None:
-            moves.append((source.number, target.number))
-            super().__init__(tensor, source, target)
+        def __init__(self, tensor: Tensor, forth: Any, back: Any) -> None:
+            receiver, sender = back
+            moves.append((sender.place.number, receiver.place.number))
+            super().__init__(tensor, forth, back)
 
     monkeypatch.setattr(Place, "of", staticmethod(of))
     monkeypatch.setattr(pipeline, "moved", moved)

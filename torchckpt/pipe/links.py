@@ -123,7 +123,8 @@ def _moved(
 
 def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
-        return tensor.detach()
+        # A backward that makes a graph (double backward) goes on through this.
+        return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor.detach()
     # To the CPU a copy must be awaited, and from there too: nothing on the CPU waits for a stream.
     return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 

@@ -62,7 +62,7 @@ def gather(outputs: Sequence[Any], rows: Sequence[int], dim: int = 0, reduce: st
     specs = [spec for _, spec in flat]
     raise_faults("Pipe", _structure_faults(specs))
     columns = list(zip(*(leaves for leaves, _ in flat)))
-    raise_faults("Pipe", [fault for column in columns for fault in _output_faults(column, dim, reduce)])
+    raise_faults("Pipe", [fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
     return pytree.tree_unflatten([_gathered(column, rows, dim, reduce) for column in columns], specs[0])
 
 
@@ -112,10 +112,12 @@ def _structure_faults(specs: Sequence[Any]) -> Iterator[Fault]:
         yield Fault(rule, f"{specs[0]}, then {other}", "a last layer that returns a tensor")
 
 
-def _output_faults(column: Sequence[Any], dim: int, reduce: str | None) -> Iterator[Fault]:
+def _output_faults(
+    column: Sequence[Any], rows: Sequence[int], dim: int, reduce: str | None
+) -> Iterator[Fault]:
     first = column[0]
     if not all(isinstance(leaf, Tensor) for leaf in column):
-        if any(isinstance(leaf, Tensor) for leaf in column) or any(other != first for other in column):
+        if any(isinstance(leaf, Tensor) for leaf in column) or any(not _is_same(other, first) for other in column):
             rule = "what the last stage returns beside tensors must be equal for all micro-batches"
             received = ", ".join("a tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in column)
             yield Fault(rule, received, "a tensor instead, such as torch.tensor([count])")
@@ -126,3 +128,16 @@ def _output_faults(column: Sequence[Any], dim: int, reduce: str | None) -> Itera
     elif first.dim() <= dim:
         rule = f"an output is put together along dimension {dim}"
         yield Fault(rule, f"shape {tuple(first.shape)}", f"a last layer that returns rows in dimension {dim}")
+    elif len({leaf.size(dim) / count for leaf, count in zip(column, rows)} | {first.size(dim) // rows[0]}) > 1:
+        rule = f"an output has as many rows in dimension {dim} as its micro-batch, or a multiple of them"
+        shapes = ", ".join(f"shape {tuple(leaf.shape)} of {count} rows" for leaf, count in zip(column, rows))
+        yield Fault(rule, shapes, "a last layer that returns only what belongs to rows")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays
+        return repr(one) == repr(other)

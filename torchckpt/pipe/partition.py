@@ -23,6 +23,7 @@ __all__ = [
     "even_balance",
     "indexed",
     "layers_of",
+    "more_than_layers",
     "partition",
     "placement_faults",
 ]
@@ -93,13 +94,30 @@ class Turn:
         return args[0], kept
 
 
+def more_than_layers(sequential: nn.Sequential) -> list[str]:
+    """What it has besides layers that it calls one after the other."""
+    hooks = (
+        sequential._forward_hooks,
+        sequential._forward_pre_hooks,
+        sequential._backward_hooks,
+        sequential._backward_pre_hooks,
+    )
+    has = {
+        "a forward": type(sequential).forward is not nn.Sequential.forward or "forward" in sequential.__dict__,
+        "parameters": bool(sequential._parameters),
+        "buffers": bool(sequential._buffers),
+        "hooks": any(hooks),
+    }
+    return [name for name, there in has.items() if there]
+
+
 def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Layer]:
     """Its layers; with ``nested`` those of Sequentials inside it in their place."""
     found = []
     for name, module in sequential._modules.items():
         if module is None:
             continue
-        if nested and type(module) is nn.Sequential:
+        if nested and type(module) is nn.Sequential and not more_than_layers(module):
             found += layers_of(module, nested, f"{prefix}{name}.")
         else:
             found.append(Layer(prefix + name, module))
@@ -173,15 +191,24 @@ def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
     return faults
 
 
-def placement_faults(stages: Iterable[Stage]) -> list[Fault]:
-    """A stage that is spread over devices, or a parameter that stages on two devices share."""
+def placement_faults(stages: Iterable[Stage], moved: bool = False) -> list[Fault]:
+    """A stage that is spread over devices, or a parameter that stages on two devices share.
+
+    Args:
+        moved: the layers will be moved to the devices of their stages.
+    """
     faults: list[Fault] = []
     homes: dict[nn.Parameter, tuple[torch.device, str]] = {}
     for stage in stages:
-        if len(spread := _devices_of(stage.layers)) > 1:
+        named = [layer.module.__dict__[_DEVICE] for layer in stage.layers if _DEVICE in layer.module.__dict__]
+        if moved and any(device != stage.device for device in named):
+            received = f"{stage.__qualname__} on {stage.device}, with a layer on {', '.join(map(str, named))}"
+            works = "devices= without WithDevice(), or the other way round"
+            faults.append(Fault("WithDevice() and devices= must not contradict each other", received, works))
+        elif not moved and len(spread := _devices_of(stage.layers)) > 1:
             received = f"{stage.__qualname__} on {', '.join(map(str, spread))}"
             works = "devices=['cuda:0', 'cuda:1'], which moves every layer to the device of its stage"
-            faults.append(Fault("the parameters of a stage must be on one device", received, works))
+            faults.append(Fault("the layers of a stage must be on one device", received, works))
         for name, parameter in _parameters_of(stage.layers):
             home, first = homes.setdefault(parameter, (stage.device, stage.__qualname__))
             if home != stage.device:
@@ -200,7 +227,10 @@ def _parameters_of(layers: Iterable[Layer]) -> Iterable[tuple[str, nn.Parameter]
 def _devices_of(layers: Iterable[Layer]) -> list[torch.device]:
     layers = list(layers)
     named = [layer.module.__dict__[_DEVICE] for layer in layers if _DEVICE in layer.module.__dict__]
-    return list(dict.fromkeys([*(parameter.device for _, parameter in _parameters_of(layers)), *named]))
+    tensors = [parameter.device for _, parameter in _parameters_of(layers)]
+    # Buffers decide only where there is nothing else: they may be small tables that are meant to stay on the CPU.
+    buffers = [buffer.device for layer in layers for buffer in layer.module.buffers()]
+    return list(dict.fromkeys([*tensors, *named] or buffers))
 
 
 def _missing(device: Any) -> str | None:

@@ -25,6 +25,7 @@ from torchckpt.pipe.partition import (
     even_balance,
     indexed,
     layers_of,
+    more_than_layers,
     partition,
     placement_faults,
 )
@@ -103,14 +104,13 @@ class Pipe(nn.Module):
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
         self._modules.update(module._modules)  # the very layers, under their names, which may be those of attributes
+        stages = self.stages
+        raise_faults("Pipe", placement_faults(stages, moved=self.devices is not None))
+        for stage in stages if self.devices else ():
+            for layer in stage.layers:
+                layer.module.to(stage.device)
         if deferred_batch_norm:
             DeferredBatchNorm.convert(self)
-        stages = self.stages
-        if self.devices:
-            for stage in stages:
-                for layer in stage.layers:
-                    layer.module.to(stage.device)
-        raise_faults("Pipe", placement_faults(stages))
 
     @property
     def stages(self) -> list[Stage]:
@@ -138,9 +138,17 @@ class Pipe(nn.Module):
         threads = any(stage.device.type == accelerator_type() for stage in stages)
         with self._statistics():
             outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads)
-        return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
+        rows = [batch.rows for batch in micro_batches]
+        return gather(outputs, rows, self.batch_dim, self.reduce)
 
-    def step(self, *args: Any, loss_fn: Callable[[Any, Any], torch.Tensor], reduce: str = "mean", **kwargs: Any) -> Any:
+    def step(
+        self,
+        *args: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        target: Any = ...,
+        reduce: str | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """A forward and a backward of a mini-batch as 1F1B: gradients are added to those of the parameters.
 
         Where ``loss.backward()`` must keep what every micro-batch saves, or its boundary, until all forwards are done,
@@ -149,11 +157,19 @@ class Pipe(nn.Module):
 
         >>> loss = pipe.step(x, target, loss_fn=torch.nn.functional.cross_entropy)
 
+        There is a backward for each micro-batch and stage. So hooks of parameters run as often, and those that change
+        them (an optimizer in the backward) are refused; what runs once a mini-batch, such as the reduction of gradients
+        in DDP, is the caller's to do after it; and a ``GradScaler`` goes into ``loss_fn``:
+        ``lambda output, target: scaler.scale(f(output, target))``. If something raises, gradients that are there stay.
+
         Args:
-            *args, **kwargs: those of the first layer, and, the last of ``args``, the target, split likewise.
+            *args, **kwargs: those of the first layer.
+            target: split as they are. Default: the last of ``args``.
             loss_fn: of output and target of a micro-batch, a scalar.
-            reduce: ``"mean"``: the loss is the mean of those of the micro-batches, weighted by rows, as that of a
-                ``loss_fn`` that takes the mean; ``"sum"``: their sum.
+            reduce: ``"mean"``: the loss is the mean of those of the micro-batches, weighted by rows, which is that of
+                the mini-batch where every row counts alike; ``"sum"``: their sum, as for a ``loss_fn`` that divides
+                what it adds up by a number of its own, such as that of all tokens. Default: the pipeline's, or the
+                mean.
 
         Returns:
             The loss, detached. Inputs get no gradient.
@@ -161,7 +177,10 @@ class Pipe(nn.Module):
         Raises:
             ArgumentError: no target, a loss that is no scalar, or as the forward.
         """
-        raise_faults("Pipe.step()", _step_faults(args, kwargs, loss_fn, reduce))
+        if target is not ...:
+            args = (*args, target)
+        reduce = reduce or self.reduce or "mean"
+        raise_faults("Pipe.step()", [*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
         with torch.inference_mode(False), torch.enable_grad(), self._statistics():
             step = self._step(args, kwargs, loss_fn, reduce)
             loss = step.run()
@@ -230,6 +249,14 @@ class Pipe(nn.Module):
             self._stays(f".to({', '.join(map(repr, where))})")
         return super().to(*args, **kwargs)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # What moves a module comes down to this, for one that holds this one too.
+        for device in dict.fromkeys(stage.device for stage in self.stages):
+            there = fn(torch.empty(0, device=device)).device
+            if there != device:
+                self._stays(f"a move from {device} to {there}")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # in torch
+
     def cuda(self, device: Any = None) -> NoReturn:
         """Not for a pipeline, whose stages have devices of their own."""
         self._stays(".cuda()")
@@ -274,6 +301,10 @@ def _faults(module: Any, layers: Sequence[Layer], balance: Any, devices: Any) ->
         received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
         rule = "the module must be an nn.Sequential of at least one layer"
         faults.append(Fault(rule, received, "Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])"))
+    if isinstance(module, nn.Sequential) and (own := more_than_layers(module)):
+        received = f"{type(module).__name__} with {', '.join(own)} of its own"
+        works = "nn.Sequential(*layers, Scale()): a layer that does it"
+        faults.append(Fault("the Sequential must do no more than call its layers", received, works))
     if balance is not None and layers:
         faults += balance_faults(balance, len(layers))
     if devices is not None:
@@ -297,7 +328,7 @@ def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any,
 
 def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, reduce: object) -> Iterator[Fault]:
     if not args or len(args) + len(kwargs) < 2:
-        rule = "a step takes the arguments of the first layer, and then the target, which has no name"
+        rule = "a step takes the arguments of the first layer, and the target"
         received = f"{len(args)} positional, {len(kwargs)} by name"
         yield Fault(rule, received, "pipe.step(x, target, loss_fn=loss_fn)")
     if not callable(loss_fn):
@@ -305,3 +336,11 @@ def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, re
         yield Fault("loss_fn must be callable", received, "loss_fn=torch.nn.functional.cross_entropy")
     if reduce not in REDUCTIONS:
         yield Fault(f"reduce must be one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
+
+
+def _hook_faults(pipe: nn.Module) -> Iterator[Fault]:
+    hooked = [name for name, parameter in pipe.named_parameters() if parameter._post_accumulate_grad_hooks]
+    if hooked:
+        rule = "no hook may run when a gradient is accumulated: in a step that is once for each micro-batch"
+        works = "optimizer.step() after pipe.step(); or loss.backward()"
+        yield Fault(rule, f"hooks on {', '.join(hooked[:3])}{', ...' if hooked[3:] else ''}", works)

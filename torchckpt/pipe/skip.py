@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
+from torchckpt.kernel.flags import is_recomputing
 
 __all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
 
@@ -73,11 +74,25 @@ class _Plain:
 
     def __init__(self) -> None:
         self._kept: dict[Name, Tensor] = {}
+        self._replayed: dict[Name, Tensor] = {}  # by a replay, which may end before it pops them
 
     def stash(self, name: Name, tensor: Tensor) -> None:
-        self._kept[name] = tensor
+        if is_recomputing():
+            self._replayed[name] = tensor
+        else:
+            self._replayed.clear()
+            self._kept[name] = tensor
 
     def pop(self, name: Name) -> Tensor:
+        if is_recomputing():
+            if name in self._replayed:
+                return self._replayed.pop(name)
+            raise RecomputationError(
+                "a layer that pops a skip cannot be a region by itself: its replay comes when the skip is gone\n"
+                f"  received: pop({name[1]!r}) in a replay\n"
+                "  works:    Pipe(..., checkpoint='always'), whose regions are stages; or a layer that pops, and then "
+                "calls checkpoint(block, x, skip)"
+            )
         if name not in self._kept:
             rule = "a skip is stashed by an earlier layer, and popped once"
             raise_faults("pop()", [Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in a layer before")])

@@ -26,8 +26,8 @@ def stasher_behind(layers: Sequence[Layer], name: Name, popper: str) -> str | No
     return None
 
 
-def _stashed_by(module: nn.Module) -> Iterator[Any]:
-    """The names that the forward of ``module`` stashes, as far as they can be read."""
+def _stashed_by(module: nn.Module) -> Iterator[str]:
+    """The names that the forward of ``module`` stashes, as far as they are literals and its own attributes."""
     forward: Any = type(module).forward
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -35,8 +35,18 @@ def _stashed_by(module: nn.Module) -> Iterator[Any]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "stash" and node.args:
-            try:
-                code = compile(ast.Expression(node.args[0]), "<stash>", "eval")
-                yield eval(code, dict(forward.__globals__), {"self": module})
-            except Exception:  # a name of the forward's own variables
-                continue
+            name = _read(node.args[0], module)
+            if name is not None:
+                yield name
+
+
+def _read(node: ast.expr, module: nn.Module) -> str | None:
+    """``"a"``, ``self.name``, and f-strings of these."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return str(module.__dict__[node.attr]) if node.attr in module.__dict__ else None
+    if isinstance(node, ast.JoinedStr):
+        parts = [_read(part.value if isinstance(part, ast.FormattedValue) else part, module) for part in node.values]
+        return None if None in parts else "".join(map(str, parts))
+    return None

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
@@ -30,8 +32,20 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.clock import Clock
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT
-from torchckpt.model import Action, Kind, Link, Schedule, StageCosts, Timeline, ahead, gpipe, one_f_one_b, simulate
-from torchckpt.model import with_recompute as placed
+from torchckpt.kernel.private import profiler_is_on
+from torchckpt.model import (
+    Action,
+    Kind,
+    Link,
+    Schedule,
+    StageCosts,
+    Timeline,
+    ahead,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    with_recompute,
+)
 from torchckpt.model.measured import Span, measured_timeline
 from torchckpt.pipe.links import Place, copy, on, wait
 from torchckpt.pipe.microbatch import MicroBatch
@@ -47,51 +61,74 @@ _WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "r
 
 
 def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
-    """1F1B, recomputed one ahead but for the last stage, which holds one micro-batch anyway; GPipe where there are
-    fewer micro-batches than stages."""
-    make = one_f_one_b if micro_batches >= stages else gpipe
-    plain = make(stages, micro_batches)
-    return placed(plain, ahead(exempt="last_stage")) if recomputes and stages > 1 else plain
+    """1F1B, recomputed one ahead but for the last stage, which holds one micro-batch anyway. Where there are fewer
+    micro-batches than stages GPipe, all of it recomputed."""
+    is_1f1b = micro_batches >= stages
+    plain = (one_f_one_b if is_1f1b else gpipe)(stages, micro_batches)
+    exempt = "last_stage" if is_1f1b else ()
+    return with_recompute(plain, ahead(exempt=exempt)) if recomputes and stages > 1 else plain
 
 
-class Load(NamedTuple):
-    """A tensor on its way to another place, and the stream that it arrives on; None where it is there."""
+class Port(NamedTuple):
+    """Where a stage is, and the streams of what leaves it and of what arrives. Of each direction one, in which messages
+    queue; None where there are no streams."""
 
-    tensor: Tensor
-    arrival: torch.Stream | None
+    place: Place
+    leaving: torch.Stream | None
+    arriving: torch.Stream | None
 
     @classmethod
-    def sent(cls, tensor: Tensor, source: Place, target: Place) -> Load:
-        """Begin the copy, when what has been started at ``source`` so far is done."""
-        stream, arrival = source.side_stream(), target.side_stream()
-        tensor = tensor.detach()
-        if source == target:
-            return cls(tensor, None)
-        with on(stream):
-            waited = wait(source.compute, stream, (tensor,))
-        with on(arrival):
-            return cls(copy(source, stream, target, arrival, waited)[0], arrival)
+    def at(cls, place: Place) -> Port:
+        return cls(place, place.side_stream(), place.side_stream())
 
-    def arrived(self, target: Place) -> Tensor:
-        """For what is started at ``target`` from now on."""
-        return wait(self.arrival, target.compute, (self.tensor,))[0] if self.arrival else self.tensor
+
+class Shipment:
+    """A tensor on its way from one stage to another: it leaves when what its stage had to do by then is done."""
+
+    def __init__(self, tensor: Tensor, source: Port) -> None:
+        self._source = source
+        with on(source.leaving):
+            (self._tensor,) = wait(source.place.compute, source.leaving, (tensor.detach(),))
+        self._target: Port | None = None
+
+    def sent(self, target: Port) -> Shipment:
+        """Begin the copy."""
+        if self._source.place != target.place:
+            with on(target.arriving):
+                source = self._source
+                (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
+            self._target = target
+        return self
+
+    def arrived(self, place: Place) -> Tensor:
+        """For what is started at ``place`` from now on."""
+        arriving = self._source.leaving if self._target is None else self._target.arriving
+        return wait(arriving, place.compute, (self._tensor,))[0]
 
 
 class Passage:
-    """A tensor that goes from one stage to another, and its gradient, which goes back."""
+    """A tensor that goes from one stage to another, and its gradient, which goes back.
 
-    def __init__(self, tensor: Tensor, source: Place, target: Place) -> None:
-        self.tensor, self._source, self._target = tensor, source, target
-        self._forth: Load | None = Load.sent(tensor, source, target)
+    Args:
+        forth: the tensor, on its way.
+        back: the ports of its gradient: that of the receiver, that of the sender.
+    """
+
+    def __init__(self, tensor: Tensor, forth: Shipment, back: tuple[Port, Port]) -> None:
+        self._requires_grad, self._back = tensor.requires_grad, back
+        # Of the graph only, where the receiver has a copy: the output itself would be held until its backward.
+        is_elsewhere = back[0].place != back[1].place and tensor.requires_grad
+        self.root: Any = get_gradient_edge(tensor) if is_elsewhere else tensor
+        self._forth: Shipment | None = forth
         self._leaf: Tensor | None = None
         self._arrived: Tensor | None = None
-        self._back: Load | None = None
+        self._gradient: Shipment | None = None
 
     def received(self) -> Tensor:
         """What the receiver's graph begins with: a leaf, behind a node, so that it may be changed in place."""
         forth, self._forth = self._forth, None
         if forth is not None:
-            self._leaf = forth.arrived(self._target).detach().requires_grad_(self.tensor.requires_grad)
+            self._leaf = forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
             self._arrived = wait(None, None, (self._leaf,))[0]
         assert self._arrived is not None
         return self._arrived
@@ -100,10 +137,11 @@ class Passage:
         """After the receiver's backward."""
         leaf, self._leaf, self._arrived = self._leaf, None, None
         if leaf is not None and leaf.grad is not None:
-            self._back = Load.sent(leaf.grad, self._target, self._source)
+            receiver, sender = self._back
+            self._gradient = Shipment(leaf.grad, receiver).sent(sender)
 
     def gradient(self) -> Tensor | None:
-        return None if self._back is None else self._back.arrived(self._source)
+        return None if self._gradient is None else self._gradient.arrived(self._back[1].place)
 
 
 @dataclass
@@ -154,6 +192,8 @@ class Step:
         actions = [action for order in self.schedule.ranks for action in order]
         self._recomputed = {(stage, i) for stage, kind, i in actions if kind is Kind.RECOMPUTE}
         self._places = [Place.of(stage.device) for stage in stages]
+        self._activations = [Port.at(place) for place in self._places]
+        self._gradients = [Port.at(place) for place in self._places]
         self._clocks = [Clock(stage.device) for stage in stages]
         self._skips = [skips_of(stages) for _ in micro_batches]
         self._inputs: dict[tuple[int, int], Any] = {}
@@ -163,9 +203,11 @@ class Step:
 
     def run(self) -> Tensor:
         doing = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
+        is_profiled = profiler_is_on()
         for action in self._order:
             stage, kind, i = action
-            with record_function(f"torchckpt::{_WORDS[kind]}[stage={stage},mb={i}]"), on(self._places[stage].compute):
+            name = f"torchckpt::{_WORDS[kind]}[stage={stage},mb={i}]"
+            with record_function(name) if is_profiled else nullcontext(), on(self._places[stage].compute):
                 start = self._clocks[stage].stamp()
                 doing[kind](stage, i)
                 self._stamps[stage].append((action, start, self._clocks[stage].stamp()))
@@ -179,7 +221,7 @@ class Step:
         stage, place, skips, turn = self._stages[j], self._places[j], self._skips[i], Turn()
         self._turns[j, i] = turn
         args, kwargs = self._arguments(j, i, turn)
-        run = stage.turn(Carrier(skips, partial(_skip, turn.received, place)))
+        run = stage.turn(Carrier(skips, partial(self._skip, turn.received, j)))
         if (j, i) in self._recomputed:
             turn.frame = Frame(DEFAULT)
             output, kept = turn.frame.forward(run, args, kwargs)
@@ -187,9 +229,9 @@ class Step:
             output, kept = run(*args, **kwargs)
         raise_faults("Pipe.step()", output_faults(stage, output))
         for name, tensor in kept.items():
-            skips.sent(name, tensor, (turn.sent, tensor, place))
+            skips.sent(name, tensor, (turn.sent, j, tensor, Shipment(tensor, Port.at(place))))
         if j + 1 < len(self._stages):
-            self._inputs[j + 1, i] = pytree.tree_map(partial(_sent, turn.sent, place, self._places[j + 1]), output)
+            self._inputs[j + 1, i] = pytree.tree_map(partial(self._sent, turn.sent, {}, j), output)
         else:
             self._end(i, turn, output)
 
@@ -210,6 +252,26 @@ class Step:
         turn.loss = loss * self._weights[i]
         self._losses.append(turn.loss.detach())
 
+    def _sent(self, passages: list[Passage], made: dict[int, Passage], j: int, leaf: Any) -> Any:
+        """A leaf of an output of stage ``j``, as what the next one receives: one tensor, however often it is there."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            forth = Shipment(leaf, self._activations[j]).sent(self._activations[j + 1])
+            made[id(leaf)] = Passage(leaf, forth, (self._gradients[j + 1], self._gradients[j]))
+            passages.append(made[id(leaf)])
+        return made[id(leaf)]
+
+    def _skip(
+        self, received: list[Passage], k: int, sent: tuple[list[Passage], int, Tensor, Shipment]
+    ) -> Tensor:
+        """A skip that stage ``k`` pops."""
+        passages, j, tensor, shipment = sent
+        passage = Passage(tensor, shipment.sent(Port.at(self._places[k])), (self._gradients[k], self._gradients[j]))
+        passages.append(passage)
+        received.append(passage)
+        return passage.received()
+
     def _recompute(self, j: int, i: int) -> None:
         frame = self._turns[j, i].frame
         if frame is not None:
@@ -221,10 +283,10 @@ class Step:
             torch.autograd.backward(turn.loss)
         else:
             # Last one first, as they would come in one graph: a tensor that left several times adds up in that order.
-            pairs = [(passage.tensor, passage.gradient()) for passage in reversed(turn.sent)]
-            due = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            pairs = [(passage.root, passage.gradient()) for passage in reversed(turn.sent)]
+            due = [(root, gradient) for root, gradient in pairs if gradient is not None]
             if due:
-                torch.autograd.backward([tensor for tensor, _ in due], [gradient for _, gradient in due])
+                torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
         for passage in turn.received:
             passage.send_back()
 
@@ -259,18 +321,6 @@ def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span
     return [Span(action, start, start, end) for action, start, end in times]
 
 
-def _sent(passages: list[Passage], source: Place, target: Place, leaf: Any) -> Any:
-    """A leaf of an output, as what the next stage receives: one tensor, however often it stands there."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    for passage in passages:
-        if passage.tensor is leaf:
-            return passage
-    passage = Passage(leaf, source, target)
-    passages.append(passage)
-    return passage
-
-
 def _received(passages: list[Passage], leaf: Any) -> Any:
     if not isinstance(leaf, Passage):
         return leaf
@@ -278,19 +328,11 @@ def _received(passages: list[Passage], leaf: Any) -> Any:
     return leaf.received()
 
 
-def _skip(passages: list[Passage], place: Place, sent: tuple[list[Passage], Tensor, Place]) -> Tensor:
-    sender, tensor, source = sent
-    passage = Passage(tensor, source, place)
-    sender.append(passage)
-    passages.append(passage)
-    return passage.received()
-
-
 def _brought(place: Place, leaf: Any) -> Any:
     """A tensor of the caller's, at ``place``, without its graph."""
     if not isinstance(leaf, Tensor) or leaf.device == place.device:
         return leaf.detach() if isinstance(leaf, Tensor) else leaf
-    return Load.sent(leaf, Place.of(leaf.device), place).arrived(place)
+    return Shipment(leaf, Port.at(Place.of(leaf.device))).sent(Port.at(place)).arrived(place)
 
 
 def _loss_faults(loss: object) -> Iterator[Fault]:
