@@ -130,11 +130,11 @@ SIGNATURES = {
     "pipe.Balance.table": "(self) -> 'str'",
     "pipe.balance_by_time": (
         "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', recompute: 'bool' = True, rounds: 'int' = 5, "
-        "**kwargs: 'Any') -> 'Balance'"
+        "split_nested: 'bool' = False, **kwargs: 'Any') -> 'Balance'"
     ),
     "pipe.balance_by_bytes": (
-        "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', param_scale: 'float' = 4.0, **kwargs: 'Any') "
-        "-> 'Balance'"
+        "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', param_scale: 'float' = 4.0, "
+        "split_nested: 'bool' = False, **kwargs: 'Any') -> 'Balance'"
     ),
     "testing.count_recomputes": "() -> 'Iterator[Recomputes]'",
     "testing.saved_bytes": "() -> 'Iterator[SavedBytes]'",

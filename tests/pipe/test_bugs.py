@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import torchckpt
 from torchckpt.errors import ArgumentError, RecomputationError
-from torchckpt.pipe import links
-from torchckpt.pipe.links import Place
+from torchckpt.pipe import balance_by_bytes, links
 from torchckpt.pipe.skip import pop, stash
 
 mse_loss = nn.functional.mse_loss
@@ -126,5 +125,10 @@ def test_a_layer_that_pops_cannot_be_a_region_by_itself() -> None:
         whole(torch.randn(3, 2)).sum().backward()
 
 
-def test_places_are_compared_by_device_and_stream() -> None:
-    assert Place.of(torch.device("cpu")) == Place(torch.device("cpu"), None)
+def test_a_balance_of_nested_layers_is_one_of_a_pipe_that_splits_them() -> None:
+    """It was one of the outer layers only."""
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2))
+    balance = balance_by_bytes(2, nested, torch.randn(2, 4), split_nested=True)
+    assert len(balance.costs) == 4
+    assert balance.names == ["Linear", "ReLU", "Linear", "Linear"]
+    assert torchckpt.Pipe(nested, balance, split_nested=True)(torch.randn(2, 4)).shape == (2, 2)
