@@ -43,7 +43,11 @@ def test_names():
                 "raise_faults",
             ],
         ),
-        (pipe, ["Balance", "DeferredBatchNorm", "Pipe", "balance_by_bytes", "balance_by_time"]),
+        (
+            pipe,
+            ["Balance", "DeferredBatchNorm", "NoChunk", "Pipe", "WithDevice", "balance_by_bytes", "balance_by_time"],
+        ),
+        (pipe.skip, ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]),
         (
             testing,
             ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"],
@@ -92,9 +96,15 @@ SIGNATURES = {
     "Pipe": (
         "(module: 'nn.Sequential', balance: 'Sequence[int] | None' = None, "
         "devices: 'Sequence[torch.device | str | int] | None' = None, chunks: 'int' = 1, "
-        "checkpoint: 'CheckpointMode' = 'except_last', lookahead: 'int' = 1) -> 'None'"
+        "checkpoint: 'CheckpointMode' = 'except_last', lookahead: 'int' = 1, *, batch_dim: 'int' = 0, "
+        "reduce: 'str | None' = None, split_nested: 'bool' = False, deferred_batch_norm: 'bool' = False) -> 'None'"
     ),
-    "Pipe.forward": "(self, input: 'Batch') -> 'Batch'",
+    "Pipe.forward": "(self, *args: 'Any', **kwargs: 'Any') -> 'Any'",
+    "Pipe.step": (
+        "(self, *args: 'Any', loss_fn: 'Callable[[Any, Any], torch.Tensor]', target: 'Any' = Ellipsis, "
+        "reduce: 'str | None' = None, **kwargs: 'Any') -> 'torch.Tensor'"
+    ),
+    "Pipe.timeline": "(self) -> 'Timeline'",
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'StageCosts | Sequence[StageCosts] | str | None' = None, "
@@ -108,6 +118,11 @@ SIGNATURES = {
     "pipe.DeferredBatchNorm.convert": "(module: 'M') -> 'M'",
     "pipe.DeferredBatchNorm.revert": "(module: 'M') -> 'M'",
     "pipe.DeferredBatchNorm.mini_batch": "(module: 'nn.Module') -> 'Iterator[None]'",
+    "pipe.NoChunk": "(value: 'Any') -> None",
+    "pipe.WithDevice": "(module: 'M', device: 'torch.device | str | int') -> 'M'",
+    "pipe.skip.stash": "(name: 'str', tensor: 'Tensor', namespace: 'Namespace | None' = None) -> 'None'",
+    "pipe.skip.pop": "(name: 'str', namespace: 'Namespace | None' = None) -> 'Tensor'",
+    "pipe.skip.Namespace": "()",
     "pipe.Balance": (
         "(counts: 'Sequence[int]', costs: 'Sequence[float]', names: 'Sequence[str]', "
         "unit: \"Literal['seconds', 'bytes']\") -> 'None'"
@@ -115,11 +130,11 @@ SIGNATURES = {
     "pipe.Balance.table": "(self) -> 'str'",
     "pipe.balance_by_time": (
         "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', recompute: 'bool' = True, rounds: 'int' = 5, "
-        "**kwargs: 'Any') -> 'Balance'"
+        "split_nested: 'bool' = False, **kwargs: 'Any') -> 'Balance'"
     ),
     "pipe.balance_by_bytes": (
-        "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', param_scale: 'float' = 4.0, **kwargs: 'Any') "
-        "-> 'Balance'"
+        "(partitions: 'int', module: 'nn.Sequential', *sample: 'Any', param_scale: 'float' = 4.0, "
+        "split_nested: 'bool' = False, **kwargs: 'Any') -> 'Balance'"
     ),
     "testing.count_recomputes": "() -> 'Iterator[Recomputes]'",
     "testing.saved_bytes": "() -> 'Iterator[SavedBytes]'",
@@ -150,6 +165,11 @@ def test_checkpointing_has_these_members_and_no_other():
         "is_recomputed",
     ]
     assert isinstance(inspect.getattr_static(torchckpt.Checkpointing, "is_recomputed"), property)
+
+
+def test_a_pipe_adds_these_members_to_a_module_and_no_other():
+    members = ["stages", "forward", "step", "timeline", "to", "cuda", "cpu", "xpu"]
+    assert [name for name in vars(torchckpt.Pipe) if not name.startswith("_")] == members
 
 
 def test_a_schedule_that_recomputes_ahead_adds_these_members_for_its_users_and_the_rest_for_the_runtime():

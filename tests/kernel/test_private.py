@@ -9,8 +9,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import leaf
+from tests.helpers import in_thread, leaf
 from torchckpt.errors import CheckpointError
 from torchckpt.kernel import private
 
@@ -165,9 +167,38 @@ def keep_from_dynamo():
     assert graphs_of(ours) == 0  # torch._dynamo.reset() does not undo it
 
 
+def dispatch_modes_are_active():
+    assert not private.dispatch_modes_are_active()
+    with FlopCounterMode(display=False):
+        assert private.dispatch_modes_are_active()
+    assert not private.dispatch_modes_are_active()
+
+
+def function_modes():
+    class Mode(TorchFunctionMode):
+        pass
+
+    assert private.function_modes() == []
+    with torch.device("meta"), Mode():
+        device, other = private.function_modes()
+    assert isinstance(device, private.DeviceContext)
+    assert isinstance(other, Mode)
+
+
+def profiler_is_on():
+    assert not private.profiler_is_on()
+    with torch.autograd.profiler.profile():
+        assert private.profiler_is_on()
+        assert not in_thread(private.profiler_is_on)
+    assert not private.profiler_is_on()
+
+
 COUNTERPARTS = {
+    "DeviceContext": function_modes,
     "batch_norm_layer": batch_norm_layer,
+    "dispatch_modes_are_active": dispatch_modes_are_active,
     "forward_ad": level_of_forward_ad,
+    "function_modes": function_modes,
     "functorch_is_active": functorch_is_active,
     "global_forward_hooks": global_forward_hooks,
     "global_forward_pre_hooks": global_forward_pre_hooks,
@@ -176,6 +207,7 @@ COUNTERPARTS = {
     "modes_are_active": modes_are_active,
     "norm_layer": norm_layer,
     "pop_hooks": push_hooks_and_pop_hooks,
+    "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,
     "set_grad_enabled": set_grad_enabled,
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import torchckpt
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import Balance, Pipe, balance, balance_by_bytes, balance_by_time
+from torchckpt.pipe.partition import layers_of
 from torchckpt.testing import saved_bytes
 
 BOTH = pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_bytes])
@@ -311,7 +312,7 @@ def test_a_pipe_takes_it_and_it_is_a_list() -> None:
 
 def test_the_table_says_what_is_in_a_stage() -> None:
     layers = {"tokens": nn.Embedding(4, 2), "0": nn.ReLU(), "1": nn.ReLU(), "head": nn.ReLU()}
-    names = balance._names(nn.Sequential(OrderedDict(layers)))
+    names = balance._names(layers_of(nn.Sequential(OrderedDict(layers)), nested=False))
     found = Balance([3, 1], [0.001, 0.0005, 0.0005, 0.006], names, "seconds")
     assert found.stage_costs == [0.002, 0.006]
     assert found.table().split("\n") == [

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
-from torchckpt.pipe import links
+from tests.pipe.skips import Pop, Stash
+from torchckpt.model import Kind
+from torchckpt.pipe import NoChunk, WithDevice, links
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -116,3 +118,183 @@ def test_the_peak_is_lower_than_without_recomputing() -> None:
         return torch.cuda.max_memory_allocated() - before
 
     assert peak("always") < peak("never") / 2
+
+
+# skips ----------------------------------------------------------------------------------------------------------------
+
+
+def skipping() -> nn.Sequential:
+    """Skips from the first stage of four to the last, and from each to the next."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    first, second, third, last = blocks
+    near = [Stash("near"), second, Pop("near")]
+    return nn.Sequential(first, Stash("far"), *near, third, Pop("far"), last).to("cuda:0")
+
+
+def four() -> list[str]:
+    return devices() * 2
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def assert_equal(ours: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected))  # type: ignore[arg-type]
+
+
+def without_dropout(module: nn.Sequential) -> nn.Sequential:
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return module
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_skips_between_devices_are_the_plain_sequential(checkpoint: Any) -> None:
+    x = torch.randn(64, 256, device="cuda:0")
+    plain = without_dropout(skipping())
+    torch.autograd.backward([plain(part).square().sum() for part in x.tensor_split(4)])
+    pipe = torchckpt.Pipe(without_dropout(skipping()), [2, 3, 1, 2], four(), 4, checkpoint)
+    pipe(x).square().sum().backward()
+    for ours, expected in zip(gradients(pipe), gradients(plain)):
+        torch.testing.assert_close(ours, expected, check_device=False, rtol=1e-4, atol=1e-3)  # sums of 64 rows
+
+
+def test_recomputing_changes_no_bit_with_skips_and_dropout() -> None:
+    def run(mode: Any) -> list[Tensor | None]:
+        pipe = torchckpt.Pipe(skipping(), [2, 3, 1, 2], four(), 4, mode)
+        torch.manual_seed(1)
+        x = torch.randn(64, 256, device="cuda:0")
+        pipe(x).square().mean().backward()
+        return gradients(pipe)
+
+    assert_equal(run("always"), run("never"))
+
+
+def test_a_skip_arrives_on_the_device_of_the_stage_that_pops_it() -> None:
+    class Looks(Pop):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(str(x.device))
+            return super().forward(x)  # which fails where the two are on two devices
+
+    seen: list[str] = []
+    module = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Tanh(), Looks())
+    pipe = torchckpt.Pipe(module, [2, 1, 1], [devices()[0], devices()[0], devices()[1]], 2)
+    pipe(torch.randn(4, 4, device="cuda:0")).sum().backward()
+    assert seen[:2] == [devices()[1]] * 2
+
+
+# one step -------------------------------------------------------------------------------------------------------------
+
+
+def stepped(module: nn.Sequential, checkpoint: Any) -> tuple[Tensor, list[Tensor | None], torchckpt.Pipe]:
+    pipe = torchckpt.Pipe(module, [2, 3, 1, 2], four(), 8, checkpoint)
+    torch.manual_seed(1)
+    x, target = torch.randn(64, 256, device="cuda:0"), torch.randn(64, 256)  # the target comes from the CPU
+    loss = pipe.step(x, target, loss_fn=nn.functional.mse_loss)
+    return loss, gradients(pipe), pipe
+
+
+def test_a_step_has_the_loss_and_the_gradients_of_the_plain_sequential() -> None:
+    loss, grads, _ = stepped(without_dropout(skipping()), "always")
+    torch.manual_seed(1)
+    x, target = torch.randn(64, 256, device="cuda:0"), torch.randn(64, 256).to("cuda:0")
+    plain = without_dropout(skipping())
+    expected = nn.functional.mse_loss(plain(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), check_device=False)
+    for ours, grad in zip(grads, gradients(plain)):
+        torch.testing.assert_close(ours, grad, check_device=False)
+
+
+def test_recomputing_changes_no_bit_of_a_step() -> None:
+    always, never = stepped(skipping(), "always"), stepped(skipping(), "never")
+    assert torch.equal(always[0], never[0])
+    assert_equal(always[1], never[1])
+
+
+def test_the_timeline_of_a_step_is_in_order_on_every_device() -> None:
+    timeline = stepped(skipping(), "always")[2].timeline()
+    kinds = {event.action.kind for event in timeline.events}
+    assert kinds == {Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE}
+    for rank, order in enumerate(timeline.schedule.ranks):
+        own = [event for event in timeline.events if event.rank == rank]
+        assert [event.action for event in own] == list(order)
+        assert all(event.start_seconds <= event.end_seconds for event in own)
+
+
+def test_a_step_keeps_boundaries_of_as_many_micro_batches_as_stages() -> None:
+    def peak(call: Any, mode: Any) -> int:
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(16)))
+        pipe = torchckpt.Pipe(module, [8, 8], devices(), 16, mode)
+        x = torch.randn(16384, 512, device="cuda:0")
+        for parameter in pipe.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(pipe, x)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def step(pipe: torchckpt.Pipe, x: Tensor) -> None:
+        pipe.step(x, x, loss_fn=nn.functional.mse_loss)
+
+    def whole(pipe: torchckpt.Pipe, x: Tensor) -> None:
+        nn.functional.mse_loss(pipe(x), x.to(devices()[1])).backward()
+
+    assert peak(step, "never") < peak(whole, "never") / 3
+    assert peak(step, "always") < peak(whole, "always")
+
+
+def test_the_replay_of_a_step_runs_before_the_next_stage_s_backward() -> None:
+    stages = [Timed(), Timed()]
+    one = ["cuda:0", "cuda:0"]  # events of two devices cannot be compared
+    pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1], one, checkpoint="always")
+    x = torch.randn(64, 256, device="cuda:0")
+    pipe.step(x, x, loss_fn=nn.functional.mse_loss)
+    torch.cuda.synchronize()
+    assert (len(stages[0].replays), len(stages[1].replays)) == (1, 0)  # the last stage keeps what it has
+    assert (len(stages[0].backwards), len(stages[1].backwards)) == (1, 1)
+    assert stages[0].replays[0][1].elapsed_time(stages[1].backwards[0]) > 0
+
+
+# devices and arguments ------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_where_its_parameters_are_or_where_with_device_says() -> None:
+    first, last = devices()
+    module = nn.Sequential(nn.Linear(4, 4, device=first), WithDevice(nn.ReLU(), last), nn.Linear(4, 4, device=last))
+    pipe = torchckpt.Pipe(module, chunks=2)
+    assert [str(stage.device) for stage in pipe.stages] == ([first, last] if first != last else [first])
+    output = pipe(torch.randn(4, 4))
+    output.sum().backward()
+    assert str(output.device) == last
+
+
+def test_a_tensor_that_is_not_split_goes_to_the_first_device() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + table.sum(0)
+
+    table = torch.randn(7, 4, requires_grad=True)
+    pipe = torchckpt.Pipe(nn.Sequential(Looks(4, 4), nn.Linear(4, 4)), [1, 1], devices(), 2)
+    pipe(torch.randn(4, 4), NoChunk(table)).sum().backward()
+    assert table.grad is not None
+    assert table.grad.device.type == "cpu"
+
+
+def test_a_pipe_is_not_moved() -> None:
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices())
+    with pytest.raises(torchckpt.errors.ArgumentError, match="layers of a Pipe stay on the devices of their stages"):
+        pipe.cuda()
+
+
+def test_the_profiler_sees_the_stages_of_workers() -> None:
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices(), 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pipe(torch.randn(4, 4, device="cuda:0"))
+    seen = sorted(event.name for event in profile.events() if event.name.startswith("torchckpt::"))
+    assert seen == [f"torchckpt::forward[stage={j},mb={i}]" for j in range(2) for i in range(2)]

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
+from tests.pipe.stages import run, stages_of
 from torchckpt.pipe import links
 from torchckpt.pipe.links import Place
-from torchckpt.pipe.microbatch import gather, scatter
-from torchckpt.pipe.partition import partition
-from torchckpt.pipe.pipeline import run_pipeline
 
 CPU = torch.device("cpu")
 
@@ -107,8 +105,8 @@ def test_stages_on_one_device_and_stream_are_linked_all_the_same(
 
 
 def two_stages(events: list[str], chunks: int, checkpointed: int) -> Tensor:
-    stages = partition([Stage(0, events), Stage(1, events)], [1, 1], [CPU, CPU])
-    output = gather(run_pipeline(stages, scatter(torch.ones(chunks, 2), chunks), checkpointed, 1, threads=False))
+    stages = stages_of([Stage(0, events), Stage(1, events)], devices=[CPU, CPU])
+    output = run(stages, torch.ones(chunks, 2), chunks, checkpointed, 1, threads=False)
     assert isinstance(output, Tensor)
     return output.sum()
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
-from torchckpt.pipe.microbatch import gather, scatter
-from torchckpt.pipe.partition import partition
-from torchckpt.pipe.pipeline import run_pipeline
+from tests.pipe.stages import run, stages_of
 
 Pipeline = Callable[[Tensor], Tensor]
 
@@ -52,8 +50,7 @@ def one_stage(chunks: int, lookahead: int, checkpointed: int) -> list[str]:
     events: list[str] = []
     module = Watched("a", events)
     batch = torch.arange(chunks, dtype=torch.float32)[:, None].expand(chunks, 4)
-    stages = partition([module], [1], [None])
-    gather(run_pipeline(stages, scatter(batch, chunks), checkpointed, lookahead, threads=False)).sum().backward()
+    run(stages_of([module]), batch, chunks, checkpointed, lookahead, threads=False).sum().backward()
     return events
 
 
@@ -79,17 +76,18 @@ def test_the_order_of_one_lane(lookahead: int, checkpointed: int, picture: str) 
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("chunks", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_exactly_lookahead_micro_batches_are_recomputed_and_alive(
-    count: int, lookahead: int, checkpoint: str, threads: bool
+    count: int, chunks: int, lookahead: int, checkpoint: str, threads: bool
 ) -> None:
     stages = [Watched(f"stage {j}", []) for j in range(count)]
-    batch = torch.randn(6, 4)
-    checkpointed = 6 if checkpoint == "always" else 5
-    parts = partition(stages, [1] * count, [None] * count)
+    batch = torch.randn(chunks, 4)
+    checkpointed = chunks if checkpoint == "always" else chunks - 1
+    parts = stages_of(stages)
     with torchckpt.testing.count_recomputes() as recomputes:
-        gather(run_pipeline(parts, scatter(batch, 6), checkpointed, lookahead, threads)).sum().backward()
-    assert [stage.alive["peak"] for stage in stages] == [lookahead] * count
+        run(parts, batch, chunks, checkpointed, lookahead, threads).sum().backward()
+    assert [stage.alive["peak"] for stage in stages] == [min(lookahead, checkpointed)] * count
     assert [stage.alive["now"] for stage in stages] == [0] * count
     assert recomputes.total == checkpointed * count
 

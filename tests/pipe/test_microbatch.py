@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from torchckpt.errors import ArgumentError
-from torchckpt.pipe.microbatch import gather, scatter
+from torchckpt.pipe.microbatch import NoChunk, gather, scatter
+
+
+def split(*args: Any, chunks: int = 2, dim: int = 0, **kwargs: Any) -> list[Any]:
+    return scatter(args, kwargs, chunks, dim)
 
 
 @pytest.mark.parametrize(
@@ -17,50 +21,97 @@ from torchckpt.pipe.microbatch import gather, scatter
 )
 def test_as_many_micro_batches_as_chunks_or_rows(rows: int, chunks: int, sizes: list[int]) -> None:
     batch = torch.arange(rows * 2).view(rows, 2)
-    parts = scatter(batch, chunks)
-    assert [len(part) for part in parts] == sizes
-    assert torch.equal(gather(parts), batch)
+    parts = split(batch, chunks=chunks)
+    assert [part.rows for part in parts] == [len(part.args[0]) for part in parts] == sizes
+    assert torch.equal(gather([part.args[0] for part in parts], sizes), batch)
 
 
-def test_a_tuple_is_split_tensor_by_tensor() -> None:
-    batch = torch.randn(5, 2), torch.arange(5)
-    parts = scatter(batch, 2)
-    assert [(len(x), len(y)) for x, y in parts] == [(3, 3), (2, 2)]
-    together = gather(parts)
-    assert torch.equal(together[0], batch[0])
-    assert torch.equal(together[1], batch[1])
+def test_pytrees_are_split_tensor_by_tensor_and_all_else_goes_to_each_part() -> None:
+    table = torch.randn(3, 2)
+    x, y = torch.randn(5, 2), torch.arange(5)
+    parts = split({"x": x, "flag": True}, NoChunk(table), scale=2.0, mask=[y, None])
+    assert [part.rows for part in parts] == [3, 2]
+    for part, rows in zip(parts, (slice(0, 3), slice(3, 5))):
+        (first, second), kwargs = part.args, part.kwargs
+        assert torch.equal(first["x"], x[rows])
+        assert first["flag"] is True
+        assert second is table
+        assert kwargs["scale"] == 2.0
+        assert torch.equal(kwargs["mask"][0], y[rows])
+        assert kwargs["mask"][1] is None
 
 
-WORKS = "works:    pipe(x) or pipe((x, mask)), with tensors of one and the same number of rows, at least one"
+def test_the_dimension_of_rows_is_chosen() -> None:
+    x = torch.randn(4, 6, 2)
+    parts = split(x, dim=1, chunks=4)
+    assert [tuple(part.args[0].shape) for part in parts] == [(4, 2, 2), (4, 2, 2), (4, 1, 2), (4, 1, 2)]
+    assert torch.equal(gather([part.args[0] for part in parts], [2, 2, 1, 1], dim=1), x)
+
+
+def test_scalars_become_one_by_the_rule_that_is_given() -> None:
+    scalars, rows = [torch.tensor(1.0), torch.tensor(4.0)], [3, 1]
+    assert gather(scalars, rows, reduce="sum").item() == 5.0
+    assert gather(scalars, rows, reduce="mean").item() == 1.0 * 0.75 + 4.0 * 0.25
+
+
+def test_what_is_no_tensor_is_the_same_for_all_parts() -> None:
+    outputs = [{"y": torch.ones(2), "name": "head", "none": None}] * 2
+    together = gather(outputs, [2, 2])
+    assert (together["name"], together["none"], tuple(together["y"].shape)) == ("head", None, (4,))
+
+
+WORKS = "works:    pipe(x, mask, scale=2.0), with tensors of one number of rows, at least one; NoChunk(table) for other"
 
 
 @pytest.mark.parametrize(
-    ("batch", "text"),
+    ("args", "kwargs", "text"),
     [
-        ([torch.ones(2)], "the input must be a tensor or a tuple of tensors\n  received: list\n"),
-        ((torch.ones(2), 3), "the input must be a tensor or a tuple of tensors\n  received: tuple of (Tensor, int)\n"),
-        ((), "the input must be a tensor or a tuple of tensors\n  received: tuple of ()\n"),
-        (torch.ones(()), "every input must have a batch dimension to be split along\n  received: shapes ()\n"),
-        (torch.ones(0, 3), "a mini-batch must have at least one row\n  received: shapes (0, 3)\n"),
+        ((3, "a"), {}, "an input must be a tensor, or hold one, to be split along its rows\n  received: no tensor\n"),
+        ((), {}, "an input must be a tensor, or hold one, to be split along its rows\n  received: no tensor\n"),
         (
-            (torch.ones(4, 2), torch.ones(3)),
-            "all inputs must have the same number of rows\n  received: shapes (4, 2), (3,)\n",
+            (torch.ones(()),),
+            {},
+            "every tensor must have dimension 0, to be split along\n  received: input 0 of shape ()\n",
+        ),
+        ((torch.ones(0, 3),), {}, "a mini-batch must have at least one row\n  received: input 0 of shape (0, 3)\n"),
+        (
+            ({"x": torch.ones(4, 2)},),
+            {"mask": (torch.ones(3),)},
+            "all tensors must have the same number of rows, in dimension 0\n"
+            "  received: input 0['x'] of shape (4, 2), mask=[0] of shape (3,)\n",
         ),
     ],
 )
-def test_a_wrong_mini_batch_is_an_error_that_shows_it(batch: Any, text: str) -> None:
+def test_a_wrong_mini_batch_is_an_error_that_shows_it(args: Any, kwargs: Any, text: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape("Pipe: " + text + "  " + WORKS)):
-        scatter(batch, 2)
+        split(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("output", "received"),
-    [(torch.ones(()), "shape ()"), ([torch.ones(2)], "list"), ((torch.ones(2), None), "shape (2,), NoneType")],
+    ("outputs", "text"),
+    [
+        (
+            [torch.ones(()), torch.ones(())],
+            "a scalar of each micro-batch needs a rule that makes one of them\n  received: shape ()\n"
+            '  works:    Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")',
+        ),
+        (
+            [(torch.ones(1), 1), (torch.ones(1), 2)],
+            "what the last stage returns beside tensors must be equal for all micro-batches\n  received: 1, 2\n"
+            "  works:    a tensor instead, such as torch.tensor([count])",
+        ),
+        (
+            [torch.ones(1), (torch.ones(1),)],
+            "the last stage must return the same structure for every micro-batch\n",
+        ),
+    ],
 )
-def test_an_output_that_cannot_be_gathered_is_an_error_that_shows_it(output: Any, received: str) -> None:
-    text = (
-        "the last stage must return a tensor or a tuple of tensors, each with a batch dimension to be gathered along\n"
-        f"  received: {received}\n  works:    a last layer that returns logits; loss_fn(pipe(x), target) outside"
-    )
+def test_an_output_that_cannot_be_gathered_is_an_error_that_shows_it(outputs: Any, text: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(text)):
-        gather([output, output])
+        gather(outputs, [1, 1])
+
+
+def test_an_output_without_the_dimension_of_rows_is_an_error() -> None:
+    text = "an output is put together along dimension 1\n  received: shape (3,)\n"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        gather([torch.ones(3)], [3], dim=1)

@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import pickle
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -12,8 +15,13 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import torchckpt
+from tests.pipe.skips import Pop, Stash
+from tests.pipe.stages import run, stages_of, without_collector
 from torchckpt.errors import ArgumentError
-from torchckpt.pipe.partition import Stage, placement_faults
+from torchckpt.kernel.frame import Frame
+from torchckpt.pipe import NoChunk
+from torchckpt.pipe.partition import Layer, Stage, placement_faults
+from torchckpt.pipe.skip import Carrier, Skips
 
 
 def layers() -> nn.Sequential:
@@ -203,6 +211,187 @@ def test_inside_a_transform_it_is_an_error_that_says_what_works() -> None:
         torch.func.grad(lambda x: pipe(x).sum())(torch.randn(4, 6))
 
 
+# arguments and outputs ------------------------------------------------------------------------------------------------
+
+
+class Takes(nn.Module):
+    """Takes pytrees and keyword arguments, and returns a pytree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, tree: dict[str, Any], table: Tensor, *, mask: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        x = self.linear(tree["x"]) * mask[:, None] * scale + table.sum(0)
+        return {"x": x, "same": x, "ids": tree["ids"], "name": tree["name"], "none": None}
+
+
+class Gives(nn.Module):
+    def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
+        return {**tree, "x": tree["x"].sin() * tree["same"], "mean": tree["x"].mean(), "rows": len(tree["x"]) and 1}
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_pytrees_keyword_arguments_and_what_is_not_split(checkpoint: Any) -> None:
+    module = nn.Sequential(Takes(), Gives(), nn.Identity())
+    x, ids, mask = torch.randn(5, 4), torch.arange(5), torch.rand(5)
+    table = torch.randn(7, 4, requires_grad=True)
+    pipe = torchckpt.Pipe(module, [1, 1, 1], chunks=2, checkpoint=checkpoint, reduce="mean")
+    output = pipe({"x": x, "ids": ids, "name": "tree"}, NoChunk(table), mask=mask, scale=2.0)
+    (grad,) = torch.autograd.grad(output["x"].sum(), table)
+    parts = []
+    for rows in (slice(0, 3), slice(3, 5)):
+        tree = {"x": x[rows], "ids": ids[rows], "name": "tree"}
+        parts.append(module[1](module[0](tree, table, mask=mask[rows], scale=2.0)))
+    (expected,) = torch.autograd.grad([part["x"] for part in parts], table, [torch.ones(3, 4), torch.ones(2, 4)])
+    assert torch.equal(grad, expected)
+    for name in ("x", "same", "ids"):
+        assert torch.equal(output[name], torch.cat([part[name] for part in parts]))
+    assert (output["name"], output["none"], output["rows"]) == ("tree", None, 1)
+    assert torch.equal(output["mean"], parts[0]["mean"] * (3 / 5) + parts[1]["mean"] * (2 / 5))
+
+
+@pytest.mark.parametrize(("reduce", "weights"), [("mean", (3 / 7, 2 / 7, 2 / 7)), ("sum", (1, 1, 1))])
+def test_a_scalar_output_is_reduced_by_the_rule_and_goes_backward(reduce: str, weights: tuple[float, ...]) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean()
+
+    module, x = nn.Sequential(*layers().eval(), Loss()), torch.randn(7, 6)
+    loss = torchckpt.Pipe(module, [3, 4], chunks=3, reduce=reduce)(x)
+    loss.backward()
+    ours = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    expected = torch.stack([module(part) * weight for part, weight in zip(x.tensor_split(3), weights)]).sum()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert all_equal(ours, gradients(module))
+
+
+def test_a_scalar_without_a_rule_is_an_error_that_shows_both_calls() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Loss()), [1, 1])
+    assert fault(lambda: pipe(torch.ones(2, 2))) == (
+        "Pipe: a scalar of each micro-batch needs a rule that makes one of them\n  received: shape ()\n"
+        '  works:    Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")'
+    )
+
+
+def test_rows_in_another_dimension() -> None:
+    pipe, x = torchckpt.Pipe(layers().eval(), [3, 3], chunks=2, batch_dim=1), torch.randn(2, 5, 6)
+    assert torch.equal(pipe(x), torch.cat([layers().eval()(part) for part in x.tensor_split(2, 1)], 1))
+
+
+def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=8)
+    assert pipe(torch.randn(3, 6)).shape == (3, 3)
+    pipe.step(torch.randn(3, 6), torch.randn(3, 3), loss_fn=nn.functional.mse_loss)
+    text = "Pipe: a mini-batch of fewer rows than chunks=8 made 3 micro-batches, of a row each"
+    assert caplog.record_tuples == [("torchckpt.pipe.pipe", logging.WARNING, text)] * 2
+    caplog.clear()
+    pipe(torch.randn(8, 6))
+    assert caplog.record_tuples == []
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
+def test_a_tensor_that_an_output_holds_twice_is_one_for_the_next_stage(threads: bool) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (x, [x])
+
+    class InPlace(nn.Module):
+        def forward(self, tree: Any) -> Tensor:
+            tree[0].mul_(3)
+            return tree[0] + tree[1][0]  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 2, requires_grad=True)
+    output = run(stages_of([nn.Tanhshrink(), Twice(), InPlace()]), x, 2, 0, 1, threads)
+    expected = 6 * nn.functional.tanhshrink(x)
+    assert torch.equal(output, expected)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (output, expected)))
+
+
+@pytest.mark.parametrize("rows", [4, 5, 7])
+def test_running_statistics_are_those_of_the_mini_batch_whatever_its_micro_batches(rows: int) -> None:
+    def module() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh())
+
+    plain, x = module(), torch.randn(rows, 3)
+    plain(x)
+    pipe = torchckpt.Pipe(module(), [1, 1, 1], chunks=2, checkpoint="always", deferred_batch_norm=True)
+    pipe(x).sum().backward()
+    torch.testing.assert_close(pipe[0].running_mean, plain[0].running_mean)
+    torch.testing.assert_close(pipe[0].running_var, plain[0].running_var)
+    assert pipe[0].num_batches_tracked == 1
+
+
+def test_running_statistics_of_a_mini_batch_that_failed_are_forgotten() -> None:
+    class Fails(nn.Module):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("why")
+            return x
+
+    fails = Fails()
+    pipe = torchckpt.Pipe(nn.Sequential(nn.BatchNorm1d(3), fails), [1, 1], chunks=2, deferred_batch_norm=True)
+    with pytest.raises(ValueError, match="why"):
+        pipe(torch.randn(4, 3))
+    assert pipe[0].num_batches_tracked == 0
+    fails.fails = False
+    x, plain = torch.randn(4, 3), nn.BatchNorm1d(3)
+    pipe(x), plain(x)
+    torch.testing.assert_close(pipe[0].running_mean, plain.running_mean)
+
+
+# what stays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_nothing_is_left_of_a_mini_batch(checkpoint: Any, backward: bool) -> None:
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.exp()
+            for tensor in (x, hidden):
+                refs.append(weakref.ref(tensor.untyped_storage()))
+            return hidden.sin()
+
+    refs: list[Any] = []
+    module = nn.Sequential(nn.Linear(4, 4), Watched(), Stash(), Watched(), Pop())
+    pipe = torchckpt.Pipe(module, [1, 2, 1, 1], chunks=3, checkpoint=checkpoint)
+    x = torch.randn(6, 4)
+    with without_collector():
+        output = pipe(x)
+        if backward:
+            output.sum().backward()
+        x = x[:0].clone()
+        del output
+        assert [ref() for ref in refs if ref() is not None] == []
+        assert len(refs) >= 12
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_thousand_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any) -> None:
+    def alive() -> int:
+        return sum(type(found) in (Tensor, Frame, Carrier, Skips) for found in gc.get_objects())
+
+    module = nn.Sequential(nn.Linear(2, 2), Stash(), nn.Tanh(), Pop())
+    pipe = torchckpt.Pipe(module, [2, 1, 1], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(2, 2)
+    pipe(x)
+    with without_collector():
+        before = alive()
+        for _ in range(1000):
+            pipe(x)
+        assert alive() == before
+
+
 # wrong calls --------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +438,11 @@ def fault(call: Any) -> str:
             "Pipe: checkpoint must be one of ('except_last', 'always', 'never')\n  received: checkpoint='last'\n"
             "  works:    checkpoint=\"except_last\"",
         ),
+        ({"batch_dim": -1}, "Pipe: batch_dim must be an int from 0\n  received: batch_dim=-1\n  works:    batch_dim=0"),
+        (
+            {"reduce": "max"},
+            "Pipe: reduce must be one of ('mean', 'sum'), or None\n  received: reduce='max'\n  works:    reduce=",
+        ),
         ({"devices": "cpu"}, "Pipe: devices must be a list of devices, one a stage\n  received: devices='cpu'\n"),
         ({"devices": ["cpu"], "balance": [3, 3]}, "devices and balance must be equally long\n  received: 1 devices, 2"),
         ({"devices": ["cpu"] * 7}, "there must be a layer for every stage\n  received: 7 devices, 6 layers\n"),
@@ -262,42 +456,78 @@ def test_a_wrong_call_says_the_rule_what_was_received_and_what_works(arguments: 
 
 
 def test_all_faults_are_reported_at_once() -> None:
-    wrong: Any = {"module": nn.Linear(2, 2), "chunks": 0, "lookahead": 0, "checkpoint": "no"}
+    wrong: Any = {"module": nn.Linear(2, 2), "chunks": 0, "lookahead": 0, "checkpoint": "no", "devices": ["tpu:9"]}
+    wrong = {**wrong, "batch_dim": -1, "reduce": 3}
     text = fault(lambda: torchckpt.Pipe(**wrong))
-    assert text.startswith("Pipe: 4 faults\nthe module must be an nn.Sequential")
+    assert text.startswith("Pipe: 7 faults\nthe module must be an nn.Sequential")
     assert re.findall(r"received: .*", text) == [
         "received: Linear",
+        next(line for line in re.findall(r"received: .*", text) if line.startswith("received: 'tpu:9': ")),
         "received: chunks=0",
         "received: lookahead=0",
         "received: checkpoint='no'",
+        "received: batch_dim=-1",
+        "received: reduce=3",
     ]
 
 
 def test_a_stage_that_is_spread_over_devices_is_an_error() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    text = "the parameters of a stage must be on one device\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
-    assert text in fault(lambda: torchckpt.Pipe(module))
+    text = "the layers of a stage must be on one device\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
+    assert text in fault(lambda: torchckpt.Pipe(module, balance=[2]))
 
 
 def test_a_parameter_on_two_devices_is_an_error_that_names_both_stages() -> None:
     shared = nn.Linear(2, 2, bias=False)
-    stages = [Stage(0, 0, [shared], torch.device("cpu")), Stage(1, 1, [shared], torch.device("meta"))]
+    layers = Layer("0", shared), Layer("1", shared)
+    stages = [Stage(0, 0, layers[:1], torch.device("cpu")), Stage(1, 1, layers[1:], torch.device("meta"))]
     assert [str(fault) for fault in placement_faults(stages)] == [
         "a parameter cannot be shared by stages on two devices\n"
-        "  received: Linear.weight, in Pipe stage 0 (layers 0 to 0) on cpu "
+        "  received: 1.weight, in Pipe stage 0 (layers 0 to 0) on cpu "
         "and in Pipe stage 1 (layers 1 to 1) on meta\n"
         "  works:    a balance that puts both layers into one stage, or both stages on one device"
     ]
 
 
 def test_a_stage_that_returns_no_tensor_is_an_error_that_names_it() -> None:
-    class Lists(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [x]
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            pass
 
-    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Lists(), nn.Identity()), [2, 1])
-    text = "a stage must return a tensor or a tuple of tensors\n  received: list, from Pipe stage 0 (layers 0 to 1)\n"
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Nothing(), nn.Identity()), [2, 1])
+    text = (
+        "a stage must return a tensor, or something that holds one\n"
+        "  received: NoneType, from Pipe stage 0 (layers 0 to 1)\n"
+    )
     assert text in fault(lambda: pipe(torch.ones(2, 2)))
+
+
+def test_a_stage_whose_output_is_elsewhere_is_an_error_that_names_both_devices() -> None:
+    class Elsewhere(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, [torch.ones(2, device="meta")]
+
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Elsewhere(), nn.Identity()), [2, 1])
+    assert fault(lambda: pipe(torch.ones(2, 2))) == (
+        "Pipe: the output of a stage must be on its device\n"
+        "  received: a tensor on meta, from Pipe stage 0 (layers 0 to 1) on cpu\n"
+        "  works:    a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ((torch.ones(()),), {}, "must have dimension 0, to be split along\n  received: input 0 of shape ()\n"),
+        ((torch.ones(0, 6),), {}, "a mini-batch must have at least one row\n  received: input 0 of shape (0, 6)\n"),
+        ((torch.ones(4, 6), torch.ones(3)), {}, "received: input 0 of shape (4, 6), input 1 of shape (3,)\n"),
+        ((torch.ones(4, 6),), {"mask": torch.ones(3)}, "received: input 0 of shape (4, 6), mask= of shape (3,)\n"),
+        ((), {}, "an input must be a tensor, or hold one, to be split along its rows\n  received: no tensor\n"),
+        ((NoChunk(torch.ones(4, 6)),), {}, "to be split along its rows\n  received: no tensor\n"),
+    ],
+)
+def test_a_wrong_mini_batch_is_an_error_that_shows_it(args: Any, kwargs: Any, text: str) -> None:
+    assert text in fault(lambda: torchckpt.Pipe(layers(), [3, 3], chunks=2)(*args, **kwargs))
 
 
 def test_a_replay_that_differs_names_the_stage() -> None:

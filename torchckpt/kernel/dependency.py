@@ -18,14 +18,15 @@ __all__ = ["fork", "join"]
 class Fork(Function):
     # The gradient of a phony stays undefined (None): no zeros are made, and the engine synchronises no streams for it.
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        ctx.phonies = len(phonies)
         # detach(), and not the input itself, so that the output is no view that in-place operations are forbidden on.
         return input.detach(), phony(input.device).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
-        return grad
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return grad, *(None,) * ctx.phonies
 
 
 class Join(Function):
@@ -40,9 +41,12 @@ class Join(Function):
         return grad, *(None,) * ctx.phonies
 
 
-def fork(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``input`` again, and a phony that hangs on it. ``input`` must require grad."""
-    output, edge = Fork.apply(input)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
+def fork(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``input`` again, and a phony that hangs on it. ``input`` must require grad.
+
+    With ``phonies`` it is joined first, in the same node.
+    """
+    output, edge = Fork.apply(input, *phonies)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
     return output, edge
 
 

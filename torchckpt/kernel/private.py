@@ -12,8 +12,11 @@ from typing import Any
 from torchckpt.errors import CheckpointError
 
 __all__ = [
+    "DeviceContext",
     "batch_norm_layer",
+    "dispatch_modes_are_active",
     "forward_ad",
+    "function_modes",
     "functorch_is_active",
     "global_forward_hooks",
     "global_forward_pre_hooks",
@@ -22,6 +25,7 @@ __all__ = [
     "modes_are_active",
     "norm_layer",
     "pop_hooks",
+    "profiler_is_on",
     "push_hooks",
     "set_grad_enabled",
 ]
@@ -30,9 +34,11 @@ try:
     from torch._C import (
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
+    from torch._C._autograd import _profiler_enabled as profiler_is_on  # whether one sees this thread; no public form
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -43,6 +49,8 @@ try:
     from torch.nn.modules.module import (
         _global_forward_pre_hooks as global_forward_pre_hooks,  # register_module_forward_pre_hook
     )
+    from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
+    from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
 except ImportError as missing:
     raise CheckpointError(
         f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"

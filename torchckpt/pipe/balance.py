@@ -20,6 +20,7 @@ from torchckpt.kernel.streams import accelerators_among
 from torchckpt.model.counts import whole
 from torchckpt.model.partition import balanced, count_faults
 from torchckpt.model.units import aligned, number, percent
+from torchckpt.pipe.partition import Layer, layers_of
 
 __all__ = ["Balance", "balance_by_bytes", "balance_by_time"]
 
@@ -72,7 +73,13 @@ class Balance(list[int]):
 
 
 def balance_by_time(
-    partitions: int, module: nn.Sequential, *sample: Any, recompute: bool = True, rounds: int = 5, **kwargs: Any
+    partitions: int,
+    module: nn.Sequential,
+    *sample: Any,
+    recompute: bool = True,
+    rounds: int = 5,
+    split_nested: bool = False,
+    **kwargs: Any,
 ) -> Balance:
     """Layers per stage so that the slowest stage takes as little time as can be.
 
@@ -92,6 +99,7 @@ def balance_by_time(
             are those that the first layer computes gradients for.
         recompute: count forwards twice, as for a ``Pipe`` that recomputes. False is for ``checkpoint="never"``.
         rounds: an odd number has a median that was measured.
+        split_nested: as in ``Pipe``: weigh the layers of Sequentials inside it.
 
     Returns:
         A list of integers that knows the seconds of each layer, ``costs``, and prints as a ``table()``.
@@ -101,7 +109,8 @@ def balance_by_time(
 
     Measured and then balanced, as in torchgpipe (Kim et al., 2020).
     """
-    faults = [*_faults("balance_by_time", partitions, module, sample, kwargs), *whole("rounds", rounds)]
+    layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
+    faults = [*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)]
     raise_faults("balance_by_time()", faults)
     devices = accelerators_among((sample, list(module.parameters())), kwargs)
 
@@ -110,13 +119,18 @@ def balance_by_time(
         return forward * (2 if recompute else 1) + backward, outputs
 
     with _as_found(module, devices):
-        times = [_weighed(module, sample, kwargs, weigh) for _ in range(1 + rounds)]
+        times = [_weighed(layers, sample, kwargs, weigh) for _ in range(1 + rounds)]
     costs = [median(own) for own in zip(*times[1:])]
-    return Balance(balanced(costs, partitions), costs, _names(module), "seconds")
+    return Balance(balanced(costs, partitions), costs, _names(layers), "seconds")
 
 
 def balance_by_bytes(
-    partitions: int, module: nn.Sequential, *sample: Any, param_scale: float = 4.0, **kwargs: Any
+    partitions: int,
+    module: nn.Sequential,
+    *sample: Any,
+    param_scale: float = 4.0,
+    split_nested: bool = False,
+    **kwargs: Any,
 ) -> Balance:
     """Layers per stage so that the largest stage keeps as few bytes as can be.
 
@@ -132,7 +146,7 @@ def balance_by_bytes(
 
     Args:
         partitions: how many stages.
-        module, sample, kwargs: as in :func:`balance_by_time`. Only forwards are run, each layer once.
+        module, sample, split_nested, kwargs: as in :func:`balance_by_time`. Only forwards are run, each layer once.
         param_scale: what is kept for a parameter that requires grad, in multiples of it: 1 for itself, 1 for its
             gradient, and for the optimizer 2 if it is Adam, 1 for momentum, 0 without either.
 
@@ -142,7 +156,8 @@ def balance_by_bytes(
     Raises:
         ArgumentError: a wrong call, all its faults in one message. What a layer raises passes through as it is.
     """
-    faults = _faults("balance_by_bytes", partitions, module, sample, kwargs)
+    layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
+    faults = _faults("balance_by_bytes", partitions, layers, module, sample, kwargs)
     if not isinstance(param_scale, (int, float)) or not 1 <= param_scale < float("inf"):
         rule = "param_scale is a number from 1, for the parameter itself"
         faults.append(Fault(rule, f"param_scale={param_scale!r}", "param_scale=4, for Adam"))
@@ -157,15 +172,15 @@ def balance_by_bytes(
         return activations + round(kept), outputs
 
     with _as_found(module, accelerators_among((sample, list(module.parameters())), kwargs)):
-        costs = _weighed(module, sample, kwargs, weigh)
-    return Balance(balanced(costs, partitions), costs, _names(module), "bytes")
+        costs = _weighed(layers, sample, kwargs, weigh)
+    return Balance(balanced(costs, partitions), costs, _names(layers), "bytes")
 
 
-def _weighed(module: nn.Sequential, args: tuple[Any, ...], kwargs: dict[str, Any], weigh: _Weigh) -> list[float]:
+def _weighed(layers: Sequence[Layer], args: tuple[Any, ...], kwargs: dict[str, Any], weigh: _Weigh) -> list[float]:
     """What each layer costs, on what the layer before it returns."""
     costs = []
-    for layer in module:
-        cost, outputs = weigh(layer, args, kwargs)
+    for layer in layers:
+        cost, outputs = weigh(layer.module, args, kwargs)
         costs.append(cost)
         args, kwargs = (outputs,), {}
     return costs
@@ -251,9 +266,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _names(module: nn.Sequential) -> list[str]:
+def _names(layers: Sequence[Layer]) -> list[str]:
     """The layers' own names where they have any, else their types'."""
-    return [type(layer).__name__ if name.isdigit() else name for name, layer in module._modules.items()]
+    return [type(layer.module).__name__ if layer.name.replace(".", "").isdigit() else layer.name for layer in layers]
 
 
 def _in_words(names: Sequence[str]) -> str:
@@ -261,9 +276,11 @@ def _in_words(names: Sequence[str]) -> str:
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counted)
 
 
-def _faults(caller: str, partitions: Any, module: Any, sample: Any, kwargs: Any) -> list[Fault]:
+def _faults(
+    caller: str, partitions: Any, listed: Sequence[Layer], module: Any, sample: Any, kwargs: Any
+) -> list[Fault]:
     works = f"{caller}(2, nn.Sequential(embedding, *blocks, head), x)"
-    layers = len(module) if isinstance(module, nn.Sequential) else 0
+    layers = len(listed)
     faults = []
     if not layers:
         received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__

@@ -1,7 +1,7 @@
 """Lane: the regions of one stage, in order, and how far ahead of its backwards their replays may run."""
 from __future__ import annotations
 
-from itertools import chain, zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import TypeAlias
 
 from torch import Tensor
@@ -49,10 +49,15 @@ class Lane:
         place = len(self._frames) - self._lookahead
         return self._replays(place, place + 1) if place >= 0 else []
 
-    def passed(self, frame: Frame | None, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """``outputs`` of the next micro-batch's region, at the place where its backward waits for its replay."""
-        forked = [fork(tensor) if tensor.requires_grad else (tensor, None) for tensor in outputs]
+    def passed(self, frame: Frame | None, outputs: tuple[Tensor, ...], due: Edges) -> tuple[Tensor, ...]:
+        """``outputs`` of the next micro-batch's region, at the place where its backward waits for its replay; and
+        before that those of ``due``, where nothing stands between."""
         self._frames.append(frame)
+        if not any(self._frames[-self._lookahead :]):  # no replay will hang on them
+            self._forked.append([])
+            return before(outputs, due)
+        edges = chain(due, repeat([]))
+        forked = [fork(one, *own) if one.requires_grad else (one, None) for one, own in zip(outputs, edges)]
         self._forked.append([[] if edge is None else [edge] for _, edge in forked])
         return tuple(tensor for tensor, _ in forked)
 

@@ -6,7 +6,7 @@ runs on the stream that is current where it is called, and so does its backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,14 +33,15 @@ class Place(NamedTuple):
         return None if self.compute is None else torch.Stream(self.device)
 
 
-@contextmanager
-def on(stream: torch.Stream | None) -> Iterator[None]:
+def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Make ``stream`` current, and its device."""
-    if stream is None:
+    return nullcontext() if stream is None else _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    with _device(stream), stream:  # a stream that is current on its device already does not switch to that device
         yield
-    else:
-        with _device(stream), stream:  # a stream that is current on its device already does not switch to that device
-            yield
 
 
 def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
@@ -122,7 +123,8 @@ def _moved(
 
 def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
-        return tensor.detach()
+        # A backward that makes a graph (double backward) goes on through this.
+        return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor.detach()
     # To the CPU a copy must be awaited, and from there too: nothing on the CPU waits for a stream.
     return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 

@@ -1,57 +1,143 @@
 """Micro-batches: a mini-batch, split by rows and put together again."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
 
-__all__ = ["Batch", "gather", "scatter"]
+__all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
 
-Batch: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What goes from stage to stage: a tensor, or a tuple of tensors."""
-
-_WORKS = "pipe(x) or pipe((x, mask)), with tensors of one and the same number of rows, at least one"
+REDUCTIONS = ("mean", "sum")
+_WORKS = "pipe(x, mask, scale=2.0), with tensors of one number of rows, at least one; NoChunk(table) for other tensors"
 
 
-def scatter(batch: Batch, chunks: int) -> list[Batch]:
-    """Split each tensor of ``batch`` along dimension 0, as evenly as can be, into ``min(chunks, rows)`` parts."""
-    tensors = (batch,) if isinstance(batch, Tensor) else batch
-    raise_faults("Pipe", _faults(tensors))
-    parts = [tensor.tensor_split(min(chunks, len(tensor))) for tensor in tensors]
-    return list(parts[0]) if isinstance(batch, Tensor) else list(zip(*parts))
+@dataclass(frozen=True)
+class NoChunk:
+    """In a call of a :class:`~torchckpt.Pipe`: ``value`` goes whole to every micro-batch.
+
+    >>> pipe(x, NoChunk(position_table))
+    """
+
+    value: Any
 
 
-def gather(outputs: Sequence[Batch]) -> Batch:
-    """Concatenate the outputs of the micro-batches along dimension 0."""
-    first = outputs[0]
-    raise_faults("Pipe", _output_faults(first))
-    if isinstance(first, Tensor):
-        return torch.cat([output for output in outputs if isinstance(output, Tensor)])
-    return tuple(torch.cat(parts) for parts in zip(*outputs))
+class MicroBatch(NamedTuple):
+    """The arguments of the first layer for some of the rows."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
 
 
-def _faults(tensors: object) -> list[Fault]:
-    if not isinstance(tensors, tuple) or not tensors or not all(isinstance(t, Tensor) for t in tensors):
-        parts = f" of ({', '.join(type(t).__name__ for t in tensors)})" if isinstance(tensors, tuple) else ""
-        return [Fault("the input must be a tensor or a tuple of tensors", type(tensors).__name__ + parts, _WORKS)]
-    shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-    if any(t.dim() == 0 for t in tensors):
-        return [Fault("every input must have a batch dimension to be split along", f"shapes {shapes}", _WORKS)]
-    if len({len(t) for t in tensors}) > 1:
-        return [Fault("all inputs must have the same number of rows", f"shapes {shapes}", _WORKS)]
-    if len(tensors[0]) == 0:
-        return [Fault("a mini-batch must have at least one row", f"shapes {shapes}", _WORKS)]
+def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int = 0) -> list[MicroBatch]:
+    """Split each tensor in ``args`` and ``kwargs``, pytrees, along ``dim``, as evenly as can be, into ``min(chunks,
+    rows)`` parts. All else, and what is in :class:`NoChunk`, goes to each part as it is."""
+    paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+    tensors = [(pytree.keystr(path), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
+    raise_faults("Pipe", _faults(tensors, dim))
+    rows = tensors[0][1].size(dim)
+    m = min(chunks, rows)
+    parts = [_parts(leaf, m, dim) for _, leaf in paths]
+    sizes = [rows // m + (part < rows % m) for part in range(m)]  # as tensor_split makes them
+    calls = [pytree.tree_unflatten(leaves, spec) for leaves in zip(*parts)]
+    return [MicroBatch(one, others, size) for (one, others), size in zip(calls, sizes)]
+
+
+def _parts(leaf: Any, m: int, dim: int) -> Sequence[Any]:
+    if isinstance(leaf, Tensor):
+        return leaf.tensor_split(m, dim)
+    return [leaf.value if isinstance(leaf, NoChunk) else leaf] * m
+
+
+def gather(outputs: Sequence[Any], rows: Sequence[int], dim: int = 0, reduce: str | None = None) -> Any:
+    """What all micro-batches returned, as one: tensors concatenated along ``dim``, scalars by ``reduce``, the mean
+    weighted by ``rows``; of anything else, which must be equal, the first."""
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    specs = [spec for _, spec in flat]
+    raise_faults("Pipe", _structure_faults(specs))
+    columns = list(zip(*(leaves for leaves, _ in flat)))
+    raise_faults("Pipe", [fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
+    return pytree.tree_unflatten([_gathered(column, rows, dim, reduce) for column in columns], specs[0])
+
+
+def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: str | None) -> Any:
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return first
+    if first.dim():
+        return torch.cat(column, dim)
+    if reduce == "sum":
+        return torch.stack(column).sum()
+    weights = [count / sum(rows) for count in rows]
+    return torch.stack([scalar * weight for scalar, weight in zip(column, weights)]).sum()
+
+
+def reduce_faults(reduce: object) -> Iterator[Fault]:
+    if reduce is not None and reduce not in REDUCTIONS:
+        yield Fault(f"reduce must be one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
+
+
+def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:
+    if not tensors:
+        return [Fault("an input must be a tensor, or hold one, to be split along its rows", "no tensor", _WORKS)]
+    shapes = ", ".join(f"{_named(path)} of shape {tuple(tensor.shape)}" for path, tensor in tensors)
+    if any(tensor.dim() <= dim for _, tensor in tensors):
+        return [Fault(f"every tensor must have dimension {dim}, to be split along", shapes, _WORKS)]
+    if len({tensor.size(dim) for _, tensor in tensors}) > 1:
+        return [Fault(f"all tensors must have the same number of rows, in dimension {dim}", shapes, _WORKS)]
+    if tensors[0][1].size(dim) == 0:
+        return [Fault("a mini-batch must have at least one row", shapes, _WORKS)]
     return []
 
 
-def _output_faults(output: object) -> list[Fault]:
-    tensors = output if isinstance(output, tuple) else (output,)
-    if tensors and all(isinstance(t, Tensor) and t.dim() for t in tensors):
-        return []
-    received = ", ".join(f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors)
-    rule = "the last stage must return a tensor or a tuple of tensors, each with a batch dimension to be gathered along"
-    return [Fault(rule, received or "()", "a last layer that returns logits; loss_fn(pipe(x), target) outside")]
+def _named(path: str) -> str:
+    """``[0][1]['mask']``, of (args, kwargs), as ``input 1['mask']``; ``[1]['mask']`` as ``mask=``."""
+    if path.startswith("[0]"):
+        number, _, rest = path[4:].partition("]")
+        return f"input {number}{rest}"
+    name, _, rest = path[5:].partition("']")
+    return f"{name}={rest}"
+
+
+def _structure_faults(specs: Sequence[Any]) -> Iterator[Fault]:
+    if any(spec != specs[0] for spec in specs):
+        other = next(spec for spec in specs if spec != specs[0])
+        rule = "the last stage must return the same structure for every micro-batch"
+        yield Fault(rule, f"{specs[0]}, then {other}", "a last layer that returns a tensor")
+
+
+def _output_faults(
+    column: Sequence[Any], rows: Sequence[int], dim: int, reduce: str | None
+) -> Iterator[Fault]:
+    first = column[0]
+    if not all(isinstance(leaf, Tensor) for leaf in column):
+        if any(isinstance(leaf, Tensor) for leaf in column) or any(not _is_same(other, first) for other in column):
+            rule = "what the last stage returns beside tensors must be equal for all micro-batches"
+            received = ", ".join("a tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in column)
+            yield Fault(rule, received, "a tensor instead, such as torch.tensor([count])")
+    elif first.dim() == 0:
+        if reduce is None:
+            rule = "a scalar of each micro-batch needs a rule that makes one of them"
+            yield Fault(rule, "shape ()", 'Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")')
+    elif first.dim() <= dim:
+        rule = f"an output is put together along dimension {dim}"
+        yield Fault(rule, f"shape {tuple(first.shape)}", f"a last layer that returns rows in dimension {dim}")
+    elif len({leaf.size(dim) / count for leaf, count in zip(column, rows)} | {first.size(dim) // rows[0]}) > 1:
+        rule = f"an output has as many rows in dimension {dim} as its micro-batch, or a multiple of them"
+        shapes = ", ".join(f"shape {tuple(leaf.shape)} of {count} rows" for leaf, count in zip(column, rows))
+        yield Fault(rule, shapes, "a last layer that returns only what belongs to rows")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays
+        return repr(one) == repr(other)

@@ -3,28 +3,125 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchckpt.errors import Fault
+from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
+from torchckpt.pipe.skip import Carrier, Name
 
-__all__ = ["Stage", "balance_faults", "device_faults", "even_balance", "indexed", "partition", "placement_faults"]
+__all__ = [
+    "Layer",
+    "Stage",
+    "Turn",
+    "WithDevice",
+    "balance_by_device",
+    "balance_faults",
+    "device_faults",
+    "even_balance",
+    "indexed",
+    "layers_of",
+    "more_than_layers",
+    "partition",
+    "placement_faults",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+_DEVICE = "_torchckpt_device"
+
+
+def WithDevice(module: M, device: torch.device | str | int) -> M:
+    """Note in ``module``, a layer without parameters, on which device a :class:`~torchckpt.Pipe` runs it.
+
+    >>> Pipe(nn.Sequential(nn.Linear(8, 8).cuda(0), WithDevice(nn.ReLU(), "cuda:1"), nn.Linear(8, 8).cuda(1)))
+
+    Returns:
+        ``module`` itself: its class, its names and what it does stay as they are.
+
+    Raises:
+        ArgumentError: it has another device already.
+    """
+    here = indexed(torch.device(device))
+    before = module.__dict__.setdefault(_DEVICE, here)
+    if before != here:
+        received = f"{type(module).__name__} on {before}, and on {here}"
+        works = f"WithDevice({type(module).__name__}(), {str(here)!r}), a layer of its own"
+        raise_faults("WithDevice", [Fault("a layer runs on one device", received, works)])
+    return module
+
+
+class Layer(NamedTuple):
+    """A layer, and its name in the Sequential."""
+
+    name: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        return f"layer {self.name} ({type(self.module).__name__})"
 
 
 class Stage:
-    """Consecutive layers that run as one, on one device."""
+    """Consecutive layers that run as one, on one device. The first takes the arguments, the others one output each."""
 
-    def __init__(self, number: int, first: int, layers: Sequence[nn.Module], device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(self, number: int, first: int, layers: Sequence[Layer], device: torch.device) -> None:
+        self.number, self.layers, self.device = number, layers, device
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
-    def __call__(self, batch: Any) -> Any:
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch
+    def turn(self, carrier: Carrier) -> Turn:
+        return Turn(self, carrier)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [layer.module for layer in self.layers]
+
+
+class Turn:
+    """One stage on one micro-batch: a function of its arguments that returns the output and the skips that leave."""
+
+    def __init__(self, stage: Stage, carrier: Carrier) -> None:
+        self._stage, self._carrier = stage, carrier
+        self.__qualname__ = stage.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
+        with self._carrier.run() as kept:
+            for layer in self._stage.layers:
+                self._carrier.layer = layer
+                output = layer.module(*args, **kwargs)
+                args, kwargs = (output,), {}
+        return args[0], kept
+
+
+def more_than_layers(sequential: nn.Sequential) -> list[str]:
+    """What it has besides layers that it calls one after the other."""
+    hooks = (
+        sequential._forward_hooks,
+        sequential._forward_pre_hooks,
+        sequential._backward_hooks,
+        sequential._backward_pre_hooks,
+    )
+    has = {
+        "a forward": type(sequential).forward is not nn.Sequential.forward or "forward" in sequential.__dict__,
+        "parameters": bool(sequential._parameters),
+        "buffers": bool(sequential._buffers),
+        "hooks": any(hooks),
+    }
+    return [name for name, there in has.items() if there]
+
+
+def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Layer]:
+    """Its layers; with ``nested`` those of Sequentials inside it in their place."""
+    found = []
+    for name, module in sequential._modules.items():
+        if module is None:
+            continue
+        if nested and type(module) is nn.Sequential and not more_than_layers(module):
+            found += layers_of(module, nested, f"{prefix}{name}.")
+        else:
+            found.append(Layer(prefix + name, module))
+    return found
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -39,8 +136,23 @@ def even_balance(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
+def balance_by_device(layers: Sequence[Layer]) -> list[int]:
+    """Layers per stage, where a stage ends where the next layer is on another device. A layer without parameters is
+    where the one before it is, unless :class:`WithDevice` says otherwise."""
+    balance: list[int] = []
+    here: torch.device | None = None
+    for layer in layers:
+        device = next(iter(_devices_of([layer])), here)
+        if balance and (here is None or device == here):
+            balance[-1] += 1
+        else:
+            balance.append(1)
+        here = device
+    return balance
+
+
 def partition(
-    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device | None]
+    layers: Sequence[Layer], balance: Sequence[int], devices: Sequence[torch.device | None]
 ) -> list[Stage]:
     """The stages. A device of None is where the parameters of the stage are, or else where the stage before is."""
     stages: list[Stage] = []
@@ -79,15 +191,24 @@ def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
     return faults
 
 
-def placement_faults(stages: Iterable[Stage]) -> list[Fault]:
-    """A stage that is spread over devices, or a parameter that stages on two devices share."""
+def placement_faults(stages: Iterable[Stage], moved: bool = False) -> list[Fault]:
+    """A stage that is spread over devices, or a parameter that stages on two devices share.
+
+    Args:
+        moved: the layers will be moved to the devices of their stages.
+    """
     faults: list[Fault] = []
     homes: dict[nn.Parameter, tuple[torch.device, str]] = {}
     for stage in stages:
-        if len(spread := _devices_of(stage.layers)) > 1:
+        named = [layer.module.__dict__[_DEVICE] for layer in stage.layers if _DEVICE in layer.module.__dict__]
+        if moved and any(device != stage.device for device in named):
+            received = f"{stage.__qualname__} on {stage.device}, with a layer on {', '.join(map(str, named))}"
+            works = "devices= without WithDevice(), or the other way round"
+            faults.append(Fault("WithDevice() and devices= must not contradict each other", received, works))
+        elif not moved and len(spread := _devices_of(stage.layers)) > 1:
             received = f"{stage.__qualname__} on {', '.join(map(str, spread))}"
             works = "devices=['cuda:0', 'cuda:1'], which moves every layer to the device of its stage"
-            faults.append(Fault("the parameters of a stage must be on one device", received, works))
+            faults.append(Fault("the layers of a stage must be on one device", received, works))
         for name, parameter in _parameters_of(stage.layers):
             home, first = homes.setdefault(parameter, (stage.device, stage.__qualname__))
             if home != stage.device:
@@ -97,14 +218,19 @@ def placement_faults(stages: Iterable[Stage]) -> list[Fault]:
     return faults
 
 
-def _parameters_of(layers: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+def _parameters_of(layers: Iterable[Layer]) -> Iterable[tuple[str, nn.Parameter]]:
     for layer in layers:
-        for name, parameter in layer.named_parameters():
-            yield f"{type(layer).__name__}.{name}", parameter
+        for name, parameter in layer.module.named_parameters():
+            yield f"{layer.name}.{name}", parameter
 
 
-def _devices_of(layers: Iterable[nn.Module]) -> list[torch.device]:
-    return list(dict.fromkeys(parameter.device for _, parameter in _parameters_of(layers)))
+def _devices_of(layers: Iterable[Layer]) -> list[torch.device]:
+    layers = list(layers)
+    named = [layer.module.__dict__[_DEVICE] for layer in layers if _DEVICE in layer.module.__dict__]
+    tensors = [parameter.device for _, parameter in _parameters_of(layers)]
+    # Buffers decide only where there is nothing else: they may be small tables that are meant to stay on the CPU.
+    buffers = [buffer.device for layer in layers for buffer in layer.module.buffers()]
+    return list(dict.fromkeys([*tensors, *named] or buffers))
 
 
 def _missing(device: Any) -> str | None:

@@ -1,8 +1,11 @@
 """``Pipe``: a Sequential, cut into stages, that runs a mini-batch as a pipeline of micro-batches."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, get_args
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -10,21 +13,29 @@ from torch import nn
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.kernel.checkpointing import outside, refuse_transforms
-from torchckpt.pipe.microbatch import Batch, gather, scatter
+from torchckpt.model import Timeline
+from torchckpt.pipe.batchnorm import DeferredBatchNorm
+from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
+    Layer,
     Stage,
+    balance_by_device,
     balance_faults,
     device_faults,
     even_balance,
     indexed,
+    layers_of,
+    more_than_layers,
     partition,
     placement_faults,
 )
 from torchckpt.pipe.pipeline import run_pipeline
+from torchckpt.pipe.step import Record, Step
 from torchckpt.typing import CheckpointMode
 
 __all__ = ["Pipe"]
 
+_logger = logging.getLogger(__name__)
 _MODES: tuple[str, ...] = get_args(CheckpointMode)
 
 
@@ -40,16 +51,25 @@ class Pipe(nn.Module):
     >>> loss.backward()
 
     Args:
-        module: an ``nn.Sequential``, whose layers take and return a tensor or a tuple of tensors.
+        module: an ``nn.Sequential``. Its first layer takes the arguments of the call, every other one what the layer
+            before it returns: tensors, anything else, and pytrees of both. Layers may pass tensors on to later ones by
+            :mod:`torchckpt.pipe.skip`.
         balance: layers per stage. Without it, as many stages as ``devices``, of layers as even in number as can be; or
-            one stage.
+            a stage for each run of layers on one device.
         devices: the device of each stage, to which its layers are moved. Without it, a stage is where its parameters
-            are, and one without parameters where the stage before it is.
-        chunks: micro-batches per mini-batch. A mini-batch with fewer rows makes as many as it has rows.
+            are, and one without parameters where the stage before it is, or where :class:`~torchckpt.pipe.WithDevice`
+            says.
+        chunks: micro-batches per mini-batch. A mini-batch with fewer rows makes as many as it has rows, with a warning.
         checkpoint: which micro-batches run as regions: ``"always"`` all; ``"except_last"`` all but the last, whose
             activations would be needed at once; ``"never"`` none.
         lookahead: how many micro-batches of a stage may be recomputed and alive. With 1 each is recomputed as soon as
             the one before it is done, while its gradient is on its way; more hide more only where stages are uneven.
+        batch_dim: the dimension of the rows, in every input that is split and every output that is put together.
+        reduce: how a scalar that the last layer returns for each micro-batch becomes one: ``"mean"``, weighted by rows,
+            or ``"sum"``. Without it, a scalar is an error.
+        split_nested: count, and cut between, the layers of Sequentials inside the Sequential.
+        deferred_batch_norm: have the running statistics of BatchNorm be those of mini-batches: converts the layers by
+            :class:`~torchckpt.pipe.DeferredBatchNorm`.
 
     Raises:
         ArgumentError: a wrong call, all its faults in one message; or, at the forward, a wrong mini-batch.
@@ -65,62 +85,262 @@ class Pipe(nn.Module):
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
         lookahead: int = 1,
+        *,
+        batch_dim: int = 0,
+        reduce: str | None = None,
+        split_nested: bool = False,
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        raise_faults("Pipe", _faults(module, balance, devices, chunks, checkpoint, lookahead))
-        self._modules.update(module._modules)  # the very layers, under their names
+        layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
+        faults = _faults(module, layers, balance, devices)
+        raise_faults("Pipe", [*faults, *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce)])
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
-        self.balance = list(balance) if balance else even_balance(len(module), len(devices) if devices else 1)
+        self.batch_dim, self.reduce, self._split_nested = batch_dim, reduce, split_nested
+        self.deferred_batch_norm = bool(deferred_batch_norm)
         self.devices = [indexed(torch.device(device)) for device in devices] if devices else None
-        stages = self._stages()
-        if self.devices:
-            for stage in stages:
-                for layer in stage.layers:
-                    layer.to(stage.device)
-        raise_faults("Pipe", placement_faults(stages))
+        by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
+        self.balance = list(balance or by_itself)
+        self._last_step: Record | None = None
+        self._modules.update(module._modules)  # the very layers, under their names, which may be those of attributes
+        stages = self.stages
+        raise_faults("Pipe", placement_faults(stages, moved=self.devices is not None))
+        for stage in stages if self.devices else ():
+            for layer in stage.layers:
+                layer.module.to(stage.device)
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert(self)
 
-    def _stages(self) -> list[Stage]:
-        layers = [layer for layer in self._modules.values() if layer is not None]
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages: ``number``, ``device`` and ``layers`` of each, which are ``name`` and ``module``."""
+        layers = layers_of(self, self._split_nested)
         return partition(layers, self.balance, self.devices or [None] * len(self.balance))
 
-    def forward(self, input: Batch) -> Batch:
-        """Run a mini-batch: a tensor, or a tuple of tensors, each with the rows along dimension 0.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a mini-batch. The arguments, those of the first layer, are pytrees: tensors in them are split into
+        micro-batches by rows, all else goes to each, tensors in :class:`~torchckpt.pipe.NoChunk` too.
 
         Returns:
-            What the module would return for it, on the device of the last stage; a plain tuple for a tuple of any kind.
-            Layers that look across rows, such as BatchNorm, see one micro-batch at a time. Random numbers that stages
-            on different accelerators draw from the CPU's generator come in no fixed order.
+            What the module would return for it, on the device of the last stage. Layers that look across rows, such as
+            BatchNorm, see one micro-batch at a time. Random numbers that stages on different accelerators draw from the
+            CPU's generator come in no fixed order.
         """
         if torch.compiler.is_dynamo_compiling():
-            return outside(self.forward, input)  # type: ignore[no-any-return]  # a forward returns a Batch
+            return outside(partial(self.forward, *args, **kwargs))
         if torch.is_grad_enabled():
             refuse_transforms()
-        micro_batches = scatter(input, self.chunks)
+        micro_batches = self._scattered(args, kwargs)
         m = len(micro_batches)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
-        stages = self._stages()
+        stages = self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
-        return gather(run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads))
+        with self._statistics():
+            outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads)
+        rows = [batch.rows for batch in micro_batches]
+        return gather(outputs, rows, self.batch_dim, self.reduce)
+
+    def step(
+        self,
+        *args: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        target: Any = ...,
+        reduce: str | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """A forward and a backward of a mini-batch as 1F1B: gradients are added to those of the parameters.
+
+        Where ``loss.backward()`` must keep what every micro-batch saves, or its boundary, until all forwards are done,
+        a stage keeps here as many micro-batches as there are stages from it to the end. Each is recomputed one ahead of
+        its backward; on the last stage, which holds one at a time anyway, none is.
+
+        >>> loss = pipe.step(x, target, loss_fn=torch.nn.functional.cross_entropy)
+
+        There is a backward for each micro-batch and stage. So hooks of parameters run as often, and those that change
+        them (an optimizer in the backward) are refused; what runs once a mini-batch, such as the reduction of gradients
+        in DDP, is the caller's to do after it; and a ``GradScaler`` goes into ``loss_fn``:
+        ``lambda output, target: scaler.scale(f(output, target))``. If something raises, gradients that are there stay.
+
+        Args:
+            *args, **kwargs: those of the first layer.
+            target: split as they are. Default: the last of ``args``.
+            loss_fn: of output and target of a micro-batch, a scalar.
+            reduce: ``"mean"``: the loss is the mean of those of the micro-batches, weighted by rows, which is that of
+                the mini-batch where every row counts alike; ``"sum"``: their sum, as for a ``loss_fn`` that divides
+                what it adds up by a number of its own, such as that of all tokens. Default: the pipeline's, or the
+                mean.
+
+        Returns:
+            The loss, detached. Inputs get no gradient.
+
+        Raises:
+            ArgumentError: no target, a loss that is no scalar, or as the forward.
+        """
+        if target is not ...:
+            args = (*args, target)
+        reduce = reduce or self.reduce or "mean"
+        raise_faults("Pipe.step()", [*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
+        with torch.inference_mode(False), torch.enable_grad(), self._statistics():
+            step = self._step(args, kwargs, loss_fn, reduce)
+            loss = step.run()
+        self._last_step = step.record
+        return loss
+
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[[Any, Any], torch.Tensor], reduce: str
+    ) -> Step:
+        micro_batches = self._scattered(args, kwargs)
+        rows = sum(batch.rows for batch in micro_batches)
+        weights = [batch.rows / rows if reduce == "mean" else 1.0 for batch in micro_batches]
+        inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
+        targets = [batch.args[-1] for batch in micro_batches]
+        return Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never")
+
+    def timeline(self) -> Timeline:
+        """The last :meth:`step` as it was measured, in the type of a simulated one: clocks on the CPU, events on
+        accelerators.
+
+        Raises:
+            ArgumentError: there was no step yet.
+        """
+        if self._last_step is None:
+            rule = "a step must have run before it can be shown"
+            works = "pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
+            raise_faults("Pipe.timeline()", [Fault(rule, "timeline() before step()", works)])
+            raise AssertionError
+        return self._last_step.timeline()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last_step": None}  # streams' events cannot be copied
+
+    def _statistics(self) -> AbstractContextManager[None]:
+        return DeferredBatchNorm.mini_batch(self) if self.deferred_batch_norm else nullcontext()
+
+    def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
+        if len(micro_batches) < self.chunks:
+            made = f"{len(micro_batches)} micro-batches, of a row each"
+            _logger.warning("Pipe: a mini-batch of fewer rows than chunks=%d made %s", self.chunks, made)
+        return micro_batches
+
+    # as the Sequential ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(layer for layer in self._modules.values() if layer is not None)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return list(self._modules.values())[index]
+        sequential = nn.Sequential()
+        for name, layer in list(self._modules.items())[index]:
+            sequential.add_module(name, layer)
+        return sequential
+
+    # where it is ------------------------------------------------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Change dtype or memory format. The layers stay on the devices of their stages."""
+        where = [*args, *kwargs.values()]
+        if any(isinstance(one, (torch.device, str, int, torch.Tensor)) and not isinstance(one, bool) for one in where):
+            self._stays(f".to({', '.join(map(repr, where))})")
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # What moves a module comes down to this, for one that holds this one too.
+        for device in dict.fromkeys(stage.device for stage in self.stages):
+            there = fn(torch.empty(0, device=device)).device
+            if there != device:
+                self._stays(f"a move from {device} to {there}")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # in torch
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Not for a pipeline, whose stages have devices of their own."""
+        self._stays(".cuda()")
+
+    def cpu(self) -> NoReturn:
+        """Not for a pipeline, whose stages have devices of their own."""
+        self._stays(".cpu()")
+
+    def xpu(self, device: Any = None) -> NoReturn:
+        """Not for a pipeline, whose stages have devices of their own."""
+        self._stays(".xpu()")
+
+    def _stays(self, call: str) -> NoReturn:
+        rule = "the layers of a Pipe stay on the devices of their stages"
+        works = "Pipe(module, balance, devices=['cuda:0', 'cuda:1']); or .to(dtype), .half(), .bfloat16()"
+        raise_faults("Pipe", [Fault(rule, call, works)])
+        raise AssertionError
+
+    def __repr__(self) -> str:
+        head = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, lookahead={self.lookahead}"
+        return "\n".join([f"Pipe({head}", *(line for stage in self.stages for line in _described(stage)), ")"])
 
 
-def _faults(module: Any, balance: Any, devices: Any, chunks: Any, checkpoint: Any, lookahead: Any) -> list[Fault]:
+def _described(stage: Stage) -> Iterator[str]:
+    tensors = {id(tensor): tensor for layer in stage.layers for tensor in _tensors_of(layer.module)}.values()
+    parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+    size = sum(tensor.nbytes for tensor in tensors)
+    yield f"  stage {stage.number} on {stage.device}: {parameters:,} parameters, {size / 2**20:.1f} MiB"
+    for layer in stage.layers:
+        text = repr(layer.module).replace("\n", "\n    ")
+        yield f"    ({layer.name}): {text}"
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _faults(module: Any, layers: Sequence[Layer], balance: Any, devices: Any) -> list[Fault]:
     faults = []
-    layers = len(module) if isinstance(module, nn.Sequential) else 0
     if not layers:
         received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
         rule = "the module must be an nn.Sequential of at least one layer"
         faults.append(Fault(rule, received, "Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])"))
+    if isinstance(module, nn.Sequential) and (own := more_than_layers(module)):
+        received = f"{type(module).__name__} with {', '.join(own)} of its own"
+        works = "nn.Sequential(*layers, Scale()): a layer that does it"
+        faults.append(Fault("the Sequential must do no more than call its layers", received, works))
     if balance is not None and layers:
-        faults += balance_faults(balance, layers)
+        faults += balance_faults(balance, len(layers))
     if devices is not None:
         stages = len(balance) if isinstance(balance, Sequence) else None
-        faults += device_faults(devices, stages, layers)
+        faults += device_faults(devices, stages, len(layers))
+    return faults
+
+
+def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any, reduce: Any) -> Iterator[Fault]:
     for name, value in (("chunks", chunks), ("lookahead", lookahead)):
         if type(value) is not int or value < 1:
             works = f"{name}={8 if name == 'chunks' else 1}"
-            faults.append(Fault(f"{name} must be a positive int", f"{name}={value!r}", works))
+            yield Fault(f"{name} must be a positive int", f"{name}={value!r}", works)
     if checkpoint not in _MODES:
         received = f"checkpoint={checkpoint!r}"
-        faults.append(Fault(f"checkpoint must be one of {_MODES}", received, 'checkpoint="except_last"'))
-    return faults
+        yield Fault(f"checkpoint must be one of {_MODES}", received, 'checkpoint="except_last"')
+    if type(batch_dim) is not int or batch_dim < 0:
+        yield Fault("batch_dim must be an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
+    yield from reduce_faults(reduce)
+
+
+def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, reduce: object) -> Iterator[Fault]:
+    if not args or len(args) + len(kwargs) < 2:
+        rule = "a step takes the arguments of the first layer, and the target"
+        received = f"{len(args)} positional, {len(kwargs)} by name"
+        yield Fault(rule, received, "pipe.step(x, target, loss_fn=loss_fn)")
+    if not callable(loss_fn):
+        received = f"loss_fn={loss_fn!r}"
+        yield Fault("loss_fn must be callable", received, "loss_fn=torch.nn.functional.cross_entropy")
+    if reduce not in REDUCTIONS:
+        yield Fault(f"reduce must be one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
+
+
+def _hook_faults(pipe: nn.Module) -> Iterator[Fault]:
+    hooked = [name for name, parameter in pipe.named_parameters() if parameter._post_accumulate_grad_hooks]
+    if hooked:
+        rule = "no hook may run when a gradient is accumulated: in a step that is once for each micro-batch"
+        works = "optimizer.step() after pipe.step(); or loss.backward()"
+        yield Fault(rule, f"hooks on {', '.join(hooked[:3])}{', ...' if hooked[3:] else ''}", works)

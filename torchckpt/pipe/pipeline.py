@@ -29,64 +29,91 @@ out, and everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.flags import is_checkpointing, is_recomputing
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT
-from torchckpt.kernel.private import hooks_in_force
+from torchckpt.kernel.private import profiler_is_on
 from torchckpt.pipe.clock import clock_cycles
 from torchckpt.pipe.lane import Lane, before
 from torchckpt.pipe.links import Place, copy, on, wait
-from torchckpt.pipe.microbatch import Batch
+from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
-from torchckpt.pipe.worker import Run, in_caller, workers
+from torchckpt.pipe.skip import Carrier, Name, Skips
+from torchckpt.pipe.skip_search import stasher_behind
+from torchckpt.pipe.worker import Run, in_caller, is_bound_to_caller, workers
 
-__all__ = ["run_pipeline"]
+__all__ = ["output_faults", "run_pipeline", "skips_of"]
 
 
 def run_pipeline(
-    stages: Sequence[Stage], micro_batches: Sequence[Batch], checkpointed: int, lookahead: int, threads: bool
-) -> list[Batch]:
+    stages: Sequence[Stage], micro_batches: Sequence[MicroBatch], checkpointed: int, lookahead: int, threads: bool
+) -> list[Any]:
     """Run every micro-batch through every stage.
 
     Args:
         checkpointed: how many of the micro-batches, the first ones, run as regions.
         lookahead: how many micro-batches of a stage may be recomputed and alive.
-        threads: whether each device has a thread of its own, or all stages run in the caller's. Under saved-tensor
-            hooks of the caller, those of an outer region among them, they always do: what hooks see has one order.
+        threads: whether each device has a thread of its own, or all stages run in the caller's, as they always do
+            where something holds there that no other thread can be given.
     """
-    threads = threads and hooks_in_force(False) is None and not (is_checkpointing() or is_recomputing())
+    threads = threads and not is_bound_to_caller()
     devices = list(dict.fromkeys(stage.device for stage in stages))
     places = [Place.of(stage.device) for stage in stages]
     stations = [Station(stage, place, Lane(lookahead), stage is stages[-1]) for stage, place in zip(stages, places)]
-    parcels = [Parcel(batch, Place.of(_tensors(batch)[0].device), None) for batch in micro_batches]
+    parcels = [Parcel.of_caller(batch, skips_of(stages)) for batch in micro_batches]
     last = len(parcels) - 1
 
+    profiled = profiler_is_on()
+
     def step(i: int, j: int) -> None:
-        parcels[i] = stations[j].step(parcels[i], i < checkpointed, i == last)
+        with record_function(f"torchckpt::forward[stage={j},mb={i}]") if profiled else nullcontext():
+            parcels[i] = stations[j].step(parcels[i], i < checkpointed, i == last)
 
     # Stages on one device share its generator: one thread runs them, in one order.
     threading: AbstractContextManager[Run] = workers(len(devices)) if threads else nullcontext(in_caller)
     with threading as run:
         for tick in clock_cycles(len(parcels), len(stages)):
             run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])
-    return [parcel.batch for parcel in parcels]
+    for parcel in parcels:
+        raise_faults("Pipe", parcel.skips.faults())
+    return [parcel.args[0] for parcel in parcels]
+
+
+def skips_of(stages: Sequence[Stage]) -> Skips:
+    layers = [layer for stage in stages for layer in stage.layers]
+    return Skips(partial(stasher_behind, layers))
+
+
+class Load(NamedTuple):
+    """Tensors on their way, and where they are: on the compute stream of ``place``, or already on a copy stream."""
+
+    tensors: tuple[Tensor, ...]
+    place: Place
+    stream: torch.Stream | None
 
 
 class Parcel(NamedTuple):
-    """A micro-batch on its way, and where it is: on the compute stream of ``place``, or already on a copy stream."""
+    """A micro-batch on its way: the arguments of the next stage, and its skips."""
 
-    batch: Batch
-    place: Place
-    stream: torch.Stream | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    at: tuple[Place, torch.Stream | None] | None
+    """None: where the caller has its tensors, each on its own device."""
+    skips: Skips
+
+    @classmethod
+    def of_caller(cls, batch: MicroBatch, skips: Skips) -> Parcel:
+        return cls(batch.args, batch.kwargs, None, skips)
 
 
 class Station:
@@ -99,46 +126,88 @@ class Station:
         """Take in a micro-batch, run the stage on it, and let it go. The numbers are those of the drawing."""
         with on(self._place.compute):
             due = self._lane.due()
-            batch = self._taken_in(parcel)
+            args, kwargs = self._taken_in(parcel)
             frame = Frame(DEFAULT) if checkpointed and torch.is_grad_enabled() else None
-            output = self._stage(batch) if frame is None else frame.forward(self._stage, (batch,), {})  # [7]
-            raise_faults("Pipe", _faults(self._stage, output))
-            tensors = before(_tensors(output), due)  # [6]
+            turn = self._stage.turn(Carrier(parcel.skips, partial(_fetched, self._place)))
+            returned = turn(*args, **kwargs) if frame is None else frame.forward(turn, args, kwargs)  # [7]
+            raise_faults("Pipe", output_faults(self._stage, returned[0]))
+            tensors, put_back = _tensors(returned)
             stream = None if self._final else self._place.side_stream()
+            if stream is not None:
+                tensors, due = before(tensors, due), []  # [6]
             with on(stream):
                 tensors = wait(self._place.compute, stream, tensors) if stream else tensors  # [5]
-                tensors = self._lane.passed(frame, tensors)  # [4]
+                tensors = self._lane.passed(frame, tensors, due)  # [4]; and [6], where no Wait is between
             rest = self._lane.rest() if last else []  # [3]
             with on(stream):
                 tensors = before(tensors, rest)
-        return Parcel(_like(output, tensors), self._place, stream)
+        output, skips = put_back(tensors)
+        self._send(parcel.skips, skips, stream)
+        return Parcel((output,), {}, (self._place, stream), parcel.skips)
 
-    def _taken_in(self, parcel: Parcel) -> Batch:
-        batch, place, stream = parcel
-        if stream is None and place == self._place:  # it is here already
-            return batch
-        tensors = _tensors(batch)
-        if place.compute and not stream:  # the caller's input, from another device
-            stream = place.side_stream()
-            with on(stream):
-                tensors = wait(place.compute, stream, tensors)
-        arrival = self._place.side_stream()
-        with on(arrival):
-            tensors = copy(place, stream, self._place, arrival, tensors)  # [2]
-        return _like(batch, wait(arrival, self._place.compute, tensors))  # [1]
+    def _send(self, skips: Skips, kept: dict[Name, Tensor], stream: torch.Stream | None) -> None:
+        for name, tensor in kept.items():
+            skips.sent(name, tensor, Load((tensor,), self._place, stream))
 
-
-def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    return (batch,) if isinstance(batch, Tensor) else batch
+    def _taken_in(self, parcel: Parcel) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors, put_back = _tensors((parcel.args, parcel.kwargs))
+        if parcel.at is not None:
+            return put_back(moved(Load(tensors, *parcel.at), self._place))  # type: ignore[no-any-return]
+        loads = (Load((tensor,), Place.of(tensor.device), None) for tensor in tensors)
+        return put_back(tuple(moved(load, self._place)[0] for load in loads))  # type: ignore[no-any-return]
 
 
-def _like(batch: Batch, tensors: tuple[Tensor, ...]) -> Batch:
-    return tensors[0] if isinstance(batch, Tensor) else tensors
+def _fetched(place: Place, load: Load) -> Tensor:
+    return moved(load, place)[0]
 
 
-def _faults(stage: Stage, output: object) -> list[Fault]:
-    if isinstance(output, Tensor) or (isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output)):
+def moved(load: Load, target: Place) -> tuple[Tensor, ...]:
+    """The tensors of ``load`` on the compute stream of ``target``."""
+    tensors, place, stream = load
+    if not tensors or (stream is None and place == target):  # it is here already
+        return tensors
+    if place.compute and not stream:  # the caller's input, from another device
+        stream = place.side_stream()
+        with on(stream):
+            tensors = wait(place.compute, stream, tensors)
+    arrival = target.side_stream()
+    with on(arrival):
+        tensors = copy(place, stream, target, arrival, tensors)  # [2]
+    return wait(arrival, target.compute, tensors)  # [1]
+
+
+def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Any]]:
+    """The tensors in ``tree``, each once, and what makes it again of others."""
+    first, second = tree  # (args, kwargs), or what a turn returns
+    if not second and isinstance(first, Tensor):
+        return (first,), lambda tensors: (tensors[0], {})  # what most stages return
+    if not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor):
+        return first, lambda tensors: (tensors, {})  # what most are called with
+    leaves, spec = pytree.tree_flatten(tree)
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    numbers = {key: number for number, key in enumerate(unique)}
+    places = [(place, numbers[id(leaf)]) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def put_back(tensors: tuple[Tensor, ...]) -> Any:
+        for place, number in places:
+            leaves[place] = tensors[number]
+        return pytree.tree_unflatten(leaves, spec)
+
+    return tuple(unique.values()), put_back
+
+
+def output_faults(stage: Stage, output: object) -> list[Fault]:
+    """What is wrong with what ``stage`` returned."""
+    if isinstance(output, Tensor) and output.device == stage.device:
         return []
-    rule = "a stage must return a tensor or a tuple of tensors"
-    received = f"{type(output).__name__}, from {stage.__qualname__}"
-    return [Fault(rule, received, "another balance, or a last layer in the stage that returns a tensor")]
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not tensors:
+        rule = "a stage must return a tensor, or something that holds one"
+        works = "a last layer in the stage that returns a tensor"
+        return [Fault(rule, f"{type(output).__name__}, from {stage.__qualname__}", works)]
+    elsewhere = sorted({str(tensor.device) for tensor in tensors if tensor.device != stage.device})
+    if elsewhere:
+        received = f"a tensor on {', '.join(elsewhere)}, from {stage.__qualname__} on {stage.device}"
+        works = "a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
+        return [Fault("the output of a stage must be on its device", received, works)]
+    return []

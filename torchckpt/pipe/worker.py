@@ -3,14 +3,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TypeAlias
 
 import torch
 
 from torchckpt.kernel.ambient import settings, within
+from torchckpt.kernel.flags import is_checkpointing, is_recomputing, thread
+from torchckpt.kernel.private import (
+    DeviceContext,
+    dispatch_modes_are_active,
+    function_modes,
+    hooks_in_force,
+    profiler_is_on,
+)
 
-__all__ = ["Run", "in_caller", "workers"]
+__all__ = ["Run", "in_caller", "is_bound_to_caller", "workers"]
 
 Task: TypeAlias = Callable[[], None]
 Run: TypeAlias = Callable[[list[tuple[int, Task]]], None]
@@ -23,27 +32,49 @@ def in_caller(tasks: list[tuple[int, Task]]) -> None:
         task()
 
 
+def is_bound_to_caller() -> bool:
+    """Whether something holds in this thread that no other can be given: saved-tensor hooks, which see tensors in one
+    order; a region, or what a schedule wants of regions; torch's modes other than a default device; a profiler."""
+    return (
+        hooks_in_force(False) is not None
+        or is_checkpointing()
+        or is_recomputing()
+        or thread.scope is not None
+        or dispatch_modes_are_active() > 0
+        or not all(isinstance(mode, DeviceContext) for mode in function_modes())  # type: ignore[no-untyped-call]  # torch
+        or profiler_is_on()
+    )
+
+
 @contextmanager
 def workers(count: int) -> Iterator[Run]:
-    """Threads that run their tasks in order, with the grad mode, autocast and defaults of the caller.
+    """Threads that run their tasks in order, with the caller's grad mode, autocast, defaults and context variables.
 
     The first exception, of whatever kind, is raised in the caller, with its traceback, when the tasks that were started
-    with it have ended. The threads end with the block.
+    with it have ended. The threads end with the block. If the caller is interrupted meanwhile, it does not wait for
+    them: each ends with the task that it is at.
     """
     as_in_caller = _ambient()
-    with ExitStack() as stack:
-        threads = [stack.enter_context(ThreadPoolExecutor(1, f"torchckpt worker {n}")) for n in range(count)]
+    threads = [ThreadPoolExecutor(1, f"torchckpt worker {n}") for n in range(count)]
+    idle = True
 
-        def run(tasks: list[tuple[int, Task]]) -> None:
-            started = [threads[worker].submit(as_in_caller, task) for worker, task in tasks]
-            try:
-                wait(started)
-                while started:
-                    _raise_from(started.pop(0))
-            finally:
-                started.clear()  # an exception holds these variables, and its future the exception
+    def run(tasks: list[tuple[int, Task]]) -> None:
+        nonlocal idle
+        idle = False
+        started = [threads[worker].submit(copy_context().run, as_in_caller, task) for worker, task in tasks]
+        try:
+            wait(started)
+            idle = True
+            while started:
+                _raise_from(started.pop(0))
+        finally:
+            started.clear()  # an exception holds these variables, and its future the exception
 
+    try:
         yield run
+    finally:
+        for thread in threads:
+            thread.shutdown(wait=idle, cancel_futures=True)
 
 
 def _raise_from(future: Future[None]) -> None:

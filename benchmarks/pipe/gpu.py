@@ -1,0 +1,252 @@
+"""GPU: samples a second and bytes of three models in pipelines, and what recomputing early hides.
+
+Stages go to as many GPUs as there are, in order; where there are fewer GPUs than stages, neighbours share one. Variants
+are measured one after the other, each alone on the devices: of some only one fits. Three questions:
+
+* ``throughput``: samples a second and peak bytes, beside the module on one GPU.
+* ``ablation``: the same regions, recomputed early (``Pipe``) and late (regions inside the stages).
+* ``overlap``: early and late, where copies between stages take a set time. Hidden is the share of what late adds to no
+  recomputation that early does not.
+"""
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from large import gpt, resnet, unet
+from torch import Tensor
+from turns import in_turn, spread
+from variants import Job, Variant, accumulated, late_pipe_of, of_pipe, of_step, pipe_of, whole
+
+from torchckpt.pipe import balance_by_time, links
+
+__all__ = ["JOBS", "Cell", "hidden", "measure", "placed", "throttled", "variants_of"]
+
+JOBS: dict[str, Callable[..., Job]] = {
+    "ResNet-101, 224": partial(resnet, rows=128),
+    "U-Net(5, 64), 192": partial(unet, rows=32),
+    "GPT, 12 x 768, T = 512, bf16": partial(gpt, rows=32),
+}
+ABLATED = "GPT, 12 x 768, T = 512, bf16"
+M = 8
+SHARES = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""tc/tf: what a copy between stages takes, over the forward of a stage on a micro-batch."""
+FACTORIES = ("Pipe, never", "Pipe, except_last", "Pipe, always", "late", "late, torch.utils.checkpoint", "Pipe.step")
+
+
+class Cell(NamedTuple):
+    """A job, and how it is cut."""
+
+    job: Job
+    balance: list[int]
+    m: int
+    devices: list[str]
+
+    @classmethod
+    def of(cls, job: Job, stages: int, m: int, devices: Sequence[str]) -> Cell:
+        """Cut by time, on the first of ``devices``, where the mini-batch is."""
+        balance = balance_by_time(stages, job.copied(), job.x[: max(1, len(job.x) // m)])
+        return cls(job, list(balance), m, placed(stages, devices))
+
+
+def placed(stages: int, devices: Sequence[str]) -> list[str]:
+    """A device for each stage."""
+    used = devices[:stages]
+    return [used[stage * len(used) // stages] for stage in range(stages)]
+
+
+# variants -----------------------------------------------------------------------------------------------------------
+
+
+def variants_of(cell: Cell, skips: bool) -> dict[str, Callable[[], Variant]]:
+    """What makes each of them: they are not made before their turn, for want of memory."""
+    made: dict[str, Callable[[], Variant]] = {
+        "plain, one GPU": partial(whole, cell.job),
+        "plain, accumulated": partial(accumulated, cell.job, cell.m),
+    }
+    names = [name for name in FACTORIES if not (skips and name.startswith("late"))]  # a skip cannot leave such a region
+    return {**made, **{name: partial(_pipeline, name, cell) for name in names}}
+
+
+def _pipeline(name: str, cell: Cell) -> Variant:
+    job, balance, m, devices = cell
+    if name == "Pipe.step":
+        return of_step(name, job, pipe_of(job, balance, m, "always", devices))
+    if name.startswith("late"):
+        return of_pipe(name, job, late_pipe_of(job, balance, m, name != "late", devices))
+    mode: Any = name.removeprefix("Pipe, ")
+    return of_pipe(name, job, pipe_of(job, balance, m, mode, devices))
+
+
+# measuring ----------------------------------------------------------------------------------------------------------
+
+
+def measured(make: Callable[[], Variant], samples: int, rounds: int) -> dict[str, Any]:
+    """Samples a second, seconds a step, and the peak of allocated bytes of each GPU, parameters included."""
+    _clear()
+    try:
+        variant = make()
+        variant.step()
+        _synchronize()
+        for device in _gpus():
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = in_turn({"": variant.step}, rounds, wait=_synchronize)[""]
+        peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus()]
+    except torch.OutOfMemoryError:
+        return {"out of memory": True}
+    return {
+        "samples a second": spread([samples / one for one in seconds]),
+        "seconds a step": spread(seconds),
+        "peak bytes": peaks,
+    }
+
+
+def _gpus() -> range:
+    return range(torch.cuda.device_count())
+
+
+def _synchronize() -> None:
+    for device in _gpus():
+        torch.cuda.synchronize(device)
+
+
+def _clear() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# the three questions ------------------------------------------------------------------------------------------------
+
+
+def throughput(devices: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, job_of in JOBS.items():
+        cell = Cell.of(job_of(devices[0]), max(2, min(4, len(devices))), M, devices)
+        for variant, make in variants_of(cell, skips=name.startswith("U-Net")).items():
+            found = measured(make, len(cell.job.x), rounds)
+            rows.append({"model": name, "stages": len(cell.balance), "micro-batches": M, "variant": variant, **found})
+            print(_line(name, variant, found))
+    return rows
+
+
+def ablation(devices: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """{late, early} x {2, 4} stages x {4, 8, 32} micro-batches."""
+    rows = []
+    job = JOBS[ABLATED](devices[0])
+    for stages in (2, 4):
+        for m in (4, 8, 32):
+            cell = Cell.of(job, stages, m, devices)
+            for name, variant in (("late", "late"), ("early", "Pipe, always")):
+                found = measured(partial(_pipeline, variant, cell), len(job.x), rounds)
+                rows.append({"stages": stages, "micro-batches": m, "recompute": name, **found})
+                print(_line(f"{stages} stages, {m} micro-batches", name, found))
+    return rows
+
+
+def overlap(devices: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """Per tc/tf the step without recomputation, with late, and with early recomputation; 2 stages."""
+    rows = []
+    pace = Pace()
+    cell = Cell.of(JOBS[ABLATED](devices[0]), 2, M, devices)
+    forward_seconds = _forward_seconds(cell)
+    for share in SHARES:
+        steps = {}
+        with throttled(pace, share * forward_seconds):
+            for name, variant in (("never", "Pipe, never"), ("late", "late"), ("early", "Pipe, always")):
+                steps[name] = measured(partial(_pipeline, variant, cell), len(cell.job.x), rounds)
+        rows.append({"tc/tf": share, "tf seconds": forward_seconds, **steps, "hidden": hidden(steps)})
+        print(f"  tc/tf {share:3}: hidden {rows[-1]['hidden']}")
+    return rows
+
+
+def hidden(steps: dict[str, dict[str, Any]]) -> float | None:
+    """None where late adds nothing, or something did not fit."""
+    if any("seconds a step" not in found for found in steps.values()):
+        return None
+    never, late, early = (steps[name]["seconds a step"][1] for name in ("never", "late", "early"))
+    return (late - early) / (late - never) if late > never else None
+
+
+def _forward_seconds(cell: Cell) -> float:
+    """Of the first stage on a micro-batch."""
+    _clear()
+    stage = cell.job.copied()[: cell.balance[0]]
+    x = cell.job.x[: max(1, len(cell.job.x) // cell.m)]
+    with torch.no_grad():
+        return median(in_turn({"": partial(stage, x)}, rounds=5, wait=_synchronize)[""])
+
+
+# copies that take a set time ----------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Pauses of a stream, in seconds."""
+
+    def __init__(self) -> None:
+        cycles = 50_000_000
+        pause = partial(torch.cuda._sleep, cycles)
+        self._cycles_a_second = cycles / min(in_turn({"": pause}, rounds=5, wait=_synchronize)[""])
+
+    def pause(self, seconds: float) -> None:
+        """On the current stream."""
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * self._cycles_a_second))
+
+
+@contextmanager
+def throttled(pace: Pace, seconds: float) -> Iterator[None]:
+    """Copies between stages take ``seconds`` longer, on the stream that they arrive on, and only there.
+
+    The pause begins when the copied tensor is there: also where two stages share a GPU, nothing is copied, and so the
+    one stream does not wait for the other.
+    """
+    moved = links._moved
+
+    def slowly(tensor: Tensor, source: Any, leaves_on: Any, target: Any, enters_on: Any) -> Tensor:
+        arrived = moved(tensor, source, leaves_on, target, enters_on)
+        if leaves_on is not None and enters_on is not None:
+            enters_on.wait_stream(leaves_on)
+        with links.on(enters_on):
+            pace.pause(seconds)
+        return arrived
+
+    links._moved = slowly
+    try:
+        yield
+    finally:
+        links._moved = moved
+
+
+# report -------------------------------------------------------------------------------------------------------------
+
+
+def _line(what: str, variant: str, found: dict[str, Any]) -> str:
+    if "out of memory" in found:
+        return f"  {what:32}{variant:32} out of memory"
+    peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in found["peak bytes"])
+    return f"  {what:32}{variant:32}{found['samples a second']!s:>26} samples/s   peak GiB {peaks}"
+
+
+def measure(device: torch.device, rounds: int) -> dict[str, Any]:
+    began = perf_counter()
+    devices = [f"cuda:{number}" for number in _gpus()]
+    print(f"throughput, {M} micro-batches, on {len(devices)} of {torch.cuda.get_device_name(device)}")
+    found: dict[str, Any] = {"throughput": throughput(devices, rounds)}
+    print(f"ablation, {ABLATED}")
+    found["ablation"] = ablation(devices, rounds)
+    print(f"overlap with copies that take tc, {ABLATED}")
+    found["overlap"] = overlap(devices, rounds)
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "devices": len(devices),
+        "torch": torch.__version__,
+        "rounds": rounds,
+        **found,
+        "minutes": (perf_counter() - began) / 60,
+    }

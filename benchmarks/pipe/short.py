@@ -1,0 +1,91 @@
+"""The short version: what can be counted, of small models, on a CPU; no seconds. Prints it as JSON.
+
+    python benchmarks/pipe/short.py
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import gpu
+import machinery
+import ratios
+import torch
+from large import gpt, resnet, unet
+from small import JOBS
+from turns import Spread
+from variants import Job, Variant
+
+from torchckpt.pipe import links
+from torchckpt.testing import count_recomputes
+
+LARGE: dict[str, Callable[[], Job]] = {
+    "ResNet": lambda: resnet("cpu", rows=8, side=32, width=4, counts=(1, 1, 2, 1)),
+    "U-Net": lambda: unet("cpu", rows=4, side=32, depth=3, convolutions=2, channels=4),
+    "GPT": lambda: gpt(
+        "cpu", rows=4, length=16, width=32, heads=2, blocks=3, vocabulary=64, dtype=torch.float32
+    ),
+}
+
+
+def count_large() -> dict[str, dict[str, Any]]:
+    """Of what is measured on GPUs: per model and variant the replays, and whether gradients are equal to the bit."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, job_of in LARGE.items():
+        cell = gpu.Cell.of(job_of(), 2, 4, ["cpu"])
+        made = {variant: make() for variant, make in gpu.variants_of(cell, skips=name == "U-Net").items()}
+        replays = {variant: _replays(one) for variant, one in made.items()}
+        plain = made["Pipe, never"].gradients()
+        equal = {variant: all(map(torch.equal, one.gradients(), plain)) for variant, one in made.items()}
+        found[name] = {"replays": replays, "equal to never": [variant for variant in equal if equal[variant]]}
+    return found
+
+
+def _replays(variant: Variant) -> int:
+    with count_recomputes() as replays:
+        variant.step()
+    return replays.total
+
+
+def throttle() -> list[list[float]]:
+    """The pauses of a copy inside of ``throttled``, and of one after it."""
+    pauses: list[list[float]] = [[], []]
+
+    class Noted:
+        def __init__(self) -> None:
+            self.into = pauses[0]
+
+        def pause(self, seconds: float) -> None:
+            self.into.append(seconds)
+
+    pace: Any = Noted()
+    here = links.Place.of(torch.device("cpu"))
+    with gpu.throttled(pace, 0.5):
+        links.copy(here, None, here, None, (torch.ones(2),))
+    pace.into = pauses[1]
+    links.copy(here, None, here, None, (torch.ones(2),))
+    return pauses
+
+
+def hidden() -> list[float | None]:
+    """Half of what late adds; nothing to hide; and one that did not fit."""
+    seconds = [{"seconds a step": Spread(one, one, one)} for one in (1.0, 2.0, 1.5)]
+    never, late, early = seconds
+    return [
+        gpu.hidden({"never": never, "late": late, "early": early}),
+        gpu.hidden({"never": never, "late": never, "early": never}),
+        gpu.hidden({"never": {"out of memory": True}, "late": late, "early": early}),
+    ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cells = {str(cell): machinery.gradients_equal(cell) for cell in machinery.CELLS}
+    rows = [ratios.count(name, job_of(), stages=2, m=4) for name, job_of in JOBS.items()]
+    found = {"twin and ours equal to plain": cells, "ratios": rows, "large": count_large()}
+    print(json.dumps({**found, "throttle": throttle(), "hidden": hidden()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

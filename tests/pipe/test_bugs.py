@@ -1,0 +1,134 @@
+"""Bugs of pipelines that were found once, each with its history."""
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchckpt
+from torchckpt.errors import ArgumentError, RecomputationError
+from torchckpt.pipe import balance_by_bytes, links
+from torchckpt.pipe.skip import pop, stash
+
+mse_loss = nn.functional.mse_loss
+
+
+def penalty(copies: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """Gradients of the square of a gradient, through two stages; with ``copies`` as on one GPU, where what goes from
+    one to the other passes a Copy that copies nothing."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    pipe = torchckpt.Pipe(module, [2, 2], chunks=2)
+    if copies:
+        plain = torchckpt.pipe.pipeline.moved
+
+        def moved(load, target):
+            tensors = plain(load, target)
+            return links.copy(load.place, None, target, None, tensors) if tensors else tensors
+
+        monkeypatch.setattr(torchckpt.pipe.pipeline, "moved", moved)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    (gradient,) = torch.autograd.grad(pipe(x).square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def test_double_backward_through_a_copy_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient was detached on its way between two stages on one GPU: silently wrong."""
+    expected = penalty(False, monkeypatch)
+    found = penalty(True, monkeypatch)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found) if one is not None)
+    assert [one is None for one in expected] == [other is None for other in found]
+
+
+class Scaled(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+def test_a_sequential_that_does_more_than_call_its_layers_is_an_error() -> None:
+    """What it did of its own was dropped in silence."""
+    text = "no more than call its layers\n  received: Scaled with a forward, parameters of its own"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        torchckpt.Pipe(Scaled())
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match="Sequential with hooks of its own"):
+        torchckpt.Pipe(hooked)
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), hooked), nn.Linear(2, 2))
+    assert [layer.name for layer in torchckpt.Pipe(nested, split_nested=True).stages[0].layers] == ["0.0", "0.1", "1"]
+
+
+class Tabled(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.arange(3.0)
+
+
+def test_an_output_that_has_no_rows_is_an_error() -> None:
+    """It was put together once for each micro-batch."""
+    text = "in dimension 0 as its micro-batch, or a multiple of them\n  received: shape (3,) of 2 rows, shape (3,) of 2"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Tabled()), chunks=2)(torch.ones(4, 2))
+    flat = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Flatten(0, 1)), chunks=2)
+    assert flat(torch.ones(5, 2)).shape == (10,)
+
+
+def test_a_module_that_holds_a_pipe_does_not_move_it() -> None:
+    """Only the pipeline's own methods were guarded."""
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2)))
+    for move in (lambda: nn.ModuleList([pipe]).to("meta"), lambda: pipe.to_empty(device="meta")):
+        with pytest.raises(ArgumentError, match="received: a move from cpu to meta"):
+            move()
+    assert next(nn.ModuleList([pipe]).double().parameters()).dtype == torch.float64
+
+
+def test_a_step_refuses_hooks_that_would_run_once_a_micro_batch() -> None:
+    """An optimizer in the backward changed parameters between a forward and its replay."""
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
+    pipe[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ArgumentError, match=re.escape("received: hooks on 0.weight\n")):
+        pipe.step(torch.ones(4, 2), torch.ones(4, 2), loss_fn=mse_loss)
+
+
+def test_a_target_may_be_named() -> None:
+    """As for a schedule of torch: it was handed to the first layer, and the input taken for the target."""
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 2), torch.randn(4, 2)
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2)), chunks=2, reduce="sum")
+    assert torch.equal(pipe.step(x, target=y, loss_fn=mse_loss), pipe.step(x, y, loss_fn=mse_loss))
+    assert torch.allclose(pipe.step(x, y, loss_fn=mse_loss), 2 * pipe.step(x, y, loss_fn=mse_loss, reduce="mean"))
+
+
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        stash("a", x.exp())
+        return x.tanh()
+
+
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.exp() + pop("a")).sin()
+
+
+def test_a_layer_that_pops_cannot_be_a_region_by_itself() -> None:
+    """Its replay was told to stash in a layer before, which it did. A whole model with skips can be one."""
+    whole = nn.Sequential(nn.Linear(2, 2), Stash(), nn.Linear(2, 2), Pop(), nn.Linear(2, 2))
+    torchckpt.testing.assert_transparent(whole, torch.randn(3, 2))
+    torchckpt.checkpoint_module(whole[3])
+    with pytest.raises(RecomputationError, match="a layer that pops a skip cannot be a region by itself"):
+        whole(torch.randn(3, 2)).sum().backward()
+
+
+def test_a_balance_of_nested_layers_is_one_of_a_pipe_that_splits_them() -> None:
+    """It was one of the outer layers only."""
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2))
+    balance = balance_by_bytes(2, nested, torch.randn(2, 4), split_nested=True)
+    assert len(balance.costs) == 4
+    assert balance.names == ["Linear", "ReLU", "Linear", "Linear"]
+    assert torchckpt.Pipe(nested, balance, split_nested=True)(torch.randn(2, 4)).shape == (2, 2)

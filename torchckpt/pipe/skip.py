@@ -1,0 +1,257 @@
+"""Skips: tensors that go straight from one layer of a Sequential to a later one, across stages.
+
+>>> class Down(torch.nn.Module):
+...     def forward(self, x):
+...         stash("features", x)
+...         return torch.nn.functional.avg_pool1d(x, 2)
+>>> class Up(torch.nn.Module):
+...     def forward(self, x):
+...         return torch.nn.functional.interpolate(x, scale_factor=2) + pop("features")
+
+Works in a plain ``nn.Sequential`` and in a :class:`~torchckpt.Pipe`, which carries the tensor from the stage that
+stashes it to the one that pops it, past those between. The idea is torchgpipe's (Kim et al., 2020, section 3.2.2).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from torchckpt.errors import Fault, RecomputationError, raise_faults
+from torchckpt.kernel.flags import is_recomputing
+
+__all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
+
+
+class Namespace:
+    """Keeps apart the skips of blocks that use the same names.
+
+    >>> class Level(torch.nn.Sequential):
+    ...     def __init__(self):
+    ...         space = Namespace()
+    ...         super().__init__(Down(space), Up(space))
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Namespace:
+        copied: Namespace = memo.setdefault(id(self), Namespace())
+        return copied
+
+
+Name: TypeAlias = "tuple[Namespace | None, str]"
+
+
+class _Holder(Protocol):
+    def stash(self, name: Name, tensor: Tensor) -> None: ...
+    def pop(self, name: Name) -> Tensor: ...
+
+
+def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None:
+    """Keep ``tensor`` for the layer that pops ``name``.
+
+    Raises:
+        ArgumentError: not a tensor; in a ``Pipe``, a name that is stashed already.
+    """
+    if not isinstance(tensor, Tensor):
+        works = "stash(name, tensor)"
+        raise_faults("stash()", [Fault("a skip is a tensor", f"{name!r}: {type(tensor).__name__}", works)])
+    _holder().stash((namespace, name), tensor)
+
+
+def pop(name: str, namespace: Namespace | None = None) -> Tensor:
+    """The tensor that was stashed under ``name`` in this forward, once.
+
+    Raises:
+        ArgumentError: nothing is stashed under that name, or it was popped before.
+    """
+    return _holder().pop((namespace, name))
+
+
+class _Plain:
+    """Outside of a pipe: what this thread has stashed, until it is popped, or stashed again by the next forward."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Name, Tensor] = {}
+        self._replayed: dict[Name, Tensor] = {}  # by a replay, which may end before it pops them
+
+    def stash(self, name: Name, tensor: Tensor) -> None:
+        if is_recomputing():
+            self._replayed[name] = tensor
+        else:
+            self._replayed.clear()
+            self._kept[name] = tensor
+
+    def pop(self, name: Name) -> Tensor:
+        if is_recomputing():
+            if name in self._replayed:
+                return self._replayed.pop(name)
+            raise RecomputationError(
+                "a layer that pops a skip cannot be a region by itself: its replay comes when the skip is gone\n"
+                f"  received: pop({name[1]!r}) in a replay\n"
+                "  works:    Pipe(..., checkpoint='always'), whose regions are stages; or a layer that pops, and then "
+                "calls checkpoint(block, x, skip)"
+            )
+        if name not in self._kept:
+            rule = "a skip is stashed by an earlier layer, and popped once"
+            raise_faults("pop()", [Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in a layer before")])
+        return self._kept.pop(name)
+
+
+_current: ContextVar[_Holder | None] = ContextVar("torchckpt skips", default=None)
+
+
+def _holder() -> _Holder:
+    holder = _current.get()
+    if holder is None:
+        holder = _Plain()
+        _current.set(holder)
+    return holder
+
+
+class _Stashed:
+    """A skip on its way."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.tensor: Tensor | None = None
+        self.load: Any = None
+        self.version: int | None = None
+        self.popped_by: str | None = None
+
+
+class Skips:
+    """Of one micro-batch: what is stashed, by whom, and who popped it."""
+
+    def __init__(self, later: Callable[[Name, str], str | None]) -> None:
+        self._stashed: dict[Name, _Stashed] = {}
+        self._later = later
+        """Of a name and the layer that pops it: a layer behind that one that stashes it, as far as can be told."""
+
+    def sent(self, name: Name, tensor: Tensor, load: Any) -> None:
+        """``tensor`` left its stage, as ``load``, in whatever form."""
+        found = self._stashed[name]
+        found.tensor, found.load, found.version = tensor, load, _version(tensor)
+
+    def stashed(self, name: Name, layer: str) -> None:
+        """Note that ``layer`` stashes ``name``."""
+        before = self._stashed.get(name)
+        if before is not None:
+            rule, works = "a skip is stashed once in a forward", f"stash({name[1]!r}, tensor, namespace)"
+            raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works)])
+        self._stashed[name] = _Stashed(layer)
+
+    def popped(self, name: Name, layer: str) -> Any:
+        """Note that ``layer`` pops ``name``; what was sent."""
+        found = self._stashed.get(name)
+        if found is None:
+            later = self._later(name, layer)
+            who = f"{name[1]!r}, popped by {layer}, stashed by {later or 'no layer before it'}"
+            works = "the layer that stashes before the layer that pops"
+            raise_faults("Pipe", [Fault("a skip goes forward: it is stashed before it is popped", who, works)])
+        elif found.popped_by is not None:
+            rule = "a skip is popped once in a forward"
+            works = f"stash({name[1]!r}, ...) under a second name"
+            raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works)])
+        else:
+            found.popped_by = layer
+            load, tensor, found.load, found.tensor = found.load, found.tensor, None, None
+            if tensor is not None and _version(tensor) != found.version:
+                rule = "a skip must not be changed in place between the layer that stashes it and the one that pops it"
+                who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
+                works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
+                raise_faults("Pipe", [Fault(rule, who, works)])
+            return load
+        return None
+
+    def faults(self) -> Iterator[Fault]:
+        """What was stashed in vain."""
+        for (_, name), stashed in self._stashed.items():
+            if stashed.popped_by is None:
+                rule = "a skip that is stashed is popped by a later layer"
+                works = f"pop({name!r}) in a later layer, or no stash"
+                yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
+
+
+class Carrier:
+    """The skips of one micro-batch in one stage, in its forward and in its replays.
+
+    What leads to skips of other stages it drops after the forward: the graph of one that is never popped would hold,
+    by the frame of a stage before, this carrier, and this the skip: a cycle that the garbage collector does not see.
+    """
+
+    def __init__(self, skips: Skips, fetch: Callable[[Any], Tensor]) -> None:
+        self._skips: Skips | None = skips
+        self._fetch: Callable[[Any], Tensor] | None = fetch
+        self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
+        self._entered = False
+        self.layer: object = ""
+        """The layer that runs now; in words by ``str``, which few runs need."""
+
+    @contextmanager
+    def run(self) -> Iterator[dict[Name, Tensor]]:
+        """One run of the stage, the forward first. What it stashes and does not pop itself is in the dict."""
+        # is_recomputing() also holds in a forward inside the replay of an outer region.
+        is_forward, self._entered = not self._entered, True
+        run = _Run(self, is_forward)
+        token = _current.set(run)
+        try:
+            yield run.kept
+        finally:
+            _current.reset(token)
+            if is_forward:
+                self._skips = self._fetch = None
+
+    def stashed(self, name: Name) -> None:
+        if self._skips is not None:
+            self._skips.stashed(name, str(self.layer))
+
+    def popped(self, name: Name) -> Any:
+        return None if self._skips is None else self._skips.popped(name, str(self.layer))
+
+    def arrived(self, name: Name, is_forward: bool) -> Tensor:
+        """From another stage; in a replay, the tensor that the forward got."""
+        if name in self._fetched:
+            if is_forward:
+                self.popped(name)
+        elif self._fetch is not None:
+            tensor = self._fetch(self.popped(name))
+            self._fetched[name] = tensor, _version(tensor)
+        else:
+            raise RecomputationError(
+                f"a replay must pop what its forward popped\n  received: pop({name[1]!r}), by {self.layer}\n"
+                "  works:    a forward that pops the same names each time"
+            )
+        tensor, version = self._fetched[name]
+        if _version(tensor) != version:
+            raise RecomputationError(
+                f"a skip that was popped must not be changed in place: the replay would start from the changed one\n"
+                f"  received: {name[1]!r} at version {_version(tensor)}; expected version {version}\n"
+                f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
+            )
+        return tensor
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+class _Run:
+    """What ``stash`` and ``pop`` see in one run of a stage."""
+
+    def __init__(self, carrier: Carrier, is_forward: bool) -> None:
+        self._carrier, self._is_forward = carrier, is_forward
+        self.kept: dict[Name, Tensor] = {}
+
+    def stash(self, name: Name, tensor: Tensor) -> None:
+        if self._is_forward:
+            self._carrier.stashed(name)
+        self.kept[name] = tensor
+
+    def pop(self, name: Name) -> Tensor:
+        if name not in self.kept:
+            return self._carrier.arrived(name, self._is_forward)
+        if self._is_forward:
+            self._carrier.popped(name)
+        return self.kept.pop(name)

@@ -1,0 +1,342 @@
+"""Step: a forward and backward of a mini-batch as 1F1B, each stage with an autograd graph of its own.
+
+``loss.backward()`` through one graph must have run all forwards, so that every stage keeps all m micro-batches. Here
+the graphs are cut at the boundaries of the stages, and stage j keeps p - j of them:
+
+    leaf(i, j) ─► region(i, j) ─► output(i, j)  ┄ detached, copied ┄►  leaf(i, j+1) ─► ...
+
+    F   stage j runs on leaf(i, j), a copy of the output of stage j - 1 that requires grad
+    R   its frame is recomputed, one micro-batch ahead of its backward
+    B   output(i, j) goes back with leaf(i, j+1).grad, copied; likewise the skips that left stage j
+
+The order is that of the model's 1F1B, whose actions one thread starts in the order in which they would start if a
+backward took twice a forward, and a recompute no time. On accelerators what it starts runs meanwhile; a stage waits for
+another by its streams.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.clock import Clock
+from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.options import DEFAULT
+from torchckpt.kernel.private import profiler_is_on
+from torchckpt.model import (
+    Action,
+    Kind,
+    Link,
+    Schedule,
+    StageCosts,
+    Timeline,
+    ahead,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    with_recompute,
+)
+from torchckpt.model.measured import Span, measured_timeline
+from torchckpt.pipe.links import Place, copy, on, wait
+from torchckpt.pipe.microbatch import MicroBatch
+from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.pipeline import output_faults, skips_of
+from torchckpt.pipe.skip import Carrier
+
+__all__ = ["Record", "Step", "schedule_for"]
+
+LossFunction = Callable[..., Tensor]
+
+_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute"}
+
+
+def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
+    """1F1B, recomputed one ahead but for the last stage, which holds one micro-batch anyway. Where there are fewer
+    micro-batches than stages GPipe, all of it recomputed."""
+    is_1f1b = micro_batches >= stages
+    plain = (one_f_one_b if is_1f1b else gpipe)(stages, micro_batches)
+    exempt = "last_stage" if is_1f1b else ()
+    return with_recompute(plain, ahead(exempt=exempt)) if recomputes and stages > 1 else plain
+
+
+class Port(NamedTuple):
+    """Where a stage is, and the streams of what leaves it and of what arrives. Of each direction one, in which messages
+    queue; None where there are no streams."""
+
+    place: Place
+    leaving: torch.Stream | None
+    arriving: torch.Stream | None
+
+    @classmethod
+    def at(cls, place: Place) -> Port:
+        return cls(place, place.side_stream(), place.side_stream())
+
+
+class Shipment:
+    """A tensor on its way from one stage to another: it leaves when what its stage had to do by then is done."""
+
+    def __init__(self, tensor: Tensor, source: Port) -> None:
+        self._source = source
+        with on(source.leaving):
+            (self._tensor,) = wait(source.place.compute, source.leaving, (tensor.detach(),))
+        self._target: Port | None = None
+
+    def sent(self, target: Port) -> Shipment:
+        """Begin the copy."""
+        if self._source.place != target.place:
+            with on(target.arriving):
+                source = self._source
+                (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
+            self._target = target
+        return self
+
+    def arrived(self, place: Place) -> Tensor:
+        """For what is started at ``place`` from now on."""
+        arriving = self._source.leaving if self._target is None else self._target.arriving
+        return wait(arriving, place.compute, (self._tensor,))[0]
+
+
+class Passage:
+    """A tensor that goes from one stage to another, and its gradient, which goes back.
+
+    Args:
+        forth: the tensor, on its way.
+        back: the ports of its gradient: that of the receiver, that of the sender.
+    """
+
+    def __init__(self, tensor: Tensor, forth: Shipment, back: tuple[Port, Port]) -> None:
+        self._requires_grad, self._back = tensor.requires_grad, back
+        # Of the graph only, where the receiver has a copy: the output itself would be held until its backward.
+        is_elsewhere = back[0].place != back[1].place and tensor.requires_grad
+        self.root: Any = get_gradient_edge(tensor) if is_elsewhere else tensor
+        self._forth: Shipment | None = forth
+        self._leaf: Tensor | None = None
+        self._arrived: Tensor | None = None
+        self._gradient: Shipment | None = None
+
+    def received(self) -> Tensor:
+        """What the receiver's graph begins with: a leaf, behind a node, so that it may be changed in place."""
+        forth, self._forth = self._forth, None
+        if forth is not None:
+            self._leaf = forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
+            self._arrived = wait(None, None, (self._leaf,))[0]
+        assert self._arrived is not None
+        return self._arrived
+
+    def send_back(self) -> None:
+        """After the receiver's backward."""
+        leaf, self._leaf, self._arrived = self._leaf, None, None
+        if leaf is not None and leaf.grad is not None:
+            receiver, sender = self._back
+            self._gradient = Shipment(leaf.grad, receiver).sent(sender)
+
+    def gradient(self) -> Tensor | None:
+        return None if self._gradient is None else self._gradient.arrived(self._back[1].place)
+
+
+@dataclass
+class Turn:
+    """One micro-batch in one stage, from its forward to its backward."""
+
+    frame: Frame | None = None
+    received: list[Passage] = field(default_factory=list)
+    sent: list[Passage] = field(default_factory=list)
+    loss: Tensor | None = None
+
+
+class Record(NamedTuple):
+    """When everything ran, in one step."""
+
+    schedule: Schedule
+    clocks: list[Clock]
+    stamps: list[list[tuple[Action, Any, Any]]]
+
+    def timeline(self) -> Timeline:
+        """In the type of a simulated one. Waits for the devices."""
+        spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
+        stages = self.schedule.stages
+        return measured_timeline(self.schedule, spans, [StageCosts()] * stages, [Link()] * (stages - 1))
+
+
+class Step:
+    """One mini-batch. ``run()`` returns the loss, and leaves gradients in the parameters.
+
+    Args:
+        targets: of each micro-batch.
+        loss_fn: of the output and the target of a micro-batch, a scalar.
+        weights: of the loss of each micro-batch in that of the mini-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        micro_batches: Sequence[MicroBatch],
+        targets: Sequence[Any],
+        loss_fn: LossFunction,
+        weights: Sequence[float],
+        recomputes: bool,
+    ) -> None:
+        self._stages, self._micro_batches, self._targets = stages, micro_batches, targets
+        self._loss_fn, self._weights = loss_fn, weights
+        self.schedule, self._order = plan(len(stages), len(micro_batches), recomputes)
+        actions = [action for order in self.schedule.ranks for action in order]
+        self._recomputed = {(stage, i) for stage, kind, i in actions if kind is Kind.RECOMPUTE}
+        self._places = [Place.of(stage.device) for stage in stages]
+        self._activations = [Port.at(place) for place in self._places]
+        self._gradients = [Port.at(place) for place in self._places]
+        self._clocks = [Clock(stage.device) for stage in stages]
+        self._skips = [skips_of(stages) for _ in micro_batches]
+        self._inputs: dict[tuple[int, int], Any] = {}
+        self._turns: dict[tuple[int, int], Turn] = {}
+        self._losses: list[Tensor] = []
+        self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in stages]
+
+    def run(self) -> Tensor:
+        doing = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
+        is_profiled = profiler_is_on()
+        for action in self._order:
+            stage, kind, i = action
+            name = f"torchckpt::{_WORDS[kind]}[stage={stage},mb={i}]"
+            with record_function(name) if is_profiled else nullcontext(), on(self._places[stage].compute):
+                start = self._clocks[stage].stamp()
+                doing[kind](stage, i)
+                self._stamps[stage].append((action, start, self._clocks[stage].stamp()))
+        return torch.stack(self._losses).sum()
+
+    @property
+    def record(self) -> Record:
+        return Record(self.schedule, self._clocks, self._stamps)
+
+    def _forward(self, j: int, i: int) -> None:
+        stage, place, skips, turn = self._stages[j], self._places[j], self._skips[i], Turn()
+        self._turns[j, i] = turn
+        args, kwargs = self._arguments(j, i, turn)
+        run = stage.turn(Carrier(skips, partial(self._skip, turn.received, j)))
+        if (j, i) in self._recomputed:
+            turn.frame = Frame(DEFAULT)
+            output, kept = turn.frame.forward(run, args, kwargs)
+        else:
+            output, kept = run(*args, **kwargs)
+        raise_faults("Pipe.step()", output_faults(stage, output))
+        for name, tensor in kept.items():
+            skips.sent(name, tensor, (turn.sent, j, tensor, Shipment(tensor, Port.at(place))))
+        if j + 1 < len(self._stages):
+            self._inputs[j + 1, i] = pytree.tree_map(partial(self._sent, turn.sent, {}, j), output)
+        else:
+            self._end(i, turn, output)
+
+    def _arguments(self, j: int, i: int, turn: Turn) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = self._places[j]
+        if j == 0:
+            batch = self._micro_batches[i]
+            here: Any = pytree.tree_map(partial(_brought, place), (batch.args, batch.kwargs))
+            return here[0], here[1]
+        received = pytree.tree_map(partial(_received, turn.received), self._inputs.pop((j, i)))
+        return (received,), {}
+
+    def _end(self, i: int, turn: Turn, output: Any) -> None:
+        raise_faults("Pipe.step()", self._skips[i].faults())
+        target = pytree.tree_map(partial(_brought, self._places[-1]), self._targets[i])
+        loss = self._loss_fn(output, target)
+        raise_faults("Pipe.step()", _loss_faults(loss))
+        turn.loss = loss * self._weights[i]
+        self._losses.append(turn.loss.detach())
+
+    def _sent(self, passages: list[Passage], made: dict[int, Passage], j: int, leaf: Any) -> Any:
+        """A leaf of an output of stage ``j``, as what the next one receives: one tensor, however often it is there."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            forth = Shipment(leaf, self._activations[j]).sent(self._activations[j + 1])
+            made[id(leaf)] = Passage(leaf, forth, (self._gradients[j + 1], self._gradients[j]))
+            passages.append(made[id(leaf)])
+        return made[id(leaf)]
+
+    def _skip(
+        self, received: list[Passage], k: int, sent: tuple[list[Passage], int, Tensor, Shipment]
+    ) -> Tensor:
+        """A skip that stage ``k`` pops."""
+        passages, j, tensor, shipment = sent
+        passage = Passage(tensor, shipment.sent(Port.at(self._places[k])), (self._gradients[k], self._gradients[j]))
+        passages.append(passage)
+        received.append(passage)
+        return passage.received()
+
+    def _recompute(self, j: int, i: int) -> None:
+        frame = self._turns[j, i].frame
+        if frame is not None:
+            frame.recompute()
+
+    def _backward(self, j: int, i: int) -> None:
+        turn = self._turns.pop((j, i))
+        if turn.loss is not None:
+            torch.autograd.backward(turn.loss)
+        else:
+            # Last one first, as they would come in one graph: a tensor that left several times adds up in that order.
+            pairs = [(passage.root, passage.gradient()) for passage in reversed(turn.sent)]
+            due = [(root, gradient) for root, gradient in pairs if gradient is not None]
+            if due:
+                torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
+        for passage in turn.received:
+            passage.send_back()
+
+
+@functools.lru_cache(maxsize=16)
+def plan(stages: int, micro_batches: int, recomputes: bool) -> tuple[Schedule, list[Action]]:
+    """The schedule, and its actions as one thread starts them."""
+    schedule = schedule_for(stages, micro_batches, recomputes)
+    return schedule, in_order(schedule)
+
+
+def in_order(schedule: Schedule) -> list[Action]:
+    """The actions of all stages, in the order in which they start where a backward takes twice a forward.
+
+    A recompute takes nothing, and comes right after what its stage does before it: forwards draw the same random
+    numbers, and gradients add up in the same order, whether there are recomputes or not.
+    """
+    plain = [tuple(action for action in order if action.kind is not Kind.RECOMPUTE) for order in schedule.ranks]
+    timeline = simulate(replace(schedule, ranks=tuple(plain)), exposed=False)
+    found = []
+    rest = [list(reversed(order)) for order in schedule.ranks]
+    for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank)):
+        found.append(rest[event.rank].pop())
+        while rest[event.rank] and rest[event.rank][-1].kind is Kind.RECOMPUTE:
+            found.append(rest[event.rank].pop())
+    return found
+
+
+def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
+    seconds = clock.reader()
+    times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
+    return [Span(action, start, start, end) for action, start, end in times]
+
+
+def _received(passages: list[Passage], leaf: Any) -> Any:
+    if not isinstance(leaf, Passage):
+        return leaf
+    passages.append(leaf)
+    return leaf.received()
+
+
+def _brought(place: Place, leaf: Any) -> Any:
+    """A tensor of the caller's, at ``place``, without its graph."""
+    if not isinstance(leaf, Tensor) or leaf.device == place.device:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return Shipment(leaf, Port.at(Place.of(leaf.device))).sent(Port.at(place)).arrived(place)
+
+
+def _loss_faults(loss: object) -> Iterator[Fault]:
+    if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
+        received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
+        rule = "loss_fn(output, target) must return a scalar that requires grad, of a micro-batch"
+        yield Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy")
