@@ -59,7 +59,8 @@ class Pipe(nn.Module):
         devices: the device of each stage, to which its layers are moved. Without it, a stage is where its parameters
             are, and one without parameters where the stage before it is, or where :class:`~torchckpt.pipe.WithDevice`
             says.
-        chunks: micro-batches per mini-batch. A mini-batch with fewer rows makes as many as it has rows, with a warning.
+        chunks: micro-batches per mini-batch. A mini-batch with fewer rows makes as many as it has rows; where gradients
+            are on, the log says so, once.
         checkpoint: which micro-batches run as regions: ``"always"`` all; ``"except_last"`` all but the last, whose
             activations would be needed at once; ``"never"`` none.
         lookahead: how many micro-batches of a stage may be recomputed and alive. With 1 each is recomputed as soon as
@@ -103,6 +104,7 @@ class Pipe(nn.Module):
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
+        self._told: set[int] = set()  # once for each number of micro-batches
         self._modules.update(module._modules)  # the very layers, under their names, which may be those of attributes
         stages = self.stages
         raise_faults("Pipe", placement_faults(stages, moved=self.devices is not None))
@@ -219,9 +221,10 @@ class Pipe(nn.Module):
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
-        if len(micro_batches) < self.chunks:
-            made = f"{len(micro_batches)} micro-batches, of a row each"
-            _logger.warning("Pipe: a mini-batch of fewer rows than chunks=%d made %s", self.chunks, made)
+        m = len(micro_batches)
+        if m < self.chunks and m not in self._told and torch.is_grad_enabled():
+            self._told.add(m)
+            _logger.warning("Pipe: chunks=%d, of a mini-batch of fewer rows; micro-batches made: %d", self.chunks, m)
         return micro_batches
 
     # as the Sequential ------------------------------------------------------------------------------------------------
