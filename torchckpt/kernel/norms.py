@@ -25,6 +25,8 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 _FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # as it stands in warnings.filters
 
+_COMPILED = "_orig_mod"  # the name of what torch.compile(module) holds
+
 _lock = threading.Lock()
 _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
 """The layers that hold copies now: in how many threads at once, and their own buffers."""
@@ -102,6 +104,8 @@ def _lend(module: nn.Module, _: Any) -> None:
     borrowers = thread.flags[2]
     if borrowers is None:  # this thread does not replay; another one does
         return
+    if not isinstance(module, norm_layer) and _COMPILED not in module._modules:  # most, called often: no more than this
+        return
     for layer in _updating_layers(module):
         if layer not in borrowers:
             _borrow(layer)
@@ -118,7 +122,7 @@ def _end_of_call(module: nn.Module, _: Any, __: Any) -> None:
 
 def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
     # A compiled module calls its norm layers out of the hooks' sight: take all that it has.
-    for layer in module.modules() if hasattr(module, "_orig_mod") else (module,):
+    for layer in module.modules() if _COMPILED in module._modules else (module,):
         if updates(layer):
             yield layer
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,12 +87,13 @@ class Turn:
         self.__qualname__ = stage.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
-        with self._carrier.run() as kept:
-            for layer in self._stage.layers:
-                self._carrier.layer = layer
-                output = layer.module(*args, **kwargs)
-                args, kwargs = (output,), {}
-        return args[0], kept
+        return self._carrier.run(partial(self._run, args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for layer in self._stage.layers:
+            self._carrier.layer = layer
+            args, kwargs = (layer.module(*args, **kwargs),), {}
+        return args[0]
 
 
 def more_than_layers(sequential: nn.Sequential) -> list[str]:

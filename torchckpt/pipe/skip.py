@@ -14,7 +14,6 @@ stashes it to the one that pops it, past those between. The idea is torchgpipe's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
@@ -189,15 +188,14 @@ class Carrier:
         self.layer: object = ""
         """The layer that runs now; in words by ``str``, which few runs need."""
 
-    @contextmanager
-    def run(self) -> Iterator[dict[Name, Tensor]]:
-        """One run of the stage, the forward first. What it stashes and does not pop itself is in the dict."""
+    def run(self, function: Callable[[], Any]) -> tuple[Any, dict[Name, Tensor]]:
+        """One run of the stage, the forward first: what it returns, and what it stashes and does not pop itself."""
         # is_recomputing() also holds in a forward inside the replay of an outer region.
         is_forward, self._entered = not self._entered, True
         run = _Run(self, is_forward)
         token = _current.set(run)
         try:
-            yield run.kept
+            return function(), run.kept
         finally:
             _current.reset(token)
             if is_forward:
