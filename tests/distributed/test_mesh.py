@@ -1,16 +1,13 @@
 """Pipelines of replicas: DDP and FSDP2 inside stages, on a mesh of two by two ranks, with gloo."""
 from __future__ import annotations
 
-import os
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from tests.distributed.ranks import on_ranks
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.testing import count_recomputes
 
@@ -183,18 +180,10 @@ def reports(mesh):
     return found
 
 
-def work(rank: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
+def work(rank: int):
+    from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicas"))
-        torch.save(reports(mesh), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    return reports(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicas")))
 
 
 # what is held of it ---------------------------------------------------------------------------------------------------
@@ -202,18 +191,8 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
-    """The reports of all ranks. No process outlives this."""
-    folder = str(tmp_path_factory.mktemp("mesh"))
-    processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False)
-    try:
-        done = [processes.join(timeout=150) for _ in range(RANKS)]  # each returns when one more rank has ended
-        assert any(done), "the ranks are stuck"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    """The reports of all ranks."""
+    return on_ranks(work, tmp_path_factory.mktemp("mesh"), RANKS, timeout=150)
 
 
 CASES = [

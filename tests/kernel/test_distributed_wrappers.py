@@ -2,17 +2,15 @@
 from __future__ import annotations
 
 import functools
-import os
 import traceback
-import warnings
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
+from tests.distributed.ranks import on_ranks
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
@@ -165,16 +163,8 @@ def error_of_a_forgetful_block():
     return "nothing"
 
 
-def work(rank: int, folder: str) -> None:
-    """One rank: join, report, leave."""
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
-        torch.save({**reports(), "forgetful": error_of_a_forgetful_block()}, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def work(rank: int):
+    return {**reports(), "forgetful": error_of_a_forgetful_block()}
 
 
 # what is held of it ---------------------------------------------------------------------------------------------------
@@ -182,18 +172,8 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
-    """The reports of all ranks. No process outlives this."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False)
-    try:
-        done = [processes.join(timeout=60) for _ in range(RANKS)]  # each returns when one more rank has ended
-        assert any(done), "the ranks are stuck"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    """The reports of all ranks."""
+    return on_ranks(work, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
 @pytest.mark.parametrize("way", WAYS)

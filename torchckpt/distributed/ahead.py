@@ -84,8 +84,6 @@ class RecomputeAhead(Runtime):
         self._at: str | None = None
         self._before: Gathered | None = None
         super().__init__(live, placed)
-        self.schedule = self.follow(placed)
-        """What is run, on all ranks, as data."""
 
     def timeline(self) -> Timeline:
         """The last step as it was measured, of all ranks, in the type of a simulated one.

@@ -145,7 +145,8 @@ class Runtime(_PipelineScheduleRuntime):
         else:
             self._prepare_schedule_with_comms(self.pipeline_order)
         self._plain: dict[int, list[Any]] = dict(self.pipeline_order_with_comms)
-        self.follow(schedule)
+        self.schedule = self.follow(schedule)
+        """What is run, on all ranks, as data."""
 
     # what a subclass does -------------------------------------------------------------------------------------------
 
