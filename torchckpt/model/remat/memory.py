@@ -1,0 +1,126 @@
+"""Memory: what is alive while a schedule runs, byte for byte."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchckpt.errors import ArgumentError, Fault
+from torchckpt.model.remat.dataflow import Dataflow, Schedule
+
+__all__ = ["Memory", "Residence", "lower_bound_bytes", "residences", "simulate"]
+
+
+@dataclass(frozen=True)
+class Residence:
+    """One copy of a storage: alive from the step that writes it through its last use, both included."""
+
+    storage: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes alive during each step of a schedule, above what is given.
+
+    ``boundary`` is the number of steps of the forward; ``saved`` are the storages that cross it because the backward
+    reads them, in ascending order.
+    """
+
+    bytes_during: tuple[int, ...]
+    boundary: int
+    saved: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.bytes_during, default=0)
+
+
+def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
+    """Run ``schedule`` on paper.
+
+    While an operation runs, what it reads, what it writes and its workspace are alive together with whatever a later
+    step reads. A use reads the newest copy of a storage (of a result, the first), and a copy dies after its last use.
+
+    Raises:
+        ArgumentError: the schedule is none of this dataflow: an operation is missing, or reads what is not there, or
+            runs again though it must not, or starts the backward before the forward has ended.
+    """
+    boundary = _boundary(flow, schedule)
+    changes = [0] * (len(schedule) + 1)
+    saved = []
+    for copy in residences(flow, schedule, boundary):
+        size = flow.sizes_bytes[copy.storage]
+        changes[copy.first] += size
+        changes[copy.last + 1] -= size
+        if copy.first < boundary <= copy.last:
+            saved.append(copy)
+    alive, during = 0, []
+    for step, index in enumerate(schedule):
+        alive += changes[step]
+        during.append(alive + flow.operations[index].workspace_bytes)
+    read = {storage for index in schedule[boundary:] for storage in flow.operations[index].reads}
+    return Memory(tuple(during), boundary, tuple(sorted({copy.storage for copy in saved} & read)))
+
+
+def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Residence]:
+    """Every copy of every storage, in the order of their ends, last first."""
+    operations, results = flow.operations, flow.results
+    last_use = dict.fromkeys(results, len(schedule) - 1)
+    firsts = _first_runs(flow, schedule)
+    found = []
+    for step in range(len(schedule) - 1, -1, -1):
+        operation, first = operations[schedule[step]], firsts[schedule[step]] == step
+        for storage in operation.writes:
+            if storage in results and not first:
+                found.append(Residence(storage, step, step))
+                continue
+            last = last_use.pop(storage, step)
+            if first and storage in flow.forward_results:
+                last = max(last, boundary - 1)
+            found.append(Residence(storage, step, last))
+        for storage in operation.reads:
+            if storage not in flow.given:
+                last_use.setdefault(storage, step)
+    _check(flow, schedule, firsts, boundary, last_use)
+    return found
+
+
+def lower_bound_bytes(flow: Dataflow) -> int:
+    """Bytes that every schedule needs: of the operation that needs most, what it touches and the results before it."""
+    sizes, results = flow.sizes_bytes, 0
+    bound = 0
+    for operation in flow.operations:
+        touched = {*operation.reads, *operation.writes} - flow.given
+        own = sum(sizes[storage] for storage in touched if storage not in flow.results)
+        results += sum(sizes[storage] for storage in operation.writes if storage in flow.results)
+        bound = max(bound, own + results + operation.workspace_bytes)
+    return bound
+
+
+def _boundary(flow: Dataflow, schedule: Schedule) -> int:
+    """The number of steps up to the last first run of an operation of the forward."""
+    firsts = _first_runs(flow, schedule)
+    return 1 + max((firsts.get(index, -1) for index in range(flow.forward)), default=-1)
+
+
+def _first_runs(flow: Dataflow, schedule: Schedule) -> dict[int, int]:
+    return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
+
+
+def _check(
+    flow: Dataflow, schedule: Schedule, firsts: dict[int, int], boundary: int, unwritten: dict[int, int]
+) -> None:
+    names = [operation.name for operation in flow.operations]
+    missing = [names[index] for index in flow.eager if index not in firsts]
+    twice = [names[index] for step, index in enumerate(schedule)
+             if not flow.operations[index].repeatable and firsts[index] != step]
+    early = [names[index] for index in schedule[:boundary] if index >= flow.forward]
+    unread = [names[schedule[step]] for step in unwritten.values() if step < len(schedule)]
+    for what, found in (
+        ("runs every operation", missing),
+        ("runs an operation that is not repeatable once", twice),
+        ("ends the forward before it starts the backward", early),
+        ("writes a storage before it is read", unread),
+    ):
+        if found:
+            raise ArgumentError(str(Fault(f"a schedule {what}", f"{found[0]} breaks it", "schedule=flow.eager")))
