@@ -24,6 +24,8 @@ class Operation:
         flops: multiplications and additions; what ``recompute_flops`` counts.
         workspace_bytes: what it allocates for itself while it runs.
         repeatable: false if it must run once: it draws random numbers, communicates, or has an effect.
+        again: what a repeat runs in its place, if that differs: a dropout multiplies by the mask it has drawn, a
+            training batch norm leaves the running statistics alone. It writes no storage that this one does not write.
     """
 
     name: str
@@ -33,6 +35,12 @@ class Operation:
     flops: int = 0
     workspace_bytes: int = 0
     repeatable: bool = True
+    again: Operation | None = None
+
+    @property
+    def repeat(self) -> Operation:
+        """What runs when this one is repeated."""
+        return self.again or self
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,11 @@ class Dataflow:
     def writer(self) -> dict[int, int]:
         """Of each storage that is not given, the operation that writes it."""
         return {storage: index for index, operation in enumerate(self.operations) for storage in operation.writes}
+
+    @cached_property
+    def recoverable(self) -> frozenset[int]:
+        """The storages that a repeat writes: those that may be dropped and had again."""
+        return frozenset(s for operation in self.operations if operation.repeatable for s in operation.repeat.writes)
 
     @property
     def seconds(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchckpt.errors import ArgumentError, Fault
-from torchckpt.model.remat.dataflow import Dataflow, Schedule
+from torchckpt.model.remat.dataflow import Dataflow, Operation, Schedule
 
 __all__ = ["Memory", "Residence", "lower_bound_bytes", "residences", "simulate"]
 
@@ -48,6 +48,7 @@ def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
     boundary = _boundary(flow, schedule)
     changes = [0] * (len(schedule) + 1)
     saved = []
+    runs = _runs(flow, schedule)
     for copy in residences(flow, schedule, boundary):
         size = flow.sizes_bytes[copy.storage]
         changes[copy.first] += size
@@ -55,21 +56,21 @@ def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
         if copy.first < boundary <= copy.last:
             saved.append(copy)
     alive, during = 0, []
-    for step, index in enumerate(schedule):
+    for step, operation in enumerate(runs):
         alive += changes[step]
-        during.append(alive + flow.operations[index].workspace_bytes)
-    read = {storage for index in schedule[boundary:] for storage in flow.operations[index].reads}
+        during.append(alive + operation.workspace_bytes)
+    read = {storage for operation in runs[boundary:] for storage in operation.reads}
     return Memory(tuple(during), boundary, tuple(sorted({copy.storage for copy in saved} & read)))
 
 
 def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Residence]:
     """Every copy of every storage, in the order of their ends, last first."""
-    operations, results = flow.operations, flow.results
+    runs, results = _runs(flow, schedule), flow.results
     last_use = dict.fromkeys(results, len(schedule) - 1)
     firsts = _first_runs(flow, schedule)
     found = []
     for step in range(len(schedule) - 1, -1, -1):
-        operation, first = operations[schedule[step]], firsts[schedule[step]] == step
+        operation, first = runs[step], firsts[schedule[step]] == step
         for storage in operation.writes:
             if storage in results and not first:
                 found.append(Residence(storage, step, step))
@@ -101,6 +102,17 @@ def _boundary(flow: Dataflow, schedule: Schedule) -> int:
     """The number of steps up to the last first run of an operation of the forward."""
     firsts = _first_runs(flow, schedule)
     return 1 + max((firsts.get(index, -1) for index in range(flow.forward)), default=-1)
+
+
+def _runs(flow: Dataflow, schedule: Schedule) -> list[Operation]:
+    """What each step runs: the operation, or what a repeat runs in its place."""
+    seen: set[int] = set()
+    runs = []
+    for index in schedule:
+        operation = flow.operations[index]
+        runs.append(operation.repeat if index in seen else operation)
+        seen.add(index)
+    return runs
 
 
 def _first_runs(flow: Dataflow, schedule: Schedule) -> dict[int, int]:
