@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 __all__ = [
     "ArgumentError",
+    "BudgetInfeasible",
+    "CaptureError",
     "CheckpointError",
     "Fault",
     "RecomputationError",
@@ -22,6 +24,21 @@ class CheckpointError(Exception):
 
 class ArgumentError(CheckpointError, ValueError):
     """A call breaks a rule. The message lists every fault of the call, not only the first."""
+
+
+class BudgetInfeasible(CheckpointError, RuntimeError):
+    """No schedule was found whose peak stays within the budget.
+
+    ``least_bytes`` is the least peak that was found, and ``plan`` the plan that reaches it.
+    """
+
+    def __init__(self, message: str, least_bytes: int, plan: object) -> None:
+        super().__init__(message)
+        self.least_bytes, self.plan = least_bytes, plan
+
+
+class CaptureError(CheckpointError, RuntimeError):
+    """A call cannot be traced as one graph together with its derivatives."""
 
 
 class RecomputationError(CheckpointError, RuntimeError):

@@ -1,0 +1,90 @@
+"""What a repeat of an operation runs in its place: a dropout multiplies by its mask, a batch norm counts nothing twice.
+
+Random operations and collectives run once, each for its own reason: a second draw would be another one, and a second
+message a message too many.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchckpt.graph.private import BATCH_NORM, BATCH_NORM_AGAIN, BATCH_NORM_BACKWARD, is_collective, is_mutable, is_random
+
+__all__ = ["Again", "again_of", "forget_statistics", "runs_once"]
+
+Resolve = Callable[[Any], Any]
+"""Of an argument in the joint graph, the argument in the graph that is made."""
+
+_DROPOUT: Any = torch.ops.aten.native_dropout.default
+
+
+@dataclass(frozen=True)
+class Again:
+    """The nodes that a repeat reads, those that it writes, and how it is added to a graph."""
+
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+    emit: Callable[[fx.Graph, Resolve], tuple[fx.Node, ...]]
+
+
+def runs_once(node: fx.Node) -> bool:
+    """Whether ``node`` draws random numbers, communicates, or changes what it is given."""
+    if node.target is _DROPOUT:
+        return node.args[2] is not False
+    return is_random(node.target) or is_collective(node.target) or is_mutable(node.target)
+
+
+def again_of(node: fx.Node) -> Again | None:
+    """What a repeat of ``node`` runs in its place; None if it runs ``node``, or nothing can take its place."""
+    outputs = outputs_of(node)
+    if node.target is BATCH_NORM and node.args[5]:
+        return _batch_norm(node, tuple(outputs[place] for place in range(3) if place in outputs))
+    if node.target is _DROPOUT and runs_once(node) and len(outputs) == 2:
+        return _dropout(node, outputs[0], outputs[1])
+    return None
+
+
+def forget_statistics(graph: fx.Graph) -> None:
+    """Have the backward of a training batch norm read no running statistics: it does nothing with them."""
+    for node in graph.find_nodes(op="call_function", target=BATCH_NORM_BACKWARD):
+        if node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def outputs_of(node: fx.Node) -> dict[int, fx.Node]:
+    """Of an operation with several outputs, those that are used, by their place."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+def _batch_norm(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
+    data, weight, bias, _, _, training, momentum, eps = node.args
+    arguments = (data, weight, bias, training, momentum, eps)
+
+    def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
+        made = graph.call_function(BATCH_NORM_AGAIN, tuple(map(resolve, arguments)))
+        made.meta["val"] = node.meta["val"][:3]
+        return tuple(_like(graph.call_function(operator.getitem, (made, out.args[1])), out) for out in outputs)
+
+    return Again(tuple(value for value in arguments if isinstance(value, fx.Node)), outputs, emit)
+
+
+def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
+    data, probability = node.args[:2]
+    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)  # type: ignore[operator]
+
+    def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
+        masked = graph.call_function(torch.ops.aten.mul.Tensor, (resolve(data), resolve(mask)))
+        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (_like(masked, output), scale))
+        return (_like(scaled, output),)
+
+    return Again((data, mask), (output,), emit)  # type: ignore[arg-type]
+
+
+def _like(made: fx.Node, node: fx.Node) -> fx.Node:
+    made.meta["val"] = node.meta["val"]
+    return made

@@ -1,0 +1,132 @@
+"""Emit: a schedule of a joint graph as graphs that run: a forward and a backward, or both as one.
+
+Every use reads the newest copy of what it needs. Views are made again from it where they are used: a view that was made
+of an older copy would keep that copy alive.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from torchckpt.graph.again import outputs_of
+from torchckpt.graph.joint import Joint
+from torchckpt.model.remat.dataflow import Schedule
+
+__all__ = ["emit", "emit_one"]
+
+
+def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The first ``boundary`` steps of ``schedule`` as a forward, the rest as a backward.
+
+    The forward takes what the joint graph takes but the gradients of the outputs, and returns its outputs, then what
+    crosses; the backward takes what crosses, then the gradients of the outputs, and returns the gradients. Both take
+    one list, and clear it.
+    """
+    inputs = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
+    forward = _Emitter(joint, inputs)
+    for step in range(boundary):
+        forward.run(schedule[step])
+    backward = _Emitter(joint, joint.tangents, before=forward)
+    for step in range(boundary, len(schedule)):
+        backward.run(schedule[step])
+    outputs, gradients = joint.outputs[: joint.forward_outputs], joint.outputs[joint.forward_outputs :]
+    made = backward.finish(backward.resolved(gradients), "Backward")
+    return forward.finish([*forward.resolved(outputs), *backward.crossing], "Forward"), made
+
+
+def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
+    """All of ``schedule`` as one graph, which returns what the joint graph returns."""
+    emitter = _Emitter(joint, joint.module.graph.find_nodes(op="placeholder"))
+    for index in schedule:
+        emitter.run(index)
+    return emitter.finish(emitter.resolved(joint.outputs), "Adjoint")
+
+
+class _Boxed(fx.CodeGen):
+    """A function of one list, which it empties: what was in it dies after its last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"\n    {', '.join(names)}, = arguments; arguments.clear()" if names else ""
+        return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}"
+
+
+class _Emitter:
+    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], before: _Emitter | None = None) -> None:
+        self.joint, self.graph, self.before = joint, fx.Graph(), before
+        self.crossing: list[fx.Node] = []  # nodes of the graph before this one, for which it has a placeholder
+        self._newest: dict[fx.Node, fx.Node] = {}
+        self._views: dict[tuple[fx.Node, ...], fx.Node] = {}
+        self._ran: set[int] = set() if before is None else before._ran
+        for node in inputs:
+            self._newest[node] = self._copy(node, node.args)
+        self._last_crossing: fx.Node | None = None
+
+    def run(self, index: int) -> None:
+        node = self.joint.nodes[index]
+        first = index not in self._ran
+        self._ran.add(index)
+        if node is None:
+            return
+        again = None if first else self.joint.agains.get(index)
+        if again is not None:
+            made = dict(zip(again.writes, again.emit(self.graph, self.resolve)))
+        else:
+            called = self._copy(node, node.args)
+            parts = outputs_of(node)
+            made = {part: self._part(called, place, part) for place, part in parts.items()} if parts else {node: called}
+        results = self.joint.flow.results
+        self._newest.update((old, new) for old, new in made.items() if first or self.joint.storages[old] not in results)
+
+    def resolve(self, argument: Any) -> Any:
+        """The argument of a node of the joint graph, in this graph."""
+        return fx.node.map_arg(argument, self._node)
+
+    def resolved(self, arguments: Iterable[Any]) -> list[Any]:
+        return [self.resolve(argument) for argument in arguments]
+
+    def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
+        self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
+        self.graph.set_codegen(_Boxed())
+        return fx.GraphModule(self.joint.module, self.graph, name)
+
+    def _node(self, node: fx.Node) -> fx.Node:
+        if node in self.joint.views:
+            sources = [self._node(source) for source in node.all_input_nodes]
+            key = (node, *sources)
+            if key not in self._views:
+                made = dict(zip(node.all_input_nodes, sources))
+                self._views[key] = self.graph.node_copy(node, made.__getitem__)
+            return self._views[key]
+        if node not in self._newest:
+            self._newest[node] = self._copy(node, ()) if node.op == "get_attr" else self._cross(node)
+        return self._newest[node]
+
+    def _cross(self, node: fx.Node) -> fx.Node:
+        before = self.before
+        if before is None:
+            raise KeyError(node)
+        last = self._last_crossing
+        with self.graph.inserting_before(None) if last is None else self.graph.inserting_after(last):
+            made = self._last_crossing = self.graph.placeholder(f"saved_{node.name}")
+        made.meta = dict(node.meta)
+        self.crossing.append(before._node(node))
+        return made
+
+    def _part(self, called: fx.Node, place: int, part: fx.Node) -> fx.Node:
+        made = self.graph.call_function(operator.getitem, (called, place))
+        made.meta = dict(part.meta)
+        return made
+
+    def _copy(self, node: fx.Node, arguments: tuple[Any, ...]) -> fx.Node:
+        if node.op == "placeholder":
+            made = self.graph.placeholder(node.name)
+        else:
+            arguments, named = self.resolve(arguments), self.resolve(node.kwargs)
+            made = self.graph.create_node(node.op, node.target, arguments, named, name=node.name)
+        made.meta = dict(node.meta)
+        return made

@@ -1,0 +1,170 @@
+"""Joint: the traced graph of a call and its derivatives, seen as operations on storages.
+
+A storage, not a tensor, is what takes memory: views share one. So every node of the graph is one of three things: an
+operation (it writes storages), a view (it writes none, and is made again wherever it is read), or an output of an
+operation. :class:`~torchckpt.model.remat.dataflow.Dataflow` sees the operations; :mod:`~torchckpt.graph.emit` makes
+graphs of a schedule of them.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.graph.again import Again, again_of, forget_statistics, runs_once
+from torchckpt.model.remat.dataflow import Dataflow, Operation
+
+__all__ = ["Cost", "Joint", "joint_of"]
+
+Cost = Callable[[fx.Node], tuple[float, int, int]]
+"""Of the node of an operation: seconds, FLOPs, bytes of workspace."""
+
+TANGENTS = "tangents"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph and the dataflow of its operations.
+
+    ``nodes`` holds of each operation its node, or None for the arrival of the gradients of the outputs; ``agains`` what
+    a repeat runs in its place; ``storages`` of each tensor node its storage; ``views`` are the nodes that write none.
+    """
+
+    module: fx.GraphModule
+    forward_outputs: int
+    flow: Dataflow
+    nodes: tuple[fx.Node | None, ...]
+    agains: dict[int, Again]
+    storages: dict[fx.Node, int]
+    views: frozenset[fx.Node]
+    tangents: tuple[fx.Node, ...]
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The forward's outputs, then the gradients; None among them."""
+        return tuple(cast(Iterable[Any], self.module.graph.output_node().args[0]))
+
+
+def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost) -> Joint:
+    """Of a joint graph whose first ``forward_outputs`` outputs are the forward's."""
+    module = fx.GraphModule(module, copied(module.graph))
+    forget_statistics(module.graph)
+    module.graph.eliminate_dead_code()
+    builder = _Builder(module.graph, forward_outputs)
+    flow, agains = builder.flow(cost)
+    return Joint(module, forward_outputs, flow, builder.order, agains, builder.storages, frozenset(builder.views),
+                 tuple(builder.tangents))
+
+
+class _Builder:
+    def __init__(self, graph: fx.Graph, forward_outputs: int) -> None:
+        self.sizes: list[int] = []
+        self.storages: dict[fx.Node, int] = {}
+        self.writes: dict[fx.Node, tuple[int, ...]] = {}  # of each operation
+        self.views: set[fx.Node] = set()
+        self._roots: dict[fx.Node, frozenset[int]] = {}
+        self._known: dict[int, int] = {}
+        self.tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
+        outputs = list(cast(Iterable[Any], graph.output_node().args[0]))
+        self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+        for node in graph.nodes:
+            self._add(node)
+        after = _reached(self.tangents)
+        forward = _needed([*_nodes(self.outputs), *(n for n in self.writes if runs_once(n) and n not in after)])
+        first = [node for node in self.writes if node in forward]
+        arrival = [None] if self.tangents else []
+        self.forward = len(first)
+        self.order: tuple[fx.Node | None, ...] = (*first, *arrival, *(n for n in self.writes if n not in forward))
+
+    def flow(self, cost: Cost) -> tuple[Dataflow, dict[int, Again]]:
+        agains = {index: again for index, node in enumerate(self.order) if node and (again := again_of(node))}
+        operations = tuple(self._operation(node, cost, agains.get(index)) for index, node in enumerate(self.order))
+        arrived = {self.storages[node] for node in self.tangents}
+        given = {self.storages[node] for node in self.storages if node.op in ("placeholder", "get_attr")} - arrived
+        mutated = self._roots_of(self.outputs)  # narrowed by the caller that knows which outputs are new buffers
+        results = mutated | self._roots_of(self.gradients) | arrived
+        return Dataflow(operations, tuple(self.sizes), self.forward, frozenset(given), frozenset(results - given)), agains
+
+    def _operation(self, node: fx.Node | None, cost: Cost, again: Again | None) -> Operation:
+        if node is None:
+            return Operation(TANGENTS, (), tuple(self.storages[n] for n in self.tangents), 0.0, repeatable=False)
+        seconds, flops, workspace_bytes = cost(node)
+        reads, writes = self._reads(node), self.writes[node]
+        repeat = None if again is None else Operation(
+            node.name, self._reads_of(again.reads), tuple(self.storages[n] for n in again.writes), seconds, flops,
+        )
+        once = runs_once(node) and again is None
+        return Operation(node.name, reads, writes, seconds, flops, workspace_bytes, not once, repeat)
+
+    def _add(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if node.op == "output" or (value is None and node.op != "call_function"):
+            return
+        parts = [part for part in _tensors(value)]
+        keys = [StorageWeakRef(part.untyped_storage()).cdata for part in parts]
+        fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
+        for key in fresh:
+            self._known[key] = len(self.sizes)
+            self.sizes.append(next(p for p, k in zip(parts, keys) if k == key).untyped_storage().nbytes())
+        if isinstance(value, Tensor):
+            self.storages[node] = self._known[keys[0]]
+        if node.op != "call_function":
+            return
+        if node.target is operator.getitem and node.all_input_nodes[0] not in self.views:
+            return
+        if fresh or not parts:
+            self.writes[node] = tuple(self._known[key] for key in fresh)
+        else:
+            self.views.add(node)
+
+    def _reads(self, node: fx.Node) -> tuple[int, ...]:
+        return self._reads_of(node.all_input_nodes)
+
+    def _reads_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(sorted(self._roots_of(nodes)))
+
+    def _roots_of(self, nodes: Iterable[Any]) -> frozenset[int]:
+        return frozenset(self.storages[node] for node in _nodes(nodes) if node in self.storages)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy that shares nothing but the values in ``meta``."""
+    made, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        nodes[node] = made.node_copy(node, nodes.__getitem__)
+    return made
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, Tensor):
+            yield part
+
+
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _reached(sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """``sources`` and every node that depends on one of them."""
+    stack, found = list(sources), set[fx.Node]()
+    while stack:
+        if (node := stack.pop()) not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def _needed(targets: Iterable[fx.Node]) -> set[fx.Node]:
+    """``targets`` and every node that one of them depends on."""
+    stack, found = list(targets), set[fx.Node]()
+    while stack:
+        if (node := stack.pop()) not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
