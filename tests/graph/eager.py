@@ -2,7 +2,8 @@
 
 The bytes are those of PyTorch's CPU allocator, as its profiler reports them: one event for each allocation and each
 free, in the order of time, of whatever thread the autograd engine uses, temporaries inside kernels included. So a peak
-is exact to the byte. What a library takes from ``malloc`` itself, past the allocator, is not in it: oneDNN's scratch
+is exact to the byte, and the same each time; of some convolutions it hangs on the number of threads, each with a
+workspace of its own. What a library takes from ``malloc`` itself, past the allocator, is not in it: oneDNN's scratch
 pads and reordered weights, MKL's buffers, Python's objects.
 """
 from __future__ import annotations

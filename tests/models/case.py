@@ -81,4 +81,4 @@ def _from_seed(seed: int, draw: Callable[[], Any]) -> Any:
 
 
 def _moved(tensor: Tensor, device: str) -> Tensor:
-    return tensor.to(device).detach().requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().to(device).requires_grad_(tensor.requires_grad)

@@ -1,6 +1,8 @@
 """Transformers: a GPT, a mixture of experts, and two of the transformers library."""
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,14 +137,19 @@ def moe(layers: int = 2, width: int = 8, experts: int = 4, chosen: int = 2, toke
 
 
 class Language(nn.Module):
-    """A causal language model of the transformers library; its loss."""
+    """A causal language model of the transformers library, and the cross entropy with the next tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def text(words: int, batch: int, length: int) -> tuple[Tensor]:
+    return (torch.randint(words, (batch, length)),)
 
 
 @case("gpt2_hf")
@@ -156,7 +163,7 @@ def gpt2_hf(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=words, bos_token_id=0,
         eos_token_id=0, resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, use_cache=False, attn_implementation="sdpa",
     )
-    return Language(GPT2LMHeadModel(config)), lambda: (torch.randint(words, (batch, length)),), itself
+    return Language(GPT2LMHeadModel(config)), partial(text, words, batch, length), itself
 
 
 @case("llama_hf")
@@ -171,4 +178,4 @@ def llama_hf(
         num_key_value_heads=heads // 2, max_position_embeddings=length, vocab_size=words, bos_token_id=0,
         eos_token_id=0, use_cache=False, attn_implementation="sdpa",
     )
-    return Language(LlamaForCausalLM(config)), lambda: (torch.randint(words, (batch, length)),), itself
+    return Language(LlamaForCausalLM(config)), partial(text, words, batch, length), itself
