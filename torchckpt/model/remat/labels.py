@@ -1,0 +1,47 @@
+"""Labels: where names stand so that no two touch."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Label", "beside", "spread"]
+
+
+class Label(NamedTuple):
+    """A name that wants to stand around ``place`` and is ``extent`` long; of two that touch, the heavier stays."""
+
+    name: str
+    place: float
+    extent: float
+    weight: float
+
+
+def beside(wanted: Sequence[Label], start: float, end: float) -> list[Label]:
+    """Those that have room beside one another between ``start`` and ``end``, the heaviest first."""
+    found: list[Label] = []
+    for label in sorted(wanted, key=lambda label: -label.weight):
+        half = label.extent / 2
+        moved = label._replace(place=max(start + half, min(label.place, end - half)))
+        if all(abs(moved.place - other.place) >= half + other.extent / 2 for other in found):
+            found.append(moved)
+    return found
+
+
+def spread(places: Sequence[float], pitch: float, end: float) -> list[float]:
+    """As near to ``places``, which ascend, as keeps each ``pitch`` from the next, and none beyond ``end``.
+
+    >>> spread([10, 50, 52, 90], pitch=14, end=100)
+    [10.0, 44.0, 58.0, 90.0]
+    """
+    groups: list[list[float]] = []
+    for place in places:
+        groups.append([place])
+        while len(groups) > 1 and _lines(groups[-2], pitch, end)[-1] + pitch > _lines(groups[-1], pitch, end)[0]:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [line for group in groups for line in _lines(group, pitch, end)]
+
+
+def _lines(group: Sequence[float], pitch: float, end: float) -> list[float]:
+    height = pitch * (len(group) - 1)
+    first = min(sum(group) / len(group) - height / 2, end - height)
+    return [first + pitch * index for index in range(len(group))]
