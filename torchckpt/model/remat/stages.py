@@ -1,0 +1,217 @@
+"""Stages: a schedule that changes by one repeat at a time, and knows its memory at every moment.
+
+Stage t is the first run at position t and, before it, the repeats that it takes. A storage is *touched* in a stage that
+reads or writes it, and *born* in one that writes it. Between two touches it is alive, unless it is born in the latter:
+
+    stage     0     1     2     3     4     5     6
+    touches   W---------R           w-----R           of a storage written, read, brought back, read
+    bytes     |#########|           |#####|
+
+So a repeat changes the memory of the stages between neighbouring touches by one number, and of the stages that it
+touches by what happens inside of them, which is simulated anew. Nothing else is.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from itertools import pairwise
+
+from torchckpt.model.remat.dataflow import Schedule
+from torchckpt.model.remat.tables import Tables
+
+__all__ = ["Stages"]
+
+
+class Stages:
+    """The step without a repeat; then, as :meth:`add` and :meth:`remove` make it.
+
+    ``bytes_during[t]`` is the most that is alive at once in stage t: what :func:`simulate` says of the schedule.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.repeats: list[list[int]] = [[] for _ in range(tables.count)]
+        self.touches: list[list[int]] = [[] for _ in tables.sizes]
+        self.births: list[set[int]] = [set() for _ in tables.sizes]
+        self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
+        self.inside = list(tables.plain_bytes)
+        self.cost = 0.0
+        self.log: list[tuple[int, int, bool]] = []
+        self._first_runs()
+        self.bytes_during = self._profile()
+
+    def _first_runs(self) -> None:
+        tables = self.tables
+        for position in range(tables.count):
+            for storage in tables.first_writes[position]:
+                self.births[storage].add(position)
+                self.touches[storage].append(position)
+            for storage in tables.first_reads[position]:
+                self.readers[storage][position] = 1
+                self.touches[storage].append(position)
+        for storage in tables.held:
+            end = tables.forward - 1
+            self.readers[storage][end] = self.readers[storage].get(end, 0) + 1
+            if end not in self.touches[storage]:
+                insort(self.touches[storage], end)
+                self.inside[end] += tables.sizes[storage]
+                tables.plain_bytes[end] = self.inside[end]
+
+    def _profile(self) -> list[int]:
+        tables, changes = self.tables, [0] * (self.tables.count + 2)
+        for storage, touches in enumerate(self.touches):
+            for before, after in pairwise(touches):
+                changes[before + 1] += tables.sizes[storage]
+                changes[after] -= tables.sizes[storage]
+        across, profile = 0, []
+        for stage in range(tables.count):
+            across += changes[stage]
+            profile.append(across + tables.floor_bytes[stage] + self.inside[stage])
+        return profile
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.bytes_during, default=0)
+
+    def schedule(self) -> Schedule:
+        order = self.tables.order
+        return tuple(order[p] for stage, repeats in enumerate(self.repeats) for p in (*repeats, stage))
+
+    def alive(self, storage: int, stage: int) -> bool:
+        """Whether a repeat in ``stage`` finds it there, without making it live any longer."""
+        touches = self.touches[storage]
+        index = bisect_left(touches, stage)
+        if index == len(touches):
+            return False
+        return touches[index] == stage or (index > 0 and touches[index] not in self.births[storage])
+
+    def alive_after(self, storage: int, stage: int) -> bool:
+        """Whether ``stage`` or a later one needs the copy that is there, or comes, in ``stage``."""
+        return stage in self.readers[storage] or self._stays(storage, stage)
+
+    def before(self, storage: int, stage: int) -> int:
+        """The last stage before ``stage`` that touches it."""
+        touches = self.touches[storage]
+        return touches[bisect_left(touches, stage) - 1]
+
+    def add(self, stage: int, position: int) -> int:
+        """Repeat ``position`` in ``stage``; the first stage whose memory that may change."""
+        insort(self.repeats[stage], position)
+        self.cost += self.tables.price[position]
+        self.log.append((stage, position, True))
+        return self._change(stage, position, 1)
+
+    def remove(self, stage: int, position: int) -> int:
+        """Do not."""
+        self.repeats[stage].remove(position)
+        self.cost -= self.tables.price[position]
+        self.log.append((stage, position, False))
+        return self._change(stage, position, -1)
+
+    def back(self, mark: int) -> None:
+        """Undo what was logged after ``mark``, a length of :attr:`log`."""
+        log = self.log
+        while len(log) > mark:
+            stage, position, added = log[-1]
+            (self.remove if added else self.add)(stage, position)
+            del log[-2:]
+
+    def useless(self, stage: int, position: int) -> bool:
+        """Whether nobody reads what this repeat brings back."""
+        for storage in self.tables.again_writes[position]:
+            if stage in self.readers[storage]:
+                return False
+            touches = self.touches[storage]
+            index = bisect_right(touches, stage)
+            if index < len(touches) and touches[index] not in self.births[storage]:
+                return False
+        return True
+
+    def _change(self, stage: int, position: int, sign: int) -> int:
+        tables = self.tables
+        stale = {stage}
+        for storage in tables.again_writes[position]:
+            stale.add(self._touch(storage, stage, 0, sign))
+        for storage in tables.again_reads[position]:
+            stale.add(self._touch(storage, stage, sign, 0))
+        repeats = self.repeats
+        for changed in stale:
+            if repeats[changed] or changed == stage:
+                inside = self._inside(changed)
+                self.bytes_during[changed] += inside - self.inside[changed]
+                self.inside[changed] = inside
+        return min(stale)
+
+    def _touch(self, storage: int, stage: int, reads: int, births: int) -> int:
+        """Change how ``stage`` touches ``storage``; the stage that touched it before, for what leaves that one."""
+        touches, born, readers = self.touches[storage], self.births[storage], self.readers[storage]
+        index = bisect_left(touches, stage)
+        touched = index < len(touches) and touches[index] == stage
+        before = touches[index - 1]
+        after_index = index + touched
+        right = after_index < len(touches) and touches[after_index] not in born
+        left = stage not in born if touched else right
+        if births > 0:
+            born.add(stage)
+        elif births < 0:
+            born.discard(stage)
+        if reads:
+            number = readers.get(stage, 0) + reads
+            if number:
+                readers[stage] = number
+            else:
+                del readers[stage]
+        touches_now = stage in readers or stage in born
+        if touches_now != touched:
+            if touches_now:
+                touches.insert(index, stage)
+            else:
+                del touches[index]
+        left_now = stage not in born if touches_now else right
+        size, during = self.tables.sizes[storage], self.bytes_during
+        if left_now != left:
+            change = size if left_now else -size
+            during[before + 1:stage] = [bytes_ + change for bytes_ in during[before + 1:stage]]
+        point = (right and not touches_now) - (right and not touched)
+        if point:
+            during[stage] += point * size
+        return before
+
+    def _inside(self, stage: int) -> int:
+        """The most alive at once in ``stage``, of what it touches: its steps, simulated."""
+        tables, repeats = self.tables, self.repeats[stage]
+        if not repeats:
+            return tables.plain_bytes[stage]
+        end = len(repeats)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for step, position in enumerate(repeats):
+            for storage in tables.again_reads[position]:
+                first.setdefault(storage, 0)
+                last[storage] = step
+            for storage in tables.again_writes[position]:
+                first[storage] = last[storage] = step
+        for storage in tables.first_reads[stage]:
+            first.setdefault(storage, 0)
+            last[storage] = end
+        for storage in tables.first_writes[stage]:
+            first[storage] = last[storage] = end
+        if stage == tables.forward - 1:
+            for storage in tables.held:
+                first.setdefault(storage, 0)
+                last[storage] = end
+        changes = [0] * (end + 2)
+        for storage, step in first.items():
+            size = tables.sizes[storage]
+            changes[step] += size
+            changes[(end if self._stays(storage, stage) else last[storage]) + 1] -= size
+        alive = peak = 0
+        for step, position in enumerate(repeats):
+            alive += changes[step]
+            peak = max(peak, alive + tables.again_extra_bytes[position])
+        return max(peak, alive + changes[end] + tables.first_extra_bytes[stage])
+
+    def _stays(self, storage: int, stage: int) -> bool:
+        """Whether it is still alive when ``stage`` ends, for a later one."""
+        touches = self.touches[storage]
+        index = bisect_right(touches, stage)
+        return index < len(touches) and touches[index] not in self.births[storage]
