@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.graph.eager import assert_same, measured_peak, step
+from tests.graph.allocations import measured_peak
+from tests.graph.eager import assert_same, step
 from tests.models import BENCHMARK, MODELS
 from tests.models.image import Basic, Bottleneck
 from tests.models.sequence import Attention, Block, Experts

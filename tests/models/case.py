@@ -69,9 +69,10 @@ def itself(loss: Tensor) -> Tensor:
 
 
 def classify(logits: Tensor) -> Tensor:
-    """Cross entropy, where row ``n`` is of class ``n`` modulo the number of classes."""
-    rows, classes = logits.shape
-    return nn.functional.cross_entropy(logits, torch.arange(rows, device=logits.device) % classes)
+    """Cross entropy over dimension 1, of targets that count the rows (and pixels) modulo the number of classes."""
+    rows, classes, *pixels = logits.shape
+    targets = torch.arange(logits.numel() // classes, device=logits.device) % classes
+    return nn.functional.cross_entropy(logits, targets.view(rows, *pixels))
 
 
 def _from_seed(seed: int, draw: Callable[[], Any]) -> Any:

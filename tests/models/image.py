@@ -104,10 +104,6 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def classify_pixels(logits: Tensor) -> Tensor:
-    return classify(logits.movedim(1, -1).flatten(0, -2))
-
-
 @case("unet")
 def unet(levels: int = 2, width: int = 4, side: int = 8, batch: int = 2, classes: int = 3) -> Parts:
-    return UNet(levels, width, classes), lambda: (torch.randn(batch, 3, side, side),), classify_pixels
+    return UNet(levels, width, classes), lambda: (torch.randn(batch, 3, side, side),), classify

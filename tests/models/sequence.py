@@ -137,15 +137,25 @@ def moe(layers: int = 2, width: int = 8, experts: int = 4, chosen: int = 2, toke
 
 
 class Language(nn.Module):
-    """A causal language model of the transformers library, and the cross entropy with the next tokens."""
+    """A causal language model of the transformers library, and the cross entropy with the next tokens.
 
-    def __init__(self, model: nn.Module) -> None:
+    Without a mask the library asks the positions' values, in eager alone, whether it needs one: what fake tensors have
+    no answer to, and what takes other operators under ``torch.compile``.
+    """
+
+    def __init__(self, model: nn.Module, masked: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.masked = model, masked
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        mask = _causal(tokens) if self.masked else None
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _causal(tokens: Tensor) -> Tensor:
+    batch, length = tokens.shape
+    return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril().expand(batch, 1, -1, -1)
 
 
 def text(words: int, batch: int, length: int) -> tuple[Tensor]:
@@ -154,7 +164,8 @@ def text(words: int, batch: int, length: int) -> tuple[Tensor]:
 
 @case("gpt2_hf")
 def gpt2_hf(
-    layers: int = 2, width: int = 16, heads: int = 2, length: int = 8, words: int = 23, batch: int = 2, p: float = 0.1
+    layers: int = 2, width: int = 16, heads: int = 2, length: int = 8, words: int = 23, batch: int = 2,
+    p: float = 0.1, masked: bool = True,
 ) -> Parts:
     """GPT-2 of the transformers library, with its dropout everywhere."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -163,12 +174,13 @@ def gpt2_hf(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=words, bos_token_id=0,
         eos_token_id=0, resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, use_cache=False, attn_implementation="sdpa",
     )
-    return Language(GPT2LMHeadModel(config)), partial(text, words, batch, length), itself
+    return Language(GPT2LMHeadModel(config), masked), partial(text, words, batch, length), itself
 
 
 @case("llama_hf")
 def llama_hf(
-    layers: int = 2, width: int = 16, heads: int = 4, length: int = 8, words: int = 23, batch: int = 2
+    layers: int = 2, width: int = 16, heads: int = 4, length: int = 8, words: int = 23, batch: int = 2,
+    masked: bool = True,
 ) -> Parts:
     """Llama of the transformers library, with two query heads to each head of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -178,4 +190,4 @@ def llama_hf(
         num_key_value_heads=heads // 2, max_position_embeddings=length, vocab_size=words, bos_token_id=0,
         eos_token_id=0, use_cache=False, attn_implementation="sdpa",
     )
-    return Language(LlamaForCausalLM(config)), partial(text, words, batch, length), itself
+    return Language(LlamaForCausalLM(config), masked), partial(text, words, batch, length), itself
