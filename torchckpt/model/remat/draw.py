@@ -38,7 +38,7 @@ _STYLE = STYLE + """
 .red{fill:#c0392b} .bold{font-weight:600;fill:#111827} .small{font-size:10px}
 .dot{fill:#111827} .dot.grey{fill:#6b7280}
 """
-_KINDS = {"F": "forward", "B": "backward", "R": "recomputed in the backward"}
+_KINDS = {"F": "forward", "B": "backward", "R": "recomputed"}
 _WIDTH, _LEFT, _RIGHT = 960.0, 84.0, 140.0
 _END = _WIDTH - _RIGHT
 _TOP, _BOTTOM = 56.0, 316.0  # of the chart
@@ -81,7 +81,8 @@ def draw_plan(
     if len(named) != len(flow.operations):
         rule = f"one path for each of {len(flow.operations)} operations"
         raise_faults("draw_plan()", [Fault(rule, f"{len(named)} paths", "paths=None")])
-    plan = _Plan(flow, runs(flow, schedule), runs(flow, before or flow.eager), before is None, budget_bytes, units)
+    other = runs(flow, flow.eager if before is None else before)
+    plan = _Plan(flow, runs(flow, schedule), other, before is None, budget_bytes, units)
     canvas = Canvas(_WIDTH)
     facts = plan.facts
     canvas.words(_LEFT, 22, clipped(title, _LONGEST_TITLE), class_="name")
@@ -169,10 +170,11 @@ class _Plan:
     def _cost(self) -> str:
         if not self.repeats:
             return "nothing is recomputed"
-        total = self.before[-1].end_seconds
-        share = (self.after[-1].end_seconds / total - 1) * 100
+        repeated = sum(run.end_seconds - run.start_seconds for run in self.repeats)
+        once = self.after[-1].end_seconds - repeated
+        share = f", {repeated / once * 100:+.1f} % time" if once else ""
         operations = "1 operation" if len(self.repeats) == 1 else f"{len(self.repeats)} operations"
-        return f"recompute: {operations}, {share:+.1f} % time"
+        return f"recompute: {operations}{share}"
 
 
 def _bytes(run: Run | None) -> int:

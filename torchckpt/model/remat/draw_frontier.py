@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, cycle
 from typing import NamedTuple, TypeAlias
 
 from torchckpt.model.axis import Axis
@@ -73,12 +73,11 @@ def draw_frontier(
     _axes(canvas, picture, cost)
     if picture.line:
         canvas.steps([(picture.memory(peak), picture.cost(share)) for peak, share in picture.line], class_="frontier")
-    tools = {name: picture.points, **picture.others}
-    marks = dict(zip(tools, (_OURS, *(_OTHERS[index % len(_OTHERS)] for index in range(len(picture.others))))))
-    for tool in reversed(tools):
-        for peak, share in tools[tool]:
-            _mark(canvas, picture.memory(peak), picture.cost(share), marks[tool])
-    return canvas.text(_legend(canvas, marks), f"{title}: {facts}", _STYLE)
+    entries = [(name, _OURS), *zip(picture.others, cycle(_OTHERS))]
+    for (_, mark), of_tool in reversed([*zip(entries, (picture.points, *picture.others.values()))]):
+        for peak, share in of_tool:
+            _mark(canvas, picture.memory(peak), picture.cost(share), mark)
+    return canvas.text(_legend(canvas, entries), f"{title}: {facts}", _STYLE)
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ def _axes(canvas: Canvas, picture: _Frontier, cost: str) -> None:
         canvas.words(memory(share * eager), _TOP - 9, f"{number(share * 100)} %", class_="middle")
     canvas.line(_LEFT, _TOP, _END, _TOP, class_="axis")
     canvas.line(_LEFT, _BOTTOM, _END, _BOTTOM, class_="axis")
+    canvas.words(_LEFT + 8, _BOTTOM - 8, "↙ better")
     canvas.line(memory(eager), _TOP, memory(eager), _BOTTOM, class_="eager")
 
 
@@ -153,10 +153,10 @@ def _mark(canvas: Canvas, x: float, y: float, mark: _Mark) -> None:
     canvas.rectangle(x - 4, y - 4, 8, 8, stroke_width=1.5, **look)
 
 
-def _legend(canvas: Canvas, marks: Mapping[str, _Mark]) -> float:
+def _legend(canvas: Canvas, entries: Sequence[tuple[str, _Mark]]) -> float:
     """Where it ends."""
     x, y = _LEFT, _BOTTOM + 60
-    for index, (tool, mark) in enumerate({**marks, "eager": None}.items()):
+    for index, (tool, mark) in enumerate([*entries, ("eager", None)]):
         text = clipped(tool, _LONGEST_NAME)
         width = 34 + len(text) * 11 * CHARACTER
         if x + width > _END and x > _LEFT:
