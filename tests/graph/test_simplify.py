@@ -127,7 +127,9 @@ def leaves(value):
 
 
 def facts(tensor):
-    return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.storage_offset()
+    """All but the strides of dimensions of 1, where fake views differ from real ones."""
+    strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1)
+    return tuple(tensor.shape), tensor.dtype, strides, tensor.storage_offset()
 
 
 def run(module, *inputs):
@@ -291,7 +293,8 @@ def test_batched_product_is_turned_through_views_of_its_batch():
     inputs = [real(2, 3, 4, 5), real(2, 3, 6, 4)]
     simplified = assert_simplified(traced(lambda a, b: (a.mT @ b.mT).mT, *inputs), inputs)
     assert picture(simplified) == [
-        "v1 = view(b, [6, 6, 4])", "v2 = view(a, [6, 4, 5])", "v3 = bmm(v1, v2)", "v4 = view(v3, [2, 3, 6, 5])", "v4",
+        "v1 = view(a, [6, 4, 5])", "v2 = view(b, [6, 6, 4])", "v3 = bmm(v2, v1)", "v4 = _unsafe_view(v3, [2, 3, 6, 5])",
+        "v4",
     ]
 
 
@@ -552,8 +555,9 @@ def _(x):
         lambda x: aten.rand_like(x),
         lambda x: reads_its_memory(x),
         lambda x: aten.view((x + 1).unsqueeze(0).permute(2, 0, 1), [-1]),
+        lambda x: aten.view((x + 1).expand(2, 8, 6).permute(0, 2, 1), [2, -1]),
     ],
-    ids=["as_strided", "as_strided further on", "random", "random like", "another's operator", "view"],
+    ids=["as_strided", "as_strided further on", "random", "random like", "another's operator", "view", "batched view"],
 )
 def test_product_stays_where_strides_matter(function):
     inputs = [real(4, 6), real(8, 4)]
@@ -568,10 +572,14 @@ def test_product_turns_where_strides_end_before_they_matter():
 
 
 def test_sizes_may_be_symbols():
-    inputs = [real(2, 3, 4, 5), real(2, 3, 6, 4)]
-    module = make_fx(lambda a, b: (a.mT @ b.mT).mT, tracing_mode="symbolic")(*(tensor.detach() for tensor in inputs))
+    inputs = [real(2, 3, 4, 5).detach(), real(2, 3, 6, 4).detach()]
+
+    def function(a, b):
+        return aten.expand((a.mT @ b.mT).mT.relu(), [*a.shape[:2], -1, -1])
+
+    module = make_fx(function, tracing_mode="symbolic")(*inputs)
     simplified = simplify(module)
-    assert transposes(simplified) < transposes(module) == 3
+    assert (transposes(module), transposes(simplified)) == (3, 0)
     torch.testing.assert_close(simplified(*inputs), module(*inputs))
 
 
@@ -617,6 +625,14 @@ def test_parameters_of_the_module_are_kept():
     assert transposes(simplified) == 1
 
 
+def test_product_with_a_parameter_of_the_module_is_turned():
+    weight = nn.Parameter(torch.randn(5, 4), requires_grad=False)
+    module = make_fx(lambda x: (x.t() @ weight.t()).t(), tracing_mode="fake", _allow_non_fake_inputs=True)(real(4, 3))
+    simplified = simplify(module)
+    torch.testing.assert_close(simplified(torch.ones(4, 3)), module(torch.ones(4, 3)))
+    assert transposes(simplified) == 0
+
+
 def test_graph_without_operations_is_copied():
     module = fx.symbolic_trace(lambda x: x)
     assert names(simplify(module)) == names(module)
@@ -652,13 +668,13 @@ def random_function(seed, batch):
     return function, [real(*batch, 3, 3, dtype=torch.float64) / 2 for _ in range(3)]
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=["mm", "bmm", "bmm of two batch dimensions"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 2), (1, 2), (1,)], ids=str)
 def test_any_graph_keeps_its_values_and_loses_transposes(batch):
     torch.manual_seed(0)
     lost = 0
-    for seed in range(40):
+    for seed in range(10):
         function, inputs = random_function(seed, batch)
         module = traced(function, *inputs)
         for exact in (True, False):
             lost += transposes(module) - transposes(assert_simplified(module, inputs, exact))
-    assert lost > 100
+    assert lost > 30

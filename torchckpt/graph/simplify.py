@@ -41,7 +41,8 @@ _PRODUCTS = {
     "aten::mm": 0, "aten::mm.dtype": 0, "aten::bmm": 0, "aten::bmm.dtype": 0, "aten::matmul": 0,
     "aten::addmm": 1, "aten::addmm.dtype": 1, "aten::baddbmm": 1, "aten::baddbmm.dtype": 1,
 }  # and how many addends come before the two factors
-_VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::expand"})
+_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view"})
+_VIEWS = _RESHAPES | {"aten::expand"}
 _READ_STRIDES = "aten::as_strided"
 
 
@@ -105,15 +106,27 @@ class _Simplifier:
         if not node.users:
             return False
         self.made = []
+        new, values = self._attempt(node)
+        dead = set() if new is None else _dead_without(node, new)
+        if new is None or values is None or _swaps(self.made) > _swaps(dead):
+            for made in reversed(self.made):
+                self.graph.erase_node(made)
+            return False
+        node.replace_all_uses_with(new)
+        for reader, value in values.items():
+            reader.meta["val"] = value
+            reader.meta.pop("tensor_meta", None)
+        for gone in sorted(dead, reverse=True):
+            self.graph.erase_node(gone)
+        return True
+
+    def _attempt(self, node: fx.Node) -> tuple[fx.Node | None, dict[fx.Node, Any] | None]:
+        """What may stand for ``node``, and the values that change with it; None where there is no such thing."""
         try:
             new = self._replacement(node)
-            if new is not None and self._replace(node, new):
-                return True
+            return new, None if new is None else self._relaid(node, _value(new))
         except (RuntimeError, ValueError):  # what an operator says to strides that it does not take
-            pass
-        for made in reversed(self.made):
-            self.graph.erase_node(made)
-        return False
+            return None, None
 
     # the rules --------------------------------------------------------------------------------------------------------
 
@@ -148,19 +161,18 @@ class _Simplifier:
         return _Way(views, node, swapped, alone)
 
     def _may_turn(self, way: _Way) -> bool:
-        """Whether its one reader, a transpose, is worth as much as those that its operands need."""
-        if not self.turns or not way.alone or _operands(way.core) is None:
-            return False
-        return sum(self._added(operand, way.core) for operand in set(_operands(way.core) or ())) <= 1
+        """Whether a transpose is its one reader, and turning it takes no more transposes than that one."""
+        return self.turns and way.alone and _operands(way.core) is not None and self._taken(way.core) <= 1
 
-    def _added(self, node: fx.Node, before: fx.Node) -> int:
-        """How many transposes there are more with ``T(node)`` in the place of ``node``."""
-        way = self._way(node, before)
+    def _taken(self, product: fx.Node) -> int:
+        """How many transposes more the operands of a turned product take."""
+        return sum(self._taken_by(operand, product) for operand in set(_operands(product) or ()))
+
+    def _taken_by(self, operand: fx.Node, product: fx.Node) -> int:
+        way = self._way(operand, product)
         if way.swapped is not None:
             return -1 if way.alone and _swap_operand(way.core) is not None else 0
-        if not self._may_turn(way):
-            return 1
-        return sum(self._added(operand, way.core) for operand in set(_operands(way.core) or ()))
+        return self._taken(way.core) if self._may_turn(way) else 1
 
     def _turned(self, product: fx.Node) -> fx.Node:
         """``T(a @ b)`` as ``T(b) @ T(a)``, where ``a @ b`` stands."""
@@ -186,9 +198,7 @@ class _Simplifier:
         *sizes, last_but_one, last = cast(list[Any], view.args[1])
         return self._call(view.target, (source, [*sizes, last, last_but_one]), view, before, **view.kwargs)
 
-    def _call(
-        self, target: Any, args: tuple[Any, ...], like: fx.Node, before: fx.Node, **kwargs: Any
-    ) -> fx.Node:
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, before: fx.Node, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)
@@ -196,20 +206,7 @@ class _Simplifier:
         node.meta["val"] = self._evaluated(node, {})
         return node
 
-    # the replacement --------------------------------------------------------------------------------------------------
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> bool:
-        values = self._relaid(old, _value(new))
-        dead = _dead_without(old, new)
-        if values is None or _swaps(self.made) > _swaps(dead):
-            return False
-        old.replace_all_uses_with(new)
-        for node, value in values.items():
-            node.meta["val"] = value
-            node.meta.pop("tensor_meta", None)
-        for node in sorted(dead, reverse=True):
-            self.graph.erase_node(node)
-        return True
+    # the values -------------------------------------------------------------------------------------------------------
 
     def _relaid(self, old: fx.Node, value: Tensor) -> dict[fx.Node, Any] | None:
         """The new values of all nodes that see that ``old`` is now ``value``; None if one of them must not."""
@@ -240,6 +237,8 @@ class _Simplifier:
 
         args, kwargs = cast(Any, fx.node.map_arg((node.args, node.kwargs), value))
         with self.mode, torch.no_grad():
+            if _name(node) in _RESHAPES:  # with dimensions of 1, a fake view takes strides that no real one does
+                args = [args[0].squeeze(), *args[1:]]
             return cast(Any, node.target)(*args, **kwargs)
 
 
@@ -257,7 +256,7 @@ def _value(node: fx.Node) -> Tensor:
 
 def _is_tensor(argument: object, dims: int = 0) -> bool:
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    return isinstance(value, Tensor) and value.dim() >= dims
+    return _is_fake(value) and cast(Tensor, value).dim() >= dims
 
 
 def _swap_operand(node: fx.Node) -> fx.Node | None:
@@ -318,10 +317,14 @@ def _takes_any_strides(node: fx.Node) -> bool:
         return False
     results = pytree.tree_leaves(node.meta.get("val"))
     given = all("val" in argument.meta for argument in node.all_input_nodes)
-    return given and all(result is None or isinstance(result, Tensor) for result in results)
+    return given and all(result is None or _is_fake(result) for result in results)
 
 
 # what a value is ------------------------------------------------------------------------------------------------------
+
+
+def _is_fake(value: object) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "fake_mode")
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:
