@@ -1,4 +1,6 @@
-"""The graph level: one traced graph of a step, one schedule, and many ways to choose what is kept and what recomputed."""
+"""The graph level: one traced graph of a step, one schedule, many ways to choose what is kept and what recomputed."""
 from __future__ import annotations
 
-__all__: list[str] = []
+from torchckpt.graph.marks import mark, region, sequential
+
+__all__ = ["mark", "region", "sequential"]

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchckpt.graph.private import BATCH_NORM, BATCH_NORM_AGAIN, BATCH_NORM_BACKWARD, is_collective, is_mutable, is_random
+from torchckpt.graph.private import (
+    BATCH_NORM,
+    BATCH_NORM_AGAIN,
+    BATCH_NORM_BACKWARD,
+    is_collective,
+    is_mutable,
+    is_random,
+)
 
 __all__ = ["Again", "again_of", "forget_statistics", "runs_once"]
 
@@ -79,7 +86,7 @@ def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
 
     def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
         masked = graph.call_function(torch.ops.aten.mul.Tensor, (resolve(data), resolve(mask)))
-        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (_like(masked, output), scale))
+        scaled = graph.call_function(torch.ops.aten.mul_.Tensor, (_like(masked, output), scale))
         return (_like(scaled, output),)
 
     return Again((data, mask), (output,), emit)  # type: ignore[arg-type]

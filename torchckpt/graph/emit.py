@@ -13,6 +13,7 @@ from torch import fx
 
 from torchckpt.graph.again import outputs_of
 from torchckpt.graph.joint import Joint
+from torchckpt.graph.private import Boxed
 from torchckpt.model.remat.dataflow import Schedule
 
 __all__ = ["emit", "emit_one"]
@@ -45,15 +46,6 @@ def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
     return emitter.finish(emitter.resolved(joint.outputs), "Adjoint")
 
 
-class _Boxed(fx.CodeGen):
-    """A function of one list, which it empties: what was in it dies after its last use."""
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
-        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
-        unpack = f"\n    {', '.join(names)}, = arguments; arguments.clear()" if names else ""
-        return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}"
-
-
 class _Emitter:
     def __init__(self, joint: Joint, inputs: Sequence[fx.Node], before: _Emitter | None = None) -> None:
         self.joint, self.graph, self.before = joint, fx.Graph(), before
@@ -79,7 +71,9 @@ class _Emitter:
             parts = outputs_of(node)
             made = {part: self._part(called, place, part) for place, part in parts.items()} if parts else {node: called}
         results = self.joint.flow.results
-        self._newest.update((old, new) for old, new in made.items() if first or self.joint.storages[old] not in results)
+        self._newest.update(
+            (old, new) for old, new in made.items() if first or not self.joint.storages.get(old, set()) & results
+        )
 
     def resolve(self, argument: Any) -> Any:
         """The argument of a node of the joint graph, in this graph."""
@@ -91,7 +85,7 @@ class _Emitter:
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
-        self.graph.set_codegen(_Boxed())
+        self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph, name)
 
     def _node(self, node: fx.Node) -> fx.Node:

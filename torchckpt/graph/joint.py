@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.graph.again import Again, again_of, forget_statistics, runs_once
+from torchckpt.graph.private import mutated_inputs, storage_of
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
 __all__ = ["Cost", "Joint", "joint_of"]
@@ -32,7 +32,8 @@ class Joint:
     """A joint graph and the dataflow of its operations.
 
     ``nodes`` holds of each operation its node, or None for the arrival of the gradients of the outputs; ``agains`` what
-    a repeat runs in its place; ``storages`` of each tensor node its storage; ``views`` are the nodes that write none.
+    a repeat of it runs in its place; ``storages`` of each tensor node its storage, of a sparse one those of its parts;
+    ``views`` are the nodes that write none.
     """
 
     module: fx.GraphModule
@@ -40,7 +41,7 @@ class Joint:
     flow: Dataflow
     nodes: tuple[fx.Node | None, ...]
     agains: dict[int, Again]
-    storages: dict[fx.Node, int]
+    storages: dict[fx.Node, frozenset[int]]
     views: frozenset[fx.Node]
     tangents: tuple[fx.Node, ...]
 
@@ -64,13 +65,14 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost) -> Joint:
 class _Builder:
     def __init__(self, graph: fx.Graph, forward_outputs: int) -> None:
         self.sizes: list[int] = []
-        self.storages: dict[fx.Node, int] = {}
+        self.storages: dict[fx.Node, frozenset[int]] = {}
         self.writes: dict[fx.Node, tuple[int, ...]] = {}  # of each operation
         self.views: set[fx.Node] = set()
-        self._roots: dict[fx.Node, frozenset[int]] = {}
         self._known: dict[int, int] = {}
         self.tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
         outputs = list(cast(Iterable[Any], graph.output_node().args[0]))
+        mutated = mutated_inputs(graph.output_node())
+        self.new_values = [outputs[place] for place in mutated if place < forward_outputs]
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
         for node in graph.nodes:
             self._add(node)
@@ -84,19 +86,21 @@ class _Builder:
     def flow(self, cost: Cost) -> tuple[Dataflow, dict[int, Again]]:
         agains = {index: again for index, node in enumerate(self.order) if node and (again := again_of(node))}
         operations = tuple(self._operation(node, cost, agains.get(index)) for index, node in enumerate(self.order))
-        arrived = {self.storages[node] for node in self.tangents}
-        given = {self.storages[node] for node in self.storages if node.op in ("placeholder", "get_attr")} - arrived
-        mutated = self._roots_of(self.outputs)  # narrowed by the caller that knows which outputs are new buffers
-        results = mutated | self._roots_of(self.gradients) | arrived
-        return Dataflow(operations, tuple(self.sizes), self.forward, frozenset(given), frozenset(results - given)), agains
+        there = [node for node in self.storages if node.op in ("placeholder", "get_attr")]
+        given = self._roots_of(there) - self._roots_of(self.tangents)
+        passing = self._roots_of(self.new_values) - given
+        lasting = [output for output in self.outputs if output not in self.new_values]
+        results = self._roots_of([*lasting, *self.gradients]) - given
+        sizes = tuple(self.sizes)
+        return Dataflow(operations, sizes, self.forward, given, results, passing - results), agains
 
     def _operation(self, node: fx.Node | None, cost: Cost, again: Again | None) -> Operation:
         if node is None:
-            return Operation(TANGENTS, (), tuple(self.storages[n] for n in self.tangents), 0.0, repeatable=False)
+            return Operation(TANGENTS, (), self._reads_of(self.tangents), 0.0, repeatable=False)
         seconds, flops, workspace_bytes = cost(node)
-        reads, writes = self._reads(node), self.writes[node]
+        reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
         repeat = None if again is None else Operation(
-            node.name, self._reads_of(again.reads), tuple(self.storages[n] for n in again.writes), seconds, flops,
+            node.name, self._reads_of(again.reads), self._reads_of(again.writes), seconds, flops,
         )
         once = runs_once(node) and again is None
         return Operation(node.name, reads, writes, seconds, flops, workspace_bytes, not once, repeat)
@@ -105,14 +109,18 @@ class _Builder:
         value = node.meta.get("val")
         if node.op == "output" or (value is None and node.op != "call_function"):
             return
-        parts = [part for part in _tensors(value)]
-        keys = [StorageWeakRef(part.untyped_storage()).cdata for part in parts]
+        parts = list(_tensors(value))
+        if _is_sparse(value) and node.op == "call_function":  # made of tensors that there are
+            self.storages[node] = self._roots_of(node.all_input_nodes)
+            self.views.add(node)
+            return
+        keys = [storage_of(part) for part in parts]
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
         for key in fresh:
             self._known[key] = len(self.sizes)
-            self.sizes.append(next(p for p, k in zip(parts, keys) if k == key).untyped_storage().nbytes())
+            self.sizes.append(next(part.untyped_storage().nbytes() for part, other in zip(parts, keys) if other == key))
         if isinstance(value, Tensor):
-            self.storages[node] = self._known[keys[0]]
+            self.storages[node] = frozenset({self._known[keys[0]]})
         if node.op != "call_function":
             return
         if node.target is operator.getitem and node.all_input_nodes[0] not in self.views:
@@ -122,14 +130,12 @@ class _Builder:
         else:
             self.views.add(node)
 
-    def _reads(self, node: fx.Node) -> tuple[int, ...]:
-        return self._reads_of(node.all_input_nodes)
-
     def _reads_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         return tuple(sorted(self._roots_of(nodes)))
 
     def _roots_of(self, nodes: Iterable[Any]) -> frozenset[int]:
-        return frozenset(self.storages[node] for node in _nodes(nodes) if node in self.storages)
+        none: frozenset[int] = frozenset()
+        return none.union(*(self.storages.get(node, none) for node in _nodes(nodes)))
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -144,6 +150,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, Tensor):
             yield part
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout != torch.strided
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

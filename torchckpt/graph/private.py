@@ -1,16 +1,19 @@
-"""Every name of torch's that is private or may change between its releases, and that the graph level uses, in one place.
+"""Every name of torch's that the graph level uses and that is private, or new in some release, in one place.
 
 AOTAutograd traces a call and its derivatives as one graph, the joint graph, and asks a function to part it in a forward
 and a backward: that function is where this package comes in. Dynamo's backends go the same way.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.graph import CodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CaptureError, Fault
 
@@ -18,12 +21,19 @@ __all__ = [
     "BATCH_NORM",
     "BATCH_NORM_AGAIN",
     "BATCH_NORM_BACKWARD",
+    "Boxed",
+    "Differentiable",
     "Partition",
-    "differentiable",
+    "allocations",
+    "compiling",
     "is_collective",
+    "is_data_dependent",
     "is_mutable",
     "is_random",
+    "mutated_inputs",
     "require_supported_torch",
+    "storage_of",
+    "without_modes",
 ]
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -51,6 +61,13 @@ def is_mutable(target: object) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Views of one tensor have the same; a sparse tensor has one of its own."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
 def require_supported_torch() -> None:
     """Raise a :class:`~torchckpt.errors.CaptureError` where this torch cannot be captured."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -60,20 +77,117 @@ def require_supported_torch() -> None:
         raise CaptureError(str(fault))
 
 
-def differentiable(function: Callable[..., Any], partition: Partition) -> Callable[..., Any]:
-    """``function`` of tensors, traced at its first call; its joint graph is parted by ``partition`` and run as it is.
+def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
+    """Of a joint graph's output node: the places of new values of inputs, and of which input each is.
 
-    The two graphs must take a list and clear it: what the list holds then dies after its last use.
+    None stands for a parameter or a buffer, which Dynamo lifts by its name.
     """
-    from functorch.compile import aot_function
+    descriptions = outputs.meta.get("desc") or ()
+    return {
+        place: getattr(what.mutated_input, "idx", None)
+        for place, what in enumerate(descriptions)
+        if type(what).__name__ == "InputMutationAOTOutput"
+    }
 
-    return aot_function(function, fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=partition)  # type: ignore[no-any-return]
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be true: code that looks at values in eager alone asks for it."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
-def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    def run(arguments: list[Any]) -> Any:
-        return forward(arguments)
+class Boxed(CodeGen):
+    """A graph's code as a function of one list, which it empties: what was in it dies after its last use."""
 
-    forward = module.forward
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"\n    {', '.join(names)}, = arguments; arguments.clear()" if names else ""
+        return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}"
+
+
+class Differentiable:
+    """A function of tensors, traced at its first call; ``partition`` makes of its joint graph the two that are run.
+
+    The two must take a list and empty it: what the list holds then dies after its last use.
+    """
+
+    def __init__(self, function: Callable[..., Any], partition: Partition) -> None:
+        from functorch.compile import aot_function  # type: ignore[import-untyped]
+
+        self._tracing = False
+        compiler = self._boxed
+        self._run = aot_function(function, fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+
+    def trace(self, *tensors: Tensor) -> None:
+        """Trace, and run nothing: no random number is drawn, no buffer written."""
+        self._tracing = True
+        try:
+            with compiling():
+                self._run(*tensors)
+        except _Traced:
+            return
+        finally:
+            self._tracing = False
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return self._run(*tensors)
+
+    def _boxed(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        def run(arguments: list[Any]) -> Any:
+            if self._tracing:
+                raise _Traced
+            return forward(arguments)
+
+        forward = module.forward
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+class _Traced(Exception):
+    """Ends a call when its graphs are made."""
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because the program asks for the value of a tensor."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Operations run for real inside, in the midst of a trace too."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def allocations(run: Callable[[], Any], device: str = "cpu") -> list[int]:
+    """The bytes that ``run()`` takes from the allocator of ``device`` and, negative, gives back, in the order of time.
+
+    The events are those of the profiler for memory, in the form that needs no tracing library to start.
+    """
+    from torch._C._profiler import _ExperimentalConfig
+
+    autograd: Any = torch.autograd
+
+    autograd._enable_profiler_legacy(
+        autograd.ProfilerConfig(autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    )
+    try:
+        run()
+    finally:
+        threads = autograd._disable_profiler_legacy()
+    events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
+    return [_event_bytes(event, device) for event in events]
+
+
+def _event_bytes(event: Any, device: str) -> int:
+    if device == "cpu":
+        return int(event.cpu_memory_usage())
+    return int(event.device_memory_usage() if hasattr(event, "device_memory_usage") else event.cuda_memory_usage())

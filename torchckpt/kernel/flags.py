@@ -21,6 +21,7 @@ class Flags(NamedTuple):
 class _Thread(threading.local):
     flags: tuple[bool, bool, list[nn.Module] | None] = Flags()  # set as plain tuples: a replay is a hot path
     scope: Scope | None = None  # what a schedule wants of the regions that this thread enters (scope.py)
+    tracing: object = None  # what traces this thread's calls as a graph (torchckpt.graph); None if nothing does
 
 
 thread = _Thread()

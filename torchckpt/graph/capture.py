@@ -1,0 +1,112 @@
+"""Capture: a function of tensors, traced once with its derivatives, run from then on by the graphs of a schedule."""
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.emit import emit
+from torchckpt.graph.joint import Cost, Joint, joint_of
+from torchckpt.graph.notes import Tracing
+from torchckpt.graph.private import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
+from torchckpt.model.remat.dataflow import Schedule
+from torchckpt.model.remat.memory import simulate
+
+__all__ = ["Capture", "Choose"]
+
+Choose = Callable[[Joint], Schedule]
+"""The schedule of a joint graph."""
+
+
+class Capture:
+    """One function of tensors, for tensors like those that it is traced with.
+
+    Args:
+        function: of tensors; returns a nested structure.
+        tensors: to trace it with. Nothing is run, and nothing changes: not they, not a generator.
+        data: the names of those tensors that are not to be mutated, by their place; the others are buffers.
+        cost: of an operation.
+        choose: the schedule of the joint graph.
+
+    Raises:
+        CaptureError: the function depends on the values of its tensors, mutates its data, or has no derivative.
+    """
+
+    joint: Joint
+
+    def __init__(
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: Cost, choose: Choose
+    ) -> None:
+        require_supported_torch()
+        self._function, self._data, self._cost, self._choose = function, data, cost, choose
+        self._differentiable = Differentiable(self._flat, self._partition)
+        with _explained():
+            self._differentiable.trace(*tensors)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = iter(self._differentiable(*tensors))
+        constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
+        return pytree.tree_unflatten(constants, self._structure)
+
+    def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The function's tensors alone; the rest of what it returns is the same at every call."""
+        before = [tensor._version for tensor in tensors]
+        with Tracing() as tracing:
+            leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
+            leaves = [tracing.unmarked(leaf) for leaf in leaves]
+        self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        mutated = mutated_inputs(module.graph.output_node())
+        self._refuse(place for place in mutated.values() if place is not None)
+        self.joint = joint_of(module, num_fwd_outputs, self._cost)
+        schedule = self._choose(self.joint)
+        return emit(self.joint, schedule, simulate(self.joint.flow, schedule).boundary)
+
+    def _refuse(self, mutated: Iterator[int]) -> None:
+        found = [self._data[place] for place in mutated if place in self._data]
+        if found:
+            raise CaptureError(str(Fault(
+                "a call that is recomputed leaves its inputs as they are", f"{found[0]} is changed in place",
+                "x = x + 1 in place of x.add_(1); or x = x.clone() first",
+            )))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what cannot be traced, and where; what is the function's own error passes through."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        if is_data_dependent(error):
+            _raise("a graph does not depend on the values of its tensors", error,
+                   "torch.where() in place of if; graph.region() or rematerialize() around the parts beside it")
+        if "derivative" in str(error) or "autograd formula" in str(error):
+            _raise("every operation between an input and a loss has a derivative", error,
+                   "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
+        raise
+
+
+def _raise(rule: str, error: Exception, works: str) -> NoReturn:
+    received = f"{str(error).splitlines()[0]} {_place_of(error)}".strip()
+    raise CaptureError(str(Fault(rule, received, works))) from error
+
+
+def _place_of(error: Exception) -> str:
+    """Where the user's code was."""
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    return f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""

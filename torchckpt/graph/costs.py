@@ -1,0 +1,44 @@
+"""Costs: what an operation takes: counted from its shapes, measured, or given."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["flops_of", "roofline"]
+
+_FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 20.0}
+"""What a device computes while it moves a byte, in float32; a processor with AVX2, an H100 (its data sheet)."""
+
+
+def roofline(node: fx.Node) -> tuple[float, int, int]:
+    """Counted: the larger of what it computes and what it moves (Williams 2009), in seconds of a device that moves
+    one gigabyte a second. Pointwise operations are bound by memory, products of matrices by arithmetic.
+    """
+    values = [value.meta.get("val") for value in node.all_input_nodes]
+    moved_bytes = sum(_bytes(tensor) for value in [*values, node.meta.get("val")] for tensor in _tensors(value))
+    flops = flops_of(node)
+    device = next((tensor.device.type for tensor in _tensors(node.meta.get("val"))), "cpu")
+    seconds = max(moved_bytes, flops / _FLOPS_PER_BYTE.get(device, 20.0)) * 1e-9
+    return seconds, flops, 0
+
+
+def flops_of(node: fx.Node) -> int:
+    """Multiplications and additions of products and convolutions, as torch counts them; of others, none."""
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    values = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    arguments, named = cast(tuple[Any, Any], values)
+    return int(count(*arguments, **named, out_val=node.meta["val"]))
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    return (part for part in pytree.tree_leaves(value) if isinstance(part, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

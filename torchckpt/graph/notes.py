@@ -1,0 +1,108 @@
+"""Notes: what marks, regions and modules leave on the nodes of a traced graph, and how to read it.
+
+They stand in ``node.meta["custom"]``, where :func:`torch.fx.traceback.annotate` puts them and AOTAutograd passes them
+on to the backward of what was annotated. Dynamo leaves a stack of modules of its own.
+"""
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from itertools import count
+
+import torch
+from torch import Tensor, fx
+from torch.fx.traceback import annotate
+
+from torchckpt.kernel.flags import thread
+
+__all__ = [
+    "Tracing", "alias", "inside_module", "inside_region", "is_tracing", "mark_of", "marked", "module_of", "regions_of",
+]
+
+_MARK, _MODULE, _REGION = "torchckpt_mark", "torchckpt_module", "torchckpt_region:"
+
+
+_ITEM = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]")
+
+
+class Tracing:
+    """What ``thread.tracing`` is while a call is traced.
+
+    It numbers the regions that the call enters, and knows of each marked tensor what it is an alias of.
+    """
+
+    def __init__(self) -> None:
+        self.regions = count()
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def mark(self, tensor: Tensor) -> Tensor:
+        """An alias of ``tensor``: a node to put a note on."""
+        alias: Tensor = torch.ops.aten.alias.default(tensor)
+        self._aliases[id(alias)] = alias, tensor
+        return alias
+
+    def unmarked(self, value: object) -> object:
+        """What ``value`` is an alias of; an alias that is returned would be a view to restore."""
+        while id(value) in self._aliases:
+            value = self._aliases[id(value)][1]
+        return value
+
+    def __enter__(self) -> Tracing:
+        self._before, thread.tracing = thread.tracing, self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        thread.tracing = self._before
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The alias that a mark puts in place of ``tensor``."""
+    tracing = None if torch.compiler.is_dynamo_compiling() else thread.tracing
+    return tracing.mark(tensor) if isinstance(tracing, Tracing) else torch.ops.aten.alias.default(tensor)
+
+
+def is_tracing() -> bool:
+    """Whether calls of this thread are traced now, by the graph level or by Dynamo."""
+    return torch.compiler.is_dynamo_compiling() or thread.tracing is not None
+
+
+def marked(name: str) -> AbstractContextManager[None]:
+    """Note on each node that is made inside that it is the mark ``name``."""
+    return annotate({_MARK: name})
+
+
+def inside_module(name: str) -> AbstractContextManager[None]:
+    """Note on each node that is made inside that it belongs to the module with the qualified name ``name``."""
+    return annotate({_MODULE: name})
+
+
+def inside_region(name: str) -> AbstractContextManager[None]:
+    """Note on each node that is made inside that it is in a region, in addition to those that it is in."""
+    tracing = None if torch.compiler.is_dynamo_compiling() else thread.tracing
+    number = f"#{next(tracing.regions)}" if isinstance(tracing, Tracing) else ""
+    return annotate({f"{_REGION}{name}{number}": True})
+
+
+def mark_of(node: fx.Node) -> str | None:
+    return (node.meta.get("custom") or {}).get(_MARK)
+
+
+def module_of(node: fx.Node) -> str:
+    """The qualified name of the innermost module that made ``node``; empty outside all but the root."""
+    notes = node.meta.get("custom") or {}
+    if _MODULE in notes:
+        return str(notes[_MODULE])
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return _qualified(stack[-1][0]) if stack else ""
+
+
+def regions_of(node: fx.Node) -> tuple[str, ...]:
+    """The regions that ``node`` is in, outermost first."""
+    notes = node.meta.get("custom") or {}
+    return tuple(key.removeprefix(_REGION) for key in notes if key.startswith(_REGION))
+
+
+def _qualified(source: str) -> str:
+    """``layers.3.mlp`` of Dynamo's ``L['self']._modules['layers']._modules['3'].mlp``."""
+    name = re.sub(r"^L\['\w+'\]", "", source)
+    return _ITEM.sub(lambda found: "." + next(filter(None, found.groups())), name).strip(".")
