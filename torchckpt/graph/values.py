@@ -1,0 +1,144 @@
+"""Values: the storages of a joint graph's forward by the names that users know them by."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from torchckpt.graph.joint import Joint
+from torchckpt.graph.notes import mark_of, module_of, regions_of
+
+__all__ = ["Value", "Values"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor that the forward makes, as ``keep=callable`` is asked about it.
+
+    Args:
+        name: of its node in the traced graph.
+        module: the qualified name of the innermost module that made it; empty for what the root makes itself.
+        marks: those that were put on it.
+        operator: such as ``aten.addmm``.
+        shape, dtype: of the tensor.
+        bytes: of its storage.
+        flops: that it took to make.
+    """
+
+    name: str
+    module: str
+    marks: tuple[str, ...]
+    operator: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    flops: int
+
+
+class Values:
+    """What a forward makes, by storage."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint, self._flow = joint, joint.flow
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """Storages that the forward writes, in its order; those that are results anyway are not among them."""
+        forward = self._flow.operations[: self._flow.forward]
+        return tuple(s for operation in forward for s in operation.writes if s not in self._flow.results)
+
+    @cached_property
+    def marks(self) -> dict[str, frozenset[int]]:
+        """Of each mark's name, the storages of the tensors that carry it."""
+        found: dict[str, frozenset[int]] = {}
+        for node in self._joint.views:
+            name = mark_of(node)
+            if name is not None and node.target is torch.ops.aten.alias.default:
+                found[name] = found.get(name, frozenset()) | (self._joint.storages[node] & frozenset(self.made))
+        return found
+
+    @cached_property
+    def modules(self) -> dict[str, frozenset[int]]:
+        """Of each module's qualified name, the storages that leave it."""
+        found: dict[str, set[int]] = {}
+        for storage, (writer, readers) in self._uses.items():
+            module = self.module_of(writer)
+            while module:
+                outside = [reader for reader in readers if not _is_inside(self.module_of(reader), module)]
+                if outside or not readers:
+                    found.setdefault(module, set()).add(storage)
+                module = module.rpartition(".")[0]
+        return {name: frozenset(storages) for name, storages in found.items()}
+
+    @cached_property
+    def depths(self) -> dict[int, int]:
+        """Of each storage, how many regions deep it is dropped; 0 if it enters one from outside of all, or is in none.
+
+        What enters a region is kept as what is around that region is.
+        """
+        found = {}
+        for storage, (writer, readers) in self._uses.items():
+            path, others = self._regions[writer], [self._regions[reader] for reader in readers]
+            found[storage] = min([len(path), *(_common(path, other) for other in others if _enters(path, other))])
+        return found
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Of each operation, how many regions deep it is."""
+        return tuple(map(len, self._regions))
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Of each operation, the qualified name of the module that it belongs to; empty for the root's own."""
+        return tuple("" if node is None else module_of(node) for node in self._joint.nodes)
+
+    def module_of(self, index: int) -> str:
+        return self.paths[index]
+
+    def value(self, storage: int) -> Value:
+        index = self._flow.writer[storage]
+        operation, node = self._flow.operations[index], self._node(storage)
+        like = node.meta["val"]
+        marks = tuple(name for name, storages in self.marks.items() if storage in storages)
+        operator = str(self._joint.nodes[index].target).removesuffix(".default")  # type: ignore[union-attr]
+        size, shape = self._flow.sizes_bytes[storage], tuple(like.shape)
+        return Value(node.name, self.paths[index], marks, operator, shape, like.dtype, size, operation.flops)
+
+    @cached_property
+    def _regions(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(() if node is None else regions_of(node) for node in self._joint.nodes)
+
+    @cached_property
+    def _uses(self) -> dict[int, tuple[int, list[int]]]:
+        """Of each storage that the forward makes, the operation of it that writes, and those that read it."""
+        found: dict[int, tuple[int, list[int]]] = {}
+        for index, operation in enumerate(self._flow.operations[: self._flow.forward]):
+            for storage in operation.reads:
+                if storage in found:
+                    found[storage][1].append(index)
+            for storage in operation.writes:
+                found[storage] = index, []
+        return found
+
+    def _node(self, storage: int) -> fx.Node:
+        return next(node for node in self._roots() if storage in self._joint.storages[node])
+
+    def _roots(self) -> Iterator[fx.Node]:
+        return (node for node in self._joint.storages if node not in self._joint.views)
+
+
+def _is_inside(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(f"{outer}.")
+
+
+def _common(path: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many regions both are in."""
+    return next((place for place, (one, two) in enumerate(zip(path, other)) if one != two), min(len(path), len(other)))
+
+
+def _enters(path: tuple[str, ...], reader: tuple[str, ...]) -> bool:
+    """Whether what is made in ``path`` and read in ``reader`` enters a region."""
+    return reader != path[: len(reader)]
