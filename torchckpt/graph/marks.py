@@ -12,6 +12,7 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -90,7 +91,7 @@ def region(what: str | F) -> Region | F:
         ArgumentError: it is neither.
     """
     if isinstance(what, str):
-        return Region(what)
+        return inside_region(what) if torch.compiler.is_dynamo_compiling() else Region(what)  # type: ignore[return-value]
     if not callable(what):
         raise_faults("region()", [Fault("region() takes a callable or a name", repr(what), "graph.region(block)(x)")])
     return _wrapped(what, getattr(what, "__name__", type(what).__name__))
@@ -117,7 +118,7 @@ def sequential(functions: Sequence[Callable[[Any], Any]], segments: int, x: Any,
     cuts = [len(functions) * segment // segments for segment in range(segments + 1)]
     for segment, (start, end) in enumerate(pairwise(cuts)):
         if last or segment < segments - 1:
-            with Region(f"segment {segment}"):
+            with region(f"segment {segment}"):
                 x = _chained(functions[start:end], x)
         else:
             x = _chained(functions[start:end], x)
@@ -132,7 +133,7 @@ def _chained(functions: Sequence[Callable[[Any], Any]], x: Any) -> Any:
 
 def _wrapped(function: F, name: str) -> F:
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with Region(name):
+        with region(name):
             return function(*args, **kwargs)
 
     return wraps(function)(inside) if hasattr(function, "__name__") else inside  # type: ignore[return-value]

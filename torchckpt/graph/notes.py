@@ -21,6 +21,8 @@ __all__ = [
 
 _MARK, _MODULE, _REGION = "torchckpt_mark", "torchckpt_module", "torchckpt_region:"
 
+_DYNAMO = count()
+"""Numbers of regions that Dynamo traces."""
 
 _ITEM = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]")
 
@@ -78,9 +80,14 @@ def inside_module(name: str) -> AbstractContextManager[None]:
 
 def inside_region(name: str) -> AbstractContextManager[None]:
     """Note on each node that is made inside that it is in a region, in addition to those that it is in."""
-    tracing = None if torch.compiler.is_dynamo_compiling() else thread.tracing
-    number = f"#{next(tracing.regions)}" if isinstance(tracing, Tracing) else ""
-    return annotate({f"{_REGION}{name}{number}": True})
+    return annotate({f"{_REGION}{name}#{_number()}": True})
+
+
+@torch.compiler.assume_constant_result
+def _number() -> str:
+    """One that no region of this trace has; Dynamo calls for it while it traces."""
+    tracing = thread.tracing
+    return str(next(tracing.regions if isinstance(tracing, Tracing) else _DYNAMO))
 
 
 def mark_of(node: fx.Node) -> str | None:
