@@ -21,10 +21,12 @@ __all__ = [
     "BATCH_NORM",
     "BATCH_NORM_AGAIN",
     "BATCH_NORM_BACKWARD",
+    "COMPILERS",
     "Boxed",
     "Differentiable",
     "Partition",
     "allocations",
+    "break_of",
     "compiling",
     "is_collective",
     "is_data_dependent",
@@ -144,8 +146,12 @@ class Differentiable:
             return forward(arguments)
 
         forward = module.forward
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return _marked_boxed(run)
+
+
+def _marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 class _Traced(Exception):
@@ -191,3 +197,53 @@ def _event_bytes(event: Any, device: str) -> int:
     if device == "cpu":
         return int(event.cpu_memory_usage())
     return int(event.device_memory_usage() if hasattr(event, "device_memory_usage") else event.cuda_memory_usage())
+
+
+# under torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where Dynamo broke the graph after ``module``; None where the graph is that of the whole call."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frames = list(reason.user_stack)
+    return str(reason.reason), f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""
+
+
+def _by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+    """What runs a graph of Dynamo's by the two that ``partition`` makes of its joint graph, as they are."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_boxed, partition_fn=partition)(module, inputs)
+    return compiled
+
+
+def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    module.graph.set_codegen(Boxed())
+    module.recompile()
+    forward = module.forward
+    return _marked_boxed(lambda arguments: forward(arguments))
+
+
+def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+    """The same, with both compiled, after all that Inductor does to a joint graph.
+
+    Its cache of whole calls would skip ``partition``; that of single graphs is used.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, *arguments: Any, **named: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partition(*arguments, **named)
+
+        def uuid(self) -> str:
+            return "torchckpt"
+
+    with config.patch(enable_autograd_cache=False):
+        return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": Partitioner()})
+
+
+COMPILERS: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _by_inductor, "eager": _by_operator}
