@@ -2,5 +2,7 @@
 from __future__ import annotations
 
 from torchckpt.graph.marks import mark, region, sequential
+from torchckpt.graph.rematerialize import rematerialize
+from torchckpt.model.remat.plan import Plan
 
-__all__ = ["mark", "region", "sequential"]
+__all__ = ["Plan", "mark", "region", "rematerialize", "sequential"]

@@ -1,22 +1,26 @@
 """Costs: what an operation takes: counted from its shapes, measured, or given."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flops_of", "roofline"]
+from torchckpt.graph.measure import Measure
+
+__all__ = ["flops_of", "given", "profiled", "roofline"]
 
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 20.0}
 """What a device computes while it moves a byte, in float32; a processor with AVX2, an H100 (its data sheet)."""
 
 
 def roofline(node: fx.Node) -> tuple[float, int, int]:
-    """Counted: the larger of what it computes and what it moves (Williams 2009), in seconds of a device that moves
-    one gigabyte a second. Pointwise operations are bound by memory, products of matrices by arithmetic.
+    """Seconds and FLOPs, counted, and no workspace: nobody knows it who has not run it.
+
+    The seconds are the larger of what an operation computes and what it moves (Williams 2009), on a device that moves
+    one gigabyte a second: pointwise operations are bound by memory, products of matrices by arithmetic.
     """
     values = [value.meta.get("val") for value in node.all_input_nodes]
     moved_bytes = sum(_bytes(tensor) for value in [*values, node.meta.get("val")] for tensor in _tensors(value))
@@ -24,6 +28,20 @@ def roofline(node: fx.Node) -> tuple[float, int, int]:
     device = next((tensor.device.type for tensor in _tensors(node.meta.get("val"))), "cpu")
     seconds = max(moved_bytes, flops / _FLOPS_PER_BYTE.get(device, 20.0)) * 1e-9
     return seconds, flops, 0
+
+
+def profiled(node: fx.Node, measure: Measure) -> tuple[float, int, int]:
+    """Measured: the least time of a few runs."""
+    return measure.seconds(node), flops_of(node), measure.workspace_bytes(node)
+
+
+def given(node: fx.Node, seconds: Mapping[str, float]) -> tuple[float, int, int]:
+    """Told: by the name of the operator (``aten.mm``, ``aten.mm.default``) or of the node; counted where it is not."""
+    operator = str(node.target)
+    for name in (node.name, operator, operator.rpartition(".")[0]):
+        if name in seconds:
+            return float(seconds[name]), flops_of(node), 0
+    return roofline(node)
 
 
 def flops_of(node: fx.Node) -> int:

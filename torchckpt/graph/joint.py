@@ -25,6 +25,7 @@ Cost = Callable[[fx.Node], tuple[float, int, int]]
 """Of the node of an operation: seconds, FLOPs, bytes of workspace."""
 
 TANGENTS = "tangents"
+_CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator gives whole blocks
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _Builder:
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
         for key in fresh:
             self._known[key] = len(self.sizes)
-            self.sizes.append(next(part.untyped_storage().nbytes() for part, other in zip(parts, keys) if other == key))
+            self.sizes.append(next(_allocated_bytes(part) for part, other in zip(parts, keys) if other == key))
         if isinstance(value, Tensor):
             self.storages[node] = frozenset({self._known[keys[0]]})
         if node.op != "call_function":
@@ -150,6 +151,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, Tensor):
             yield part
+
+
+def _allocated_bytes(tensor: Tensor) -> int:
+    size = tensor.untyped_storage().nbytes()
+    return size if tensor.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
 
 def _is_sparse(value: Any) -> bool:

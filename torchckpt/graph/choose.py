@@ -1,0 +1,122 @@
+"""Choose: from what the user asks for, to the schedule of a joint graph and the plan that tells of it."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from torch import fx
+
+from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
+from torchckpt.graph.costs import given, profiled, roofline
+from torchckpt.graph.joint import Joint
+from torchckpt.graph.keep import Keep, check_keep, kept_by, schedule_of
+from torchckpt.graph.measure import Measure
+from torchckpt.graph.values import Values
+from torchckpt.model.remat.budget import Budget, budget_bytes, check_budget, written
+from torchckpt.model.remat.dataflow import Dataflow, Schedule
+from torchckpt.model.remat.memory import simulate
+from torchckpt.model.remat.plan import Plan
+from torchckpt.model.remat.planner import fit, least
+
+__all__ = ["Chooser", "Costs"]
+
+Costs: TypeAlias = "str | Mapping[str, float]"
+"""``"roofline"``, ``"profile"``, or seconds by the names of operators."""
+
+_RESERVED_BYTES = 64
+"""A loss outside of the call, and its gradient, are alive beside the step: two scalars."""
+
+
+class Chooser:
+    """What ``rematerialize`` and ``backend`` share: it checks what the user asks for, and plans a joint graph.
+
+    Called with a joint graph it returns the schedule; ``plan`` is that of the last call.
+
+    Raises:
+        ArgumentError: at once, with every fault of the arguments.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self, caller: str, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool
+    ) -> None:
+        if not isinstance(keep, Plan):
+            check_keep(caller, keep)
+        if budget is not None:
+            check_budget(caller, budget)
+        raise_faults(caller, _faults(costs, rng, exact, budget))
+        self._caller, self._keep, self._budget, self._exact = caller, keep, budget, exact
+        self._costs, self._measure = costs, Measure(rounds=3 if costs == "profile" else 0)
+        self.replay = rng == "replay"
+
+    def cost(self, node: fx.Node) -> tuple[float, int, int]:
+        """Seconds, FLOPs, bytes of workspace of an operation; see :data:`~torchckpt.graph.joint.Cost`."""
+        if self._costs == "profile":
+            return profiled(node, self._measure)
+        seconds, flops, _ = roofline(node) if isinstance(self._costs, str) else given(node, self._costs)
+        return seconds, flops, self._measure.workspace_bytes(node)
+
+    def __call__(self, joint: Joint) -> Schedule:
+        self._measure.forget_inputs()
+        flow, values = joint.flow, Values(joint)
+        eager_peak_bytes = simulate(flow, flow.eager).peak_bytes
+        budget = None if self._budget is None else budget_bytes(self._budget, eager_peak_bytes)
+        schedule = tuple(self._schedule(joint, budget))
+        names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
+        self.plan = Plan(flow, schedule, values.paths, names, budget)
+        if budget is not None and self.plan.peak_bytes > budget:
+            self._refuse(budget)
+        return schedule
+
+    def _schedule(self, joint: Joint, budget: int | None) -> Schedule:
+        flow = joint.flow
+        if isinstance(self._keep, Plan):
+            return _planned(self._caller, self._keep, flow)
+        if budget is None:
+            return schedule_of(joint, self._keep)
+        pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
+        room = budget - _RESERVED_BYTES
+        found = fit(flow, room, pinned)
+        if found.peak_bytes > room:
+            return least(flow, pinned).schedule
+        if not self._exact:
+            return found.schedule
+        from torchckpt.model.remat.exact import optimum
+
+        return optimum(flow, room, hint=found.schedule).schedule
+
+    def _refuse(self, budget: int) -> None:
+        plan = self.plan
+        works = f'budget="{written(plan.peak_bytes + _RESERVED_BYTES)}" or more'
+        works += " (nothing can be below the lower bound: a smaller batch can)" if budget < plan.lower_bound else ""
+        rule = f"{self._caller}: a budget holds what the step cannot do without"
+        received = f"{written(budget)}; the least found is {written(plan.peak_bytes)}, "
+        received += f"no schedule needs less than {written(plan.lower_bound)}, eager {written(plan.eager_peak_bytes)}"
+        raise BudgetInfeasible(str(Fault(rule, received, works)), plan.peak_bytes, plan)
+
+
+def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:
+    faults = []
+    if not isinstance(costs, Mapping) and costs not in ("roofline", "profile"):
+        faults.append(Fault('costs is "roofline", "profile", or seconds by operator', repr(costs),
+                            'costs="roofline"; costs={"aten.mm": 2e-3}'))
+    if rng not in ("keep", "replay"):
+        faults.append(Fault('rng is "keep" or "replay"', repr(rng), 'rng="keep"'))
+    if exact and budget is None:
+        faults.append(Fault("exact=True proves the least time under a budget", "budget=None", 'budget="6GiB"'))
+    return faults
+
+
+def _planned(caller: str, plan: Plan, flow: Dataflow) -> Schedule:
+    """The schedule of a plan that was made before, of the same call."""
+    if _shape(plan.flow) != _shape(flow):
+        rule = "a plan fits the call that it was made for: the same operations on the same sizes"
+        received = f"a plan of {len(plan.flow.operations)} operations for a call of {len(flow.operations)}"
+        raise_faults(caller, [Fault(rule, received, 'budget="6GiB", to have a new one')])
+    return plan.schedule
+
+
+def _shape(flow: Dataflow) -> object:
+    operations = [(operation.name, operation.reads, operation.writes) for operation in flow.operations]
+    return operations, flow.sizes_bytes, flow.forward

@@ -1,0 +1,38 @@
+"""Names: which module runs what, noted while a call is traced, by hooks that are gone afterwards."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from torchckpt.graph.notes import inside_module
+from torchckpt.kernel.flags import thread
+
+__all__ = ["named_modules"]
+
+
+@contextmanager
+def named_modules(root: nn.Module) -> Iterator[None]:
+    """Note the qualified names of ``root``'s modules on what they run; ``root`` and its modules stay as they are."""
+    names = {module: name for name, module in root.named_modules() if name}
+    entered: list[AbstractContextManager[None]] = []
+    tracing = thread.tracing
+
+    def enter(module: nn.Module, arguments: Any) -> None:
+        if module in names and thread.tracing is tracing:
+            entered.append(inside_module(names[module]))
+            entered[-1].__enter__()
+
+    def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
+        if module in names and thread.tracing is tracing:
+            entered.pop().__exit__(None, None, None)
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,198 @@
+"""rematerialize(): a module that trains within a byte budget, or with what it is told to keep."""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.capture import Capture
+from torchckpt.graph.choose import Chooser, Costs
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.names import named_modules
+from torchckpt.model.remat.budget import Budget
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["Rematerialized", "rematerialize"]
+
+
+def rematerialize(
+    model: nn.Module,
+    *example: Any,
+    keep: Keep | Plan = None,
+    budget: Budget | None = None,
+    engine: Literal["eager", "inductor"] = "eager",
+    costs: Costs = "roofline",
+    rng: Literal["keep", "replay"] = "keep",
+    exact: bool = False,
+) -> Rematerialized:
+    """``model`` with a forward and a backward that keep less, and recompute the rest right before it is needed.
+
+    The call is traced once with its derivatives (by AOTAutograd), for every kind of inputs that it gets. On a CPU, with
+    ``engine="eager"``, outputs, gradients, buffers and random numbers are those of the model, bit for bit, and the
+    peak is the one that the plan says.
+
+    >>> step = graph.rematerialize(model, inputs, budget="6GiB")
+    >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs
+    >>> loss_of(step(inputs)).backward()    # as ever
+
+    Args:
+        model: stays as it is; the result shares its parameters, buffers and mode.
+        example: inputs to plan for, at once. Nothing is run on them. Without an example the first call plans.
+        keep: what to save for the backward. ``"collection"``: what is marked by :func:`mark`. ``"speed"``: outputs of
+            convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
+            inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
+            marks, as they are, as patterns (``"layers.*.mlp"``), or in part. A function of a
+            :class:`~torchckpt.graph.values.Value`. A plan, made before. Default: all but what is inside a
+            :func:`region`; under a budget, what the planner says.
+        budget: bytes that a forward and its backward may allocate above what is there before them: activations and
+            gradients. ``"6GiB"``; an int; or a float, a share of the peak that keeps everything. What ``keep`` names is
+            kept beside. Default: none.
+        engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
+            may change the last bits.
+        costs: ``"roofline"`` counts, ``"profile"`` runs each kind of operation and takes its time; or seconds by
+            operator, such as ``{"aten.mm": 2e-3}``; others are counted.
+        rng: ``"keep"`` keeps what random operations made (of a dropout its mask, a byte an element); ``"replay"`` may
+            draw it again, from a saved state of the generator.
+        exact: prove the least time under the budget (OR-tools; ``pip install 'torchckpt[exact]'``); for small steps.
+
+    Returns:
+        A module with the call, the ``state_dict`` and the parameters of ``model``, and a ``plan``.
+
+    Raises:
+        ArgumentError: an argument breaks a rule; the message lists them all.
+        BudgetInfeasible: no schedule was found within the budget; it has the least bytes found, and their plan.
+        CaptureError: the call cannot be traced: it depends on the values of tensors, or changes its inputs.
+    """
+    caller = "rematerialize()"
+    faults = []
+    if not isinstance(model, nn.Module):
+        faults.append(Fault("the first argument is a module", repr(model), "graph.rematerialize(model, inputs)"))
+    if engine not in ("eager", "inductor"):
+        faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
+    raise_faults(caller, faults)
+    made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
+    if example:
+        made.prepare(*example)
+    return made
+
+
+_SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)
+
+
+class Rematerialized(nn.Module):
+    """What :func:`rematerialize` returns."""
+
+    def __init__(self, model: nn.Module, chooser: Callable[[], Chooser], engine: str) -> None:
+        super().__init__()
+        chooser()  # its arguments are checked at once
+        self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
+        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None)
+
+    @property
+    def plan(self) -> Plan:
+        """Of the inputs that came last; of the example, before the first call."""
+        if self._latest is None:
+            rule = "there is a plan when there are inputs to plan for"
+            raise_faults("plan", [Fault(rule, "no example, and no call yet", "graph.rematerialize(model, inputs)")])
+        return cast(Plan, self._latest.plan)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One for each kind of inputs so far: shapes, dtypes, mode."""
+        return tuple(call.plan for call in self._calls.values())
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace and plan a call, and run nothing of it."""
+        self._call(args, kwargs)
+        return self.plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(args, kwargs)
+        return self.original(*args, **kwargs) if call is None else call(args, kwargs)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The original's: both are in one mode."""
+        return bool(self.original.training) if "original" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "original" in self.__dict__:
+            self.original.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        original = self.__dict__.get("original")
+        if original is None or name == "original":
+            return super().__getattr__(name)
+        return getattr(original, name)
+
+    def __reduce__(self) -> Any:
+        return Rematerialized, (self.original, self._chooser, self._engine)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """The call that fits these inputs; None where nothing is differentiated, so that nothing is saved."""
+        state = {**dict(self.original.named_parameters()), **dict(self.original.named_buffers())}
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return None
+        key = (tuple(state), structure, _mode(self.original), *map(_kind, state.values()), *map(_kind, leaves))
+        if key not in self._calls:
+            self._calls[key] = _Call(self.original, tuple(state), args, kwargs, self._chooser())
+        self.__dict__["_latest"] = self._calls[key]
+        return self._calls[key]
+
+
+class _Call:
+    """The module's call, traced for one kind of inputs."""
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], chooser: Chooser
+    ) -> None:
+        self._model, self._names = model, names
+        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        data = {len(names) + place: name for place, name in enumerate(_tensor_names(args, kwargs))}
+        self._capture = Capture(self._function, self._tensors(args, kwargs), data, chooser.cost, chooser)
+        self.plan = chooser.plan
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._capture(self._tensors(args, kwargs))
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        state = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return [*state.values(), *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))]
+
+    def _function(self, *tensors: Tensor) -> Any:
+        state, data = dict(zip(self._names, tensors)), iter(tensors[len(self._names) :])
+        leaves = [next(data) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        with named_modules(self._model):
+            return torch.func.functional_call(self._model, state, args, kwargs)
+
+
+def _tensor_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Of each tensor among the arguments, how to write it: ``args[0]``, ``kwargs['mask']``."""
+    for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
+        if isinstance(leaf, Tensor):
+            yield pytree.keystr(path).removeprefix("['args']").removeprefix("['kwargs']")
+
+
+def _mode(model: nn.Module) -> Hashable:
+    """What the trace depends on beside its inputs."""
+    devices = ("cpu", "cuda")
+    autocast = tuple((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices)
+    return autocast, tuple(module.training for module in model.modules())
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return leaf if isinstance(leaf, Hashable) else repr(leaf)
