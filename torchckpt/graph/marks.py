@@ -40,7 +40,7 @@ def mark(value: T, name: str = "") -> T:
     if not is_tracing():
         return value
     with marked(name):
-        return pytree.tree_map_only(Tensor, alias, value)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, lambda tensor: alias(tensor, name), value)  # type: ignore[no-any-return]
 
 
 class Region:

@@ -37,7 +37,7 @@ class Tracing:
         self.regions = count()
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def mark(self, tensor: Tensor) -> Tensor:
+    def mark(self, tensor: Tensor, name: str) -> Tensor:
         """An alias of ``tensor``: a node to put a note on."""
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         self._aliases[id(alias)] = alias, tensor
@@ -57,10 +57,10 @@ class Tracing:
         thread.tracing = self._before
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """The alias that a mark puts in place of ``tensor``."""
+def alias(tensor: Tensor, name: str) -> Tensor:
+    """The alias that the mark ``name`` puts in place of ``tensor``."""
     tracing = None if torch.compiler.is_dynamo_compiling() else thread.tracing
-    return tracing.mark(tensor) if isinstance(tracing, Tracing) else torch.ops.aten.alias.default(tensor)
+    return tracing.mark(tensor, name) if isinstance(tracing, Tracing) else torch.ops.aten.alias.default(tensor)
 
 
 def is_tracing() -> bool:
