@@ -1,6 +1,7 @@
 """Eviction: repeats added until a schedule fits its budget, the best value for the memory first."""
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,51 +47,52 @@ class Eviction:
         self.stages, self.tables = stages, stages.tables
         self.budget_bytes, self.taste, self.kept = budget_bytes, taste, kept
         self.heap: list[tuple[float, int, int]] = []
-        self.work = 0
 
-    def run(self, first: int = 0, limit: int = 1 << 60) -> bool:
-        """Whether it fits now. Gives up after ``limit`` repeats more."""
-        stages, during, budget = self.stages, self.stages.bytes_during, self.budget_bytes
-        fits, stage, hopeless = True, first, -1
-        self._scan(first)
+    def run(self, most_cost: float = math.inf) -> bool:
+        """Whether it fits now. Gives up when the repeats cost more than ``most_cost``."""
+        stages, during, budget = self.stages, self.stages.during, self.budget_bytes
+        fits, hopeless = True, -1
+        stage = during.over(0, budget)
+        self._scan(stage)
         while stage < self.tables.count:
-            if during[stage] <= budget or stage <= hopeless:
-                self._pass(stage)
-                stage += 1
-                continue
-            if self.work > limit:
+            if stages.cost > most_cost:
                 return False
             low = self._evict(stage)
             if low is None:
                 fits, hopeless = False, stage
-            elif low < stage and max(during[max(low, hopeless + 1):stage], default=0) > budget:
-                stage = next(t for t in range(max(low, hopeless + 1), stage) if during[t] > budget)
+            elif low < stage and during.most(max(low, hopeless + 1), stage) > budget:
+                stage = during.over(max(low, hopeless + 1), budget)
                 self._scan(stage)
+            if during.at(stage) <= budget or stage == hopeless:
+                passed, stage = stage, during.over(stage + 1, budget)
+                self._pass(passed, stage)
         return fits and stages.peak_bytes <= budget
 
     def _scan(self, stage: int) -> None:
         """Everything that waits across ``stage``."""
         self.heap = []
-        for storage in self.tables.recoverable:
-            entry = self._entry(storage, stage)
-            if entry is not None:
-                self.heap.append(entry)
-        heapify(self.heap)
+        if stage < self.tables.count:
+            entries = (self._entry(storage, stage) for storage in self.tables.recoverable)
+            self.heap = [entry for entry in entries if entry is not None]
+            heapify(self.heap)
 
-    def _pass(self, stage: int) -> None:
-        """What was touched in ``stage`` may wait across the next."""
+    def _pass(self, passed: int, stage: int) -> None:
+        """What was touched from ``passed`` on, and before ``stage``, may wait across the latter."""
         tables = self.tables
-        touched = {*tables.first_reads[stage], *tables.first_writes[stage]}
-        for position in self.stages.repeats[stage]:
-            touched.update(tables.again_reads[position], tables.again_writes[position])
-        for storage in touched:
-            self._push(storage, stage + 1)
+        if stage == tables.count:
+            return
+        touched: set[int] = set()
+        for between in range(passed, stage):
+            touched.update(tables.first_touches[between])
+            for position in self.stages.repeats[between]:
+                touched.update(tables.again_reads[position], tables.again_writes[position])
+        for storage in touched & tables.recoverable:
+            self._push(storage, stage)
 
     def _push(self, storage: int, stage: int) -> None:
-        if storage in self.tables.recoverable:
-            entry = self._entry(storage, stage)
-            if entry is not None:
-                heappush(self.heap, entry)
+        entry = self._entry(storage, stage)
+        if entry is not None:
+            heappush(self.heap, entry)
 
     def _entry(self, storage: int, stage: int) -> tuple[float, int, int] | None:
         end = self._waits(storage, stage)
@@ -130,11 +132,10 @@ class Eviction:
         for position in closure.repeats:
             low = min(low, stages.add(end, position))
             reads.update(self.tables.again_reads[position])
-            self.work += 1
         for position in closure.repeats:
             for storage in self.tables.again_writes[position]:
                 self._bring_forward(storage, end, position)
-        for storage in sorted(reads):
+        for storage in reads & self.tables.recoverable:
             self._push(storage, stage)
         return low
 
@@ -146,7 +147,7 @@ class Eviction:
         if self._room(storage, stage, later):
             mark = len(self.stages.log)
             low = self.stages.remove(later, position)
-            if max(self.stages.bytes_during[max(low, stage):later + 1]) > self.budget_bytes:
+            if self.stages.during.most(max(low, stage), later + 1) > self.budget_bytes:
                 self.stages.back(mark)
 
     def _next_birth(self, storage: int, stage: int) -> int | None:
@@ -156,35 +157,59 @@ class Eviction:
 
     def _room(self, storage: int, stage: int, later: int) -> bool:
         room = self.budget_bytes - self.tables.sizes[storage]
-        return max(self.stages.bytes_during[stage + 1:later], default=0) <= room
+        return self.stages.during.most(stage + 1, later) <= room
 
     def _closure(self, storage: int, end: int, stage: int) -> Closure | None:
-        """The best-scoring set of repeats that brings ``storage`` back in ``end``, to have it gone in ``stage``."""
-        tables, sizes = self.tables, self.tables.sizes
+        """The best-scoring set of repeats that brings ``storage`` back in ``end``, to have it gone in ``stage``.
+
+        What a repeat reads and is not there either lives on until then, across ``stage`` perhaps, or is repeated too.
+        """
+        tables = self.tables
         writer = tables.writer[storage]
+        self.stages.work += 1
         if end < tables.earliest[writer]:
             return None
         found, cost, gain = [writer], tables.price[writer], self._gain(writer, end, stage)
-        length = (end - self.stages.before(storage, end)) ** self.taste.length
+        power = self.taste.size
+        value = (end - self.stages.before(storage, end)) ** self.taste.length
         if self.taste.noise:
-            length *= self.taste.noise(storage)
-        open_ = self._missing(writer, end, found)
-        best: Closure | None = None
+            value *= self.taste.noise(storage)
+        held: dict[int, float] = {}
+        net = gain - self._hold(writer, end, stage, held, found)
+        best, number = 1e300, 0
         while True:
-            net = gain - sum(sizes[s] for s in open_ if self.stages.before(s, end) < stage)
-            if net > 0:
-                score = cost / (net ** self.taste.size * length)
-                if best is None or score < best.score:
-                    best = Closure(score, tuple(found))
-            victim = min((s for s in open_ if self._may_return(s, end)), default=None,
-                         key=lambda s: (tables.price[tables.writer[s]] / sizes[s] if sizes[s] else 1e99, s))
-            if victim is None or len(found) >= _LONGEST:
-                return best
+            if net > 0 and cost / (net ** power * value) < best:
+                best, number = cost / (net ** power * value), len(found)
+            if not held or len(found) >= _LONGEST or cost / (gain ** power * value) >= best:
+                break
+            victim = min(held, key=held.__getitem__)
+            if held[victim] == math.inf:
+                break
             position = tables.writer[victim]
             cost += self._price(victim, position, end)
             found.append(position)
-            open_ -= set(tables.again_writes[position])
-            open_ |= self._missing(position, end, found)
+            for output in tables.again_writes[position]:
+                if held.pop(output, None) is not None:
+                    net += tables.sizes[output]
+            net -= self._hold(position, end, stage, held, found)
+        return Closure(best, tuple(found[:number])) if number else None
+
+    def _hold(self, position: int, end: int, stage: int, held: dict[int, float], found: list[int]) -> int:
+        """Add to ``held`` what a repeat of ``position`` in ``end`` makes live across ``stage``; the bytes of that."""
+        tables, more = self.tables, 0
+        for storage in tables.again_reads[position]:
+            touches = self.stages.touches[storage]
+            index = bisect_left(touches, end)
+            if index < len(touches) and (touches[index] == end or touches[index] not in self.stages.births[storage]):
+                continue
+            writer = tables.writer[storage]
+            if storage in held or writer in found or touches[index - 1] >= stage:
+                continue
+            size = tables.sizes[storage]
+            more += size
+            may = storage in tables.recoverable and storage not in self.kept and end >= tables.earliest[writer]
+            held[storage] = tables.price[writer] / size if may and size else math.inf
+        return more
 
     def _gain(self, writer: int, end: int, stage: int) -> int:
         """Bytes gone in ``stage`` if ``writer`` repeats in ``end``."""
@@ -195,15 +220,6 @@ class Eviction:
                 gain += self.tables.sizes[storage]
         return gain
 
-    def _missing(self, position: int, end: int, found: list[int]) -> set[int]:
-        """What a repeat of ``position`` in ``end`` reads that is not there."""
-        return {s for s in self.tables.again_reads[position]
-                if self.tables.writer[s] not in found and not self.stages.alive(s, end)}
-
-    def _may_return(self, storage: int, end: int) -> bool:
-        writer = self.tables.writer[storage]
-        return storage in self.tables.recoverable and storage not in self.kept and end >= self.tables.earliest[writer]
-
     def _price(self, storage: int, position: int, end: int) -> float:
         """Nothing, if it comes back later anyway and may as well come now."""
         later = self._next_birth(storage, end)
@@ -213,24 +229,23 @@ class Eviction:
 
     def _squeeze(self, stage: int) -> int | None:
         """Nothing only waits: try what is touched in ``stage`` itself, but not all through it."""
-        before, mark = self.stages.bytes_during[stage], len(self.stages.log)
+        before, mark = self.stages.during.at(stage), len(self.stages.log)
         best: tuple[float, int, int] | None = None
         for target, position in self._squeezable(stage):
             self.stages.add(target, position)
-            gain = before - self.stages.bytes_during[stage]
+            gain = before - self.stages.during.at(stage)
             self.stages.back(mark)
             if gain > 0:
                 best = min(best or (1e99, 0, 0), (self.tables.price[position] / gain, target, position))
         if best is None:
             return None
-        self.work += 1
         return self.stages.add(best[1], best[2])
 
     def _squeezable(self, stage: int) -> list[tuple[int, int]]:
         """Repeats in ``stage`` of what enters it, and later ones of what leaves it."""
         tables, stages = self.tables, self.stages
         found: set[tuple[int, int]] = set()
-        touched = {*tables.first_reads[stage], *tables.first_writes[stage]}
+        touched = set(tables.first_touches[stage])
         for position in stages.repeats[stage]:
             touched.update(tables.again_reads[position], tables.again_writes[position])
         for storage in touched & tables.recoverable - self.kept:

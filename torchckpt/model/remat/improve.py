@@ -60,17 +60,17 @@ def prune(stages: Stages, budget_bytes: int) -> bool:
 
 def _spare(stages: Stages, stage: int, position: int, budget_bytes: int) -> bool:
     """Remove one repeat, if it still fits."""
-    tables, during = stages.tables, stages.bytes_during
-    released = sum(tables.sizes[s] for s in tables.again_reads[position])
+    tables, during = stages.tables, stages.during
+    limit = budget_bytes + sum(tables.sizes[s] for s in tables.again_reads[position] if stages.waits_for(s, stage))
     for storage in tables.again_writes[position]:
         before = stages.before(storage, stage)
-        if stages.alive_after(storage, stage) and stage - before > 1 and (
-            max(during[before + 1:stage]) + tables.sizes[storage] - released > budget_bytes
+        if stage - before > 1 and stages.alive_after(storage, stage) and (
+            during.most(before + 1, stage) + tables.sizes[storage] > limit
         ):
             return False
     mark = len(stages.log)
     low = stages.remove(stage, position)
-    if max(during[low:stage + 1]) <= budget_bytes:
+    if during.most(low, stage + 1) <= budget_bytes:
         return True
     stages.back(mark)
     return False

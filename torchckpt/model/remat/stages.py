@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right, insort
 from itertools import pairwise
 
 from torchckpt.model.remat.dataflow import Schedule
+from torchckpt.model.remat.profile import Profile, profile
 from torchckpt.model.remat.tables import Tables
 
 __all__ = ["Stages"]
@@ -24,7 +25,7 @@ __all__ = ["Stages"]
 class Stages:
     """The step without a repeat; then, as :meth:`add` and :meth:`remove` make it.
 
-    ``bytes_during[t]`` is the most that is alive at once in stage t: what :func:`simulate` says of the schedule.
+    ``during.at(t)`` is the most that is alive at once in stage t: what :func:`simulate` says of the schedule.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -35,9 +36,10 @@ class Stages:
         self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
         self.inside = list(tables.plain_bytes)
         self.cost = 0.0
+        self.work = 0
         self.log: list[tuple[int, int, bool]] = []
         self._first_runs()
-        self.bytes_during = self._profile()
+        self.during = self._profile()
 
     def _first_runs(self) -> None:
         tables = self.tables
@@ -56,21 +58,21 @@ class Stages:
                 self.inside[end] += tables.sizes[storage]
                 tables.plain_bytes[end] = self.inside[end]
 
-    def _profile(self) -> list[int]:
+    def _profile(self) -> Profile:
         tables, changes = self.tables, [0] * (self.tables.count + 2)
         for storage, touches in enumerate(self.touches):
             for before, after in pairwise(touches):
                 changes[before + 1] += tables.sizes[storage]
                 changes[after] -= tables.sizes[storage]
-        across, profile = 0, []
+        across, bytes_during = 0, []
         for stage in range(tables.count):
             across += changes[stage]
-            profile.append(across + tables.floor_bytes[stage] + self.inside[stage])
-        return profile
+            bytes_during.append(across + tables.floor_bytes[stage] + self.inside[stage])
+        return profile(bytes_during)
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.bytes_during, default=0)
+        return self.during.most(0, self.tables.count)
 
     def schedule(self) -> Schedule:
         order = self.tables.order
@@ -87,6 +89,12 @@ class Stages:
     def alive_after(self, storage: int, stage: int) -> bool:
         """Whether ``stage`` or a later one needs the copy that is there, or comes, in ``stage``."""
         return stage in self.readers[storage] or self._stays(storage, stage)
+
+    def waits_for(self, storage: int, stage: int) -> bool:
+        """Whether it is alive before ``stage`` for one reader of that stage only."""
+        return self.readers[storage][stage] == 1 and stage not in self.births[storage] and (
+            not self._stays(storage, stage)
+        )
 
     def before(self, storage: int, stage: int) -> int:
         """The last stage before ``stage`` that touches it."""
@@ -128,6 +136,7 @@ class Stages:
 
     def _change(self, stage: int, position: int, sign: int) -> int:
         tables = self.tables
+        self.work += 2
         stale = {stage}
         for storage in tables.again_writes[position]:
             stale.add(self._touch(storage, stage, 0, sign))
@@ -137,7 +146,7 @@ class Stages:
         for changed in stale:
             if repeats[changed] or changed == stage:
                 inside = self._inside(changed)
-                self.bytes_during[changed] += inside - self.inside[changed]
+                self.during.add(changed, changed + 1, inside - self.inside[changed])
                 self.inside[changed] = inside
         return min(stale)
 
@@ -167,13 +176,12 @@ class Stages:
             else:
                 del touches[index]
         left_now = stage not in born if touches_now else right
-        size, during = self.tables.sizes[storage], self.bytes_during
+        size = self.tables.sizes[storage]
         if left_now != left:
-            change = size if left_now else -size
-            during[before + 1:stage] = [bytes_ + change for bytes_ in during[before + 1:stage]]
+            self.during.add(before + 1, stage, size if left_now else -size)
         point = (right and not touches_now) - (right and not touched)
         if point:
-            during[stage] += point * size
+            self.during.add(stage, stage + 1, point * size)
         return before
 
     def _inside(self, stage: int) -> int:

@@ -8,7 +8,7 @@ from torchckpt.model.remat.dataflow import Dataflow, Operation
 
 __all__ = ["Tables"]
 
-_TIE = 1e-9
+_TIE = 1e-7
 """Of the mean seconds of an operation, what a repeat costs beyond its own: of two equally fast plans, the shorter."""
 
 
@@ -34,6 +34,9 @@ class Tables:
         operations = [flow.operations[index] for index in self.order]
         self.first_reads = [self._tracked(operation.reads) for operation in operations]
         self.first_writes = [self._tracked(operation.writes) for operation in operations]
+        self.first_touches = [
+            frozenset((*reads, *writes)) for reads, writes in zip(self.first_reads, self.first_writes)
+        ]
         self.again_reads = [self._tracked(operation.repeat.reads) for operation in operations]
         self.again_writes = [self._tracked(operation.repeat.writes) for operation in operations]
         written = [self._result_bytes(operation) for operation in operations]
@@ -41,8 +44,8 @@ class Tables:
         self.first_extra_bytes = [o.workspace_bytes + more for o, more in zip(operations, written)]
         self.again_extra_bytes = [o.repeat.workspace_bytes + self._result_bytes(o.repeat) for o in operations]
         self.plain_bytes = [
-            extra + sum(self.sizes[s] for s in {*reads, *writes})
-            for extra, reads, writes in zip(self.first_extra_bytes, self.first_reads, self.first_writes)
+            extra + sum(self.sizes[s] for s in touched)
+            for extra, touched in zip(self.first_extra_bytes, self.first_touches)
         ]
         tie = _TIE * (sum(o.repeat.seconds for o in operations) / max(1, self.count) or 1.0)
         self.price = [operation.repeat.seconds + tie for operation in operations]

@@ -1,0 +1,100 @@
+"""Profile: bytes by stage, to which ranges are added and whose ranges are asked for their maximum."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["BlockProfile", "Profile", "profile"]
+
+
+def profile(values: Sequence[int]) -> Profile:
+    """In blocks if there are so many stages that a range of them is long."""
+    return Profile(values) if len(values) < 2000 else BlockProfile(values)
+
+
+class Profile:
+    """A plain list: the fastest up to some thousand stages."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = list(values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def at(self, stage: int) -> int:
+        return self.values[stage]
+
+    def add(self, first: int, end: int, more: int) -> None:
+        """Add ``more`` to the stages from ``first`` up to, not including, ``end``."""
+        self.values[first:end] = [value + more for value in self.values[first:end]]
+
+    def most(self, first: int, end: int) -> int:
+        """The maximum over these stages; 0 of none."""
+        return max(self.values[first:end], default=0)
+
+    def over(self, first: int, limit: int) -> int:
+        """The first stage from ``first`` on with more than ``limit``; the number of stages if there is none."""
+        values = self.values
+        return next((stage for stage in range(first, len(values)) if values[stage] > limit), len(values))
+
+    def all(self) -> list[int]:
+        return list(self.values)
+
+
+class BlockProfile(Profile):
+    """Square root decomposition: a range costs O(sqrt(n)), for whole blocks are changed by one number each."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        super().__init__(values)
+        self.block = max(1, math.isqrt(len(values)))
+        starts = range(0, len(values), self.block)
+        self.tops = [max(self.values[start:start + self.block]) for start in starts]
+        """Of each block, its maximum."""
+        self.offsets = [0] * len(starts)
+        """Of each block, what its values in :attr:`values` lack."""
+
+    def at(self, stage: int) -> int:
+        return self.values[stage] + self.offsets[stage // self.block]
+
+    def add(self, first: int, end: int, more: int) -> None:
+        if first >= end:
+            return
+        left, right = first // self.block, (end - 1) // self.block
+        if left == right:
+            self._add_within(left, first, end, more)
+            return
+        self._add_within(left, first, (left + 1) * self.block, more)
+        self._add_within(right, right * self.block, end, more)
+        self.offsets[left + 1:right] = [offset + more for offset in self.offsets[left + 1:right]]
+        self.tops[left + 1:right] = [top + more for top in self.tops[left + 1:right]]
+
+    def _add_within(self, block: int, first: int, end: int, more: int) -> None:
+        super().add(first, end, more)
+        start = block * self.block
+        self.tops[block] = max(self.values[start:start + self.block]) + self.offsets[block]
+
+    def most(self, first: int, end: int) -> int:
+        if first >= end:
+            return 0
+        left, right = first // self.block, (end - 1) // self.block
+        if left == right:
+            return max(self.values[first:end]) + self.offsets[left]
+        edges = (
+            max(self.values[first:(left + 1) * self.block]) + self.offsets[left],
+            max(self.values[right * self.block:end]) + self.offsets[right],
+        )
+        return max(*edges, max(self.tops[left + 1:right], default=0))
+
+    def over(self, first: int, limit: int) -> int:
+        block = first // self.block
+        while block < len(self.tops):
+            if self.tops[block] > limit:
+                least, end = limit - self.offsets[block], min(len(self.values), (block + 1) * self.block)
+                for stage in range(max(first, block * self.block), end):
+                    if self.values[stage] > least:
+                        return stage
+            block += 1
+        return len(self.values)
+
+    def all(self) -> list[int]:
+        return [value + self.offsets[stage // self.block] for stage, value in enumerate(self.values)]

@@ -1,0 +1,98 @@
+"""Ruin and recreate: some repeats are taken back, evictions make it fit again; what is faster stays."""
+from __future__ import annotations
+
+from random import Random
+
+from torchckpt.model.remat.eviction import Eviction, Taste
+from torchckpt.model.remat.improve import prune
+from torchckpt.model.remat.stages import Stages
+
+__all__ = ["Ruin"]
+
+_SLACK = 1.15
+"""How much more a schedule may cost before it is pruned than the one that it is to replace."""
+
+
+class Ruin:
+    """A local search after Schrimpf et al. (2000) from a schedule that fits; deterministic.
+
+    The steps are counted work, not time: the same schedule comes out on every machine.
+    """
+
+    def __init__(self, stages: Stages, budget_bytes: int, seed: int = 0) -> None:
+        self.stages, self.tables, self.budget_bytes = stages, stages.tables, budget_bytes
+        self.random = Random(seed)
+        self.best_cost, self.best = stages.cost, stages.schedule()
+        self.rounds = 0
+
+    def run(self, work: int) -> None:
+        """Search until ``work`` is done; :attr:`best` is the fastest schedule met."""
+        stages = self.stages
+        end = stages.work + work
+        while stages.work < end and stages.cost > 0 and any(stages.repeats):
+            self.rounds += 1
+            stages.work += 10
+            self._round()
+
+    def _round(self) -> None:
+        stages, cost = self.stages, self.stages.cost
+        stages.log.clear()
+        kept = self._ruin()
+        fits = Eviction(stages, self.budget_bytes, self._taste(), frozenset(kept)).run(_SLACK * cost)
+        if fits:
+            prune(stages, self.budget_bytes)
+        if not fits or stages.cost > cost:
+            stages.back(0)
+        elif stages.cost < self.best_cost * (1 - 1e-9):
+            self.best_cost, self.best = stages.cost, stages.schedule()
+
+    def _ruin(self) -> set[int]:
+        """Take repeats back; the storages that must not be dropped again in this round."""
+        repeats = [(stage, p) for stage, positions in enumerate(self.stages.repeats) for p in positions]
+        random = self.random
+        kind = random.randrange(4)
+        if kind == 3:
+            return self._disturb(repeats)
+        stage, position = random.choice(repeats)
+        if kind == 0:
+            width = random.choice((0, 1, 3, 8))
+            gone = [repeat for repeat in repeats if abs(repeat[1] - position) <= width]
+        elif kind == 1:
+            width = random.choice((0, 2, 5, 12))
+            gone = [repeat for repeat in repeats if abs(repeat[0] - stage) <= width]
+        else:
+            gone = random.sample(repeats, min(len(repeats), random.choice((1, 2, 3, 5))))
+        kept: set[int] = set()
+        for stage, position in gone:
+            self.stages.remove(stage, position)
+            if random.random() < 0.3:
+                kept.update(self.tables.again_writes[position])
+        return kept
+
+    def _disturb(self, repeats: list[tuple[int, int]]) -> set[int]:
+        """Bring something else back, and see what that spares."""
+        stages, tables, random = self.stages, self.tables, self.random
+        for _ in range(random.choice((1, 2))):
+            position = random.randrange(tables.count)
+            if tables.repeatable[position]:
+                storage = tables.again_writes[position][0]
+                ends = [end for end in stages.touches[storage][1:]
+                        if end not in stages.births[storage] and end >= tables.earliest[position]
+                        and position not in stages.repeats[end]]
+                if ends:
+                    stages.add(random.choice(ends), position)
+        prune(stages, self.budget_bytes)
+        return set()
+
+    def _taste(self) -> Taste:
+        random = self.random
+        amplitude = random.choice((0.0, 0.3, 1.0))
+        noise: dict[int, float] = {}
+
+        def draw(storage: int) -> float:
+            if storage not in noise:
+                noise[storage] = 2 ** random.uniform(-amplitude, amplitude)
+            return noise[storage]
+
+        size, length = random.choice((1.0, 1.0, 0.7, 0.4)), random.choice((0.0, 0.25, 0.5, 1.0))
+        return Taste(size, length, draw if amplitude else None)
