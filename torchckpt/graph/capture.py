@@ -16,6 +16,7 @@ from torchckpt.graph.emit import emit
 from torchckpt.graph.joint import Cost, Joint, joint_of
 from torchckpt.graph.notes import Tracing
 from torchckpt.graph.private import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
+from torchckpt.graph.unread import Unread
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
 
@@ -46,12 +47,14 @@ class Capture:
     ) -> None:
         require_supported_torch()
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
-        self._differentiable = Differentiable(self._flat, self._partition)
+        self._differentiable = Differentiable(self._flat, self._partition, lambda made: self._unread.gradients(made))
         with _explained():
             self._differentiable.trace(*tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        leaves = iter(self._differentiable(*tensors))
+        outputs = self._differentiable(*tensors)
+        self._unread.watch(outputs)
+        leaves = iter(outputs)
         constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
         return pytree.tree_unflatten(constants, self._structure)
 
@@ -71,6 +74,7 @@ class Capture:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
         self.joint = joint_of(module, num_fwd_outputs, self._cost)
+        self._unread = Unread(self.joint)
         schedule = self._choose(self.joint)
         return emit(self.joint, schedule, simulate(self.joint.flow, schedule).boundary)
 

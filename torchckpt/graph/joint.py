@@ -19,7 +19,7 @@ from torchckpt.graph.again import Again, again_of, forget_statistics, runs_once
 from torchckpt.graph.private import mutated_inputs, storage_of
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
-__all__ = ["Cost", "Joint", "joint_of"]
+__all__ = ["Cost", "Joint", "joint_of", "reached"]
 
 Cost = Callable[[fx.Node], tuple[float, int, int]]
 """Of the node of an operation: seconds, FLOPs, bytes of workspace."""
@@ -77,7 +77,7 @@ class _Builder:
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
         for node in graph.nodes:
             self._add(node)
-        after = _reached(self.tangents)
+        after = reached(self.tangents)
         forward = _needed([*_nodes(self.outputs), *(n for n in self.writes if runs_once(n) and n not in after)])
         first = [node for node in self.writes if node in forward]
         arrival = [None] if self.tangents else []
@@ -166,7 +166,7 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, fx.Node)]
 
 
-def _reached(sources: Iterable[fx.Node]) -> set[fx.Node]:
+def reached(sources: Iterable[fx.Node]) -> set[fx.Node]:
     """``sources`` and every node that depends on one of them."""
     stack, found = list(sources), set[fx.Node]()
     while stack:

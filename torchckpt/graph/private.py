@@ -26,6 +26,7 @@ __all__ = [
     "Differentiable",
     "Partition",
     "allocations",
+    "backward_node",
     "break_of",
     "compiling",
     "is_collective",
@@ -35,6 +36,7 @@ __all__ = [
     "mutated_inputs",
     "require_supported_torch",
     "storage_of",
+    "tangent_places",
     "without_modes",
 ]
 
@@ -92,6 +94,24 @@ def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
     }
 
 
+def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
+    """Of each gradient of an output that a joint graph takes, the output's place among what the forward returns."""
+    outputs = list(joint.output_node().meta.get("desc") or ())
+    found = {}
+    for node in joint.find_nodes(op="placeholder"):
+        output = getattr(node.meta.get("desc"), "output", None)
+        if output is not None and output in outputs:
+            found[node] = outputs.index(output)
+    return found
+
+
+def backward_node(output: Tensor, inputs: int) -> Any:
+    """The node of AOTAutograd's that made ``output``, if it has a gradient for each of that many inputs."""
+    node = output.grad_fn
+    is_ours = node is not None and node.name() == "CompiledFunctionBackward" and len(node.next_functions) == inputs
+    return node if is_ours else None
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Let ``torch.compiler.is_compiling()`` be true: code that looks at values in eager alone asks for it."""
@@ -115,15 +135,19 @@ class Boxed(CodeGen):
 class Differentiable:
     """A function of tensors, traced at its first call; ``partition`` makes of its joint graph the two that are run.
 
-    The two must take a list and empty it: what the list holds then dies after its last use.
+    What the backward returns goes through ``gradients``. The two graphs must take a list and empty it: what the list
+    holds then dies after its last use.
     """
 
-    def __init__(self, function: Callable[..., Any], partition: Partition) -> None:
+    def __init__(
+        self, function: Callable[..., Any], partition: Partition, gradients: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> None:
         from functorch.compile import aot_function  # type: ignore[import-untyped]
 
         self._tracing = False
-        compiler = self._boxed
-        self._run = aot_function(function, fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+        self._gradients = gradients
+        forward, backward = self._forward, self._backward
+        self._run = aot_function(function, fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
 
     def trace(self, *tensors: Tensor) -> None:
         """Trace, and run nothing: no random number is drawn, no buffer written."""
@@ -139,13 +163,20 @@ class Differentiable:
     def __call__(self, *tensors: Tensor) -> Any:
         return self._run(*tensors)
 
-    def _boxed(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         def run(arguments: list[Any]) -> Any:
             if self._tracing:
                 raise _Traced
             return forward(arguments)
 
         forward = module.forward
+        return _marked_boxed(run)
+
+    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        def run(arguments: list[Any]) -> Any:
+            return self._gradients(backward(arguments))
+
+        backward = module.forward
         return _marked_boxed(run)
 
 
@@ -199,7 +230,7 @@ def _event_bytes(event: Any, device: str) -> int:
     return int(event.device_memory_usage() if hasattr(event, "device_memory_usage") else event.cuda_memory_usage())
 
 
-# under torch.compile ---------------------------------------------------------------------------------------------------
+# under torch.compile --------------------------------------------------------------------------------------------------
 
 
 def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
@@ -242,8 +273,11 @@ def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Parti
         def uuid(self) -> str:
             return "torchckpt"
 
+        def __reduce__(self) -> tuple[Any, ...]:  # the cache asks for it too; a graph's code does not hang on it
+            return str, ("torchckpt",)
+
     with config.patch(enable_autograd_cache=False):
-        return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": Partitioner()})
+        return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": Partitioner(), "layout_optimization": False})
 
 
 COMPILERS: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _by_inductor, "eager": _by_operator}
