@@ -1,0 +1,170 @@
+"""Adjoint: a graph module that returns what a call returns, and gradients."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import ArgumentError
+from torchckpt.graph.choose import Chooser
+from torchckpt.graph.derivative import Derivative
+from torchckpt.graph.emit import emit_one
+from torchckpt.graph.joint import joint_of
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.private import storage_of
+
+__all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned"]
+
+FORWARD_OUTPUTS = "forward_outputs"
+"""The key in a module's ``meta`` of how many of the tensors that it returns are its forward's."""
+
+
+def chooser_of(caller: str, checkpoints: Keep) -> Chooser:
+    """What plans a joint graph.
+
+    Raises:
+        ArgumentError: ``checkpoints`` is none of the forms that there are.
+    """
+    with _said_of_checkpoints():
+        return Chooser(caller, checkpoints, None, "roofline", "keep", False)
+
+
+def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> fx.GraphModule:
+    """A module that takes the inputs, one after the other, and returns outputs and gradients.
+
+    New values of buffers are copied into them at the end. Without ``outputs``, the gradients are all that it returns.
+
+    Raises:
+        ArgumentError: what is to be kept is unknown, or nothing.
+    """
+    joint = joint_of(derivative.module, derivative.forward_outputs, chooser.cost)
+    with _said_of_checkpoints():
+        module = emit_one(joint, chooser(joint))
+    _write_buffers(module.graph, derivative)
+    structure = _return(module.graph, derivative, outputs)
+    module.graph.set_codegen(_Code(structure))
+    _renew(module.graph)
+    module.recompile()
+    module.meta[FORWARD_OUTPUTS] = derivative.outputs if outputs else 0
+    return module
+
+
+@contextmanager
+def _said_of_checkpoints() -> Iterator[None]:
+    """What is said of ``keep`` holds of ``checkpoints``, which is its name here."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(re.sub(r"\bkeep\b", "checkpoints", str(error))) from None
+
+
+def _write_buffers(graph: fx.Graph, derivative: Derivative) -> None:
+    output = graph.output_node()
+    values = cast(Sequence[Any], output.args[0])[derivative.outputs : derivative.forward_outputs]
+    with graph.inserting_before(output):
+        for name, value in zip(derivative.buffers, values):
+            _copy_into(graph, name, value)
+
+
+def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.TreeSpec | None:
+    """Return what there is to return; the structure of the outputs, where a graph's own code has no words for it."""
+    output = graph.output_node()
+    returned = cast(Sequence[Any], output.args[0])
+    tensors, gradients = returned[: derivative.outputs], tuple(returned[derivative.forward_outputs :])
+    if not outputs:
+        output.args = (gradients,)
+        graph.eliminate_dead_code()
+        return None
+    if _is_plain(derivative.structure):
+        output.args = ((derivative.structured(tensors), gradients),)
+        return None
+    output.args = ((*derivative.filled(tensors), *gradients),)
+    return derivative.structure
+
+
+class _Code(CodeGen):
+    """A graph as a function of its inputs that records nothing for autograd.
+
+    Args:
+        structure: of the outputs, where it takes more than tuples, lists and dicts.
+    """
+
+    def __init__(self, structure: pytree.TreeSpec | None) -> None:
+        super().__init__()
+        self._structure = structure
+
+    def gen_fn_def(self, *args: Any, **named: Any) -> str:
+        return f"@torch.no_grad()\n{super().gen_fn_def(*args, **named)}"
+
+    def generate_output(self, output_args: Any, **named: Any) -> str:
+        if self._structure is None:
+            return super().generate_output(output_args, **named)
+        count = self._structure.num_leaves
+        leaves, gradients = list(output_args[:count]), tuple(output_args[count:])
+        return f"return pytree.tree_unflatten({leaves!r}, outputs_structure), {gradients!r}"
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [("torch", torch), ("pytree", pytree), ("outputs_structure", self._structure)]
+
+
+def _is_plain(structure: pytree.TreeSpec) -> bool:
+    """Whether it is made of what a graph's output may be made of."""
+    if structure.is_leaf():
+        return True
+    return structure.type in (tuple, list, dict) and all(map(_is_plain, structure.children()))
+
+
+def _copy_into(graph: fx.Graph, name: str, value: fx.Node) -> None:
+    buffer = next((node for node in graph.find_nodes(op="get_attr") if node.target == name), None)
+    if buffer is None:
+        buffer = graph.get_attr(name)
+        buffer.meta["val"] = value.meta["val"]
+    copied = graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
+    copied.meta["val"] = buffer.meta["val"]
+
+
+def _renew(graph: fx.Graph) -> None:
+    """Give repeats values of their own: in ``meta``, two copies of a storage are two storages."""
+    known: set[int] = set()
+    copies: dict[fx.Node, dict[int, Tensor]] = {}  # of a node: by the storage of what it repeats, all of its own
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        read: dict[int, Tensor] = {}
+        there: set[int] = set()
+        for source in node.all_input_nodes:
+            read.update(copies.get(source, {}))
+            there.update(map(storage_of, _strided(source.meta.get("val"))))
+        parts = {storage_of(part): part for part in _strided(value)}
+        again = known - there if node.op == "call_function" else set()
+        made = {key: read[key] if key in read else _fresh(part) for key, part in parts.items() if key in {*read, *again}}
+        known.update(parts)
+        if made:
+            copies[node] = made
+            node.meta["val"] = pytree.tree_map_only(Tensor, partial(_moved, made), value)
+
+
+def _strided(value: Any) -> list[Tensor]:
+    leaves = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for part in leaves if isinstance(part, Tensor) and part.layout == torch.strided]
+
+
+def _fresh(like: Any) -> Tensor:
+    """A storage as large as that of ``like``."""
+    with like.fake_mode:
+        return torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8, device=like.device)
+
+
+def _moved(storages: dict[int, Tensor], value: Any) -> Any:
+    """``value`` in the storage that is to take the place of its own."""
+    storage = storages.get(storage_of(value))
+    if storage is None:
+        return value
+    with value.fake_mode:
+        return storage.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())

@@ -1,0 +1,166 @@
+"""Derivative: a call and the gradients that are asked of it, traced as one functional graph."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.capture import _explained
+from torchckpt.graph.functional import Functional, backward_of, functional
+from torchckpt.graph.private import require_supported_torch
+from torchckpt.graph.subject import Marks, Subject
+
+__all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A call in the midst of its trace.
+
+    Args:
+        leaves: of what it returned; what is no tensor is a constant.
+        inputs, state, marked: tensors by names; a mark may have several.
+        more: see :func:`derivative_of`.
+    """
+
+    leaves: Sequence[Any]
+    inputs: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    marked: Mapping[str, Sequence[Tensor]]
+    more: Sequence[Tensor]
+
+
+Ask = Callable[[Traced], Sequence["Tensor | None"]]
+"""The gradients, of a call that is traced."""
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """A functional graph of inputs and then ``more``, with the subject's state as its attributes.
+
+    It returns the tensors among the call's outputs, new values of ``buffers``, and the gradients.
+    """
+
+    module: fx.GraphModule
+    buffers: tuple[str, ...]
+    outputs: int
+    leaves: list[Any] = field(repr=False)
+    structure: pytree.TreeSpec = field(repr=False)
+
+    @property
+    def forward_outputs(self) -> int:
+        return self.outputs + len(self.buffers)
+
+    def structured(self, tensors: Sequence[Any]) -> Any:
+        """``tensors`` as the call returns its own."""
+        return pytree.tree_unflatten(self.filled(tensors), self.structure)
+
+    def filled(self, tensors: Sequence[Any]) -> list[Any]:
+        """``tensors`` among the constants that the call returns."""
+        following = iter(tensors)
+        return [next(following) if leaf is Tensor else leaf for leaf in self.leaves]
+
+
+def derivative_of(
+    subject: Subject, required: Set[str], marks: Marks, ask: Ask, more: Sequence[Tensor] = ()
+) -> Derivative:
+    """Trace a call of ``subject`` on its inputs, then ``ask`` for gradients.
+
+    Args:
+        required: names of inputs and of state that require a gradient, beside those that do anyway.
+        marks: the tracing.
+        more: tensors that ``ask`` works with, inputs of the graph that the call does not get.
+
+    Raises:
+        CaptureError: the call depends on the values of its tensors, changes its inputs, or has no derivative.
+    """
+    require_supported_torch()
+    names = [*subject.state, *subject.inputs]
+    found: list[Any] = []
+
+    def run(*tensors: Tensor) -> list[Tensor | None]:
+        state = dict(zip(subject.state, tensors))
+        inputs = dict(zip(subject.inputs, tensors[len(state) :]))
+        with marks:
+            leaves, structure = pytree.tree_flatten(subject(list(inputs.values()), state, marks))
+            leaves = [marks.unmarked(leaf) for leaf in leaves]
+        found.extend((leaves, structure))
+        gradients = ask(Traced(leaves, inputs, state, marks.found, tensors[len(names) :]))
+        return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *gradients]
+
+    given = {**subject.state, **subject.inputs}
+    tensors = [*given.values(), *more]
+    requires_grad = [tensor.requires_grad or name in required for name, tensor in given.items()]
+    with _explained():
+        traced = functional(run, tensors, [*requires_grad, *(False for _ in more)])
+    leaves, structure = found
+    _refuse_mutated(names, subject, traced)
+    constants = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    buffers = tuple(names[place] for place in traced.mutated)
+    outputs = constants.count(Tensor)
+    return Derivative(_lifted(traced.module, subject, outputs, len(buffers)), buffers, outputs, constants, structure)
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], arriving: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Those of ``tensors``, where ``arriving`` are those of ``outputs``; None where no path leads from one to the other."""
+    pairs = [(output, gradient) for output, gradient in zip(outputs, arriving) if output.requires_grad]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(tensors)
+    roots, starts = zip(*pairs)
+    with backward_of(roots):
+        made = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
+    return [next(made) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _refuse_mutated(names: Sequence[str], subject: Subject, traced: Functional) -> None:
+    changed = [names[place] for place in traced.mutated if names[place] in subject.inputs]
+    if changed:
+        raise CaptureError(str(Fault(
+            "a call that is differentiated leaves its inputs as they are", f"{changed[0]} is changed in place",
+            "x = x + 1 in place of x.add_(1); or x = x.clone() first",
+        )))
+
+
+def _lifted(module: fx.GraphModule, subject: Subject, outputs: int, buffers: int) -> fx.GraphModule:
+    """``module`` with the state as attributes, inputs by their names, and new values of buffers after the outputs."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    attributes: dict[str, Any] = dict(subject.state)
+    places = iter([*subject.state, *subject.inputs])
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            name = next(places, node.name)
+            nodes[node] = graph.get_attr(name) if name in subject.state else graph.placeholder(name)
+            nodes[node].meta = dict(node.meta)
+        elif _is_save(node):
+            nodes[node] = nodes[node.args[0]]  # type: ignore[index]
+        elif node.op == "output":
+            returned = fx.node.map_arg(node.args[0], nodes.__getitem__)
+            last = len(returned) - buffers
+            graph.output((*returned[:outputs], *returned[last:], *returned[outputs:last]))
+        else:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+            if node.op == "get_attr":
+                attributes[str(node.target)] = getattr(module, str(node.target))
+    used = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    return fx.GraphModule({name: value for name, value in attributes.items() if name in used}, graph)
+
+
+def _is_save(node: fx.Node) -> bool:
+    """Whether autograd has made it to save an output for the backward, or to take it out again."""
+    if node.target is not torch.ops.aten.detach.default:
+        return False
+    if not _is_backward(node):
+        return all(map(_is_backward, node.users))
+    return isinstance(node.args[0], fx.Node) and not _is_backward(node.args[0]) and _is_save(node.args[0])
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"

@@ -1,0 +1,155 @@
+"""gradient(): of a function, the graph module that returns what it returns, and gradients."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.adjoint import chooser_of, planned
+from torchckpt.graph.derivative import Traced, derivative_of, gradients_of
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.subject import Marks, Subject, is_real
+
+__all__ = ["gradient"]
+
+_CALLER = "gradient()"
+
+
+def gradient(
+    fn: Callable[..., Any],
+    *example: Tensor,
+    require_grads: Sequence[int | str] | None = None,
+    target_index: int = 0,
+    checkpoints: Keep = None,
+) -> fx.GraphModule:
+    """The function that returns ``(fn(*inputs), gradients)``, as a graph module: code to read, change and run.
+
+    >>> adjoint = graph.gradient(loss_of, x, w, require_grads=["w"])
+    >>> print(adjoint.code)
+    >>> loss, (dw,) = adjoint(x, w)
+
+    What is inside a :func:`~torchckpt.graph.marks.region` is not kept for the derivatives: it is computed again when
+    one of them needs it. The rules are those of the ``Gradient`` pass of TVM Relax and of ``annotation.checkpoint`` of
+    TVM Relay. All values are those of eager autograd, bit for bit; nothing is recorded for autograd.
+
+    Args:
+        fn: a function of positional tensors, a module, or a :class:`torch.fx.GraphModule`. It is traced, not run, and
+            stays as it is. A module's parameters and buffers are attributes of the result, shared with it; what a
+            function closes over is too.
+        example: inputs, for their shapes and dtypes. The result takes such tensors, one after the other.
+        require_grads: what to differentiate with respect to: inputs by their places or by the names of ``fn``'s
+            arguments; intermediate values by the names of their marks (``graph.mark(h, "h")``), inside a region too,
+            and those of a graph module by the names of their nodes; parameters of a module by their names. The
+            gradients are in this order; zeros where the target does not depend on one. Default: all inputs with a
+            floating dtype.
+        target_index: which of the outputs (the leaves of what ``fn`` returns, in order) is differentiated. It has
+            no dimensions, and a floating dtype. Default: the first.
+        checkpoints: what to keep for the derivatives, as ``keep`` of :func:`rematerialize`: ``"collection"``,
+            ``"speed"``, ``"memory"``, names, or a function. Default: all but what is inside regions.
+
+    Returns:
+        A module with positional inputs. ``gradients`` is a tuple.
+
+    Raises:
+        ArgumentError: something to differentiate with respect to is unknown, asked for twice, or not floating; the
+            target is; a policy or a name in ``checkpoints`` is unknown. The message lists every fault.
+        CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
+    """
+    chooser = chooser_of(_CALLER, checkpoints)
+    subject = Subject(_CALLER, fn, example)
+    wanted = _wanted(require_grads, subject)
+    marks = Marks({name for name in wanted if isinstance(name, str)} - set(subject.inputs))
+
+    def ask(traced: Traced) -> list[Tensor | None]:
+        found = _Found(traced, wanted)
+        raise_faults(_CALLER, [*_target_faults(traced.leaves, target_index), *found.faults()])
+        target, tensors = traced.leaves[target_index], found.tensors()
+        made = gradients_of([target], [torch.ones_like(target)], tensors)
+        return [_zeros(tensor) if grad is None else grad for tensor, grad in zip(tensors, made)]
+
+    required = {name for name in wanted if is_real({**subject.inputs, **subject.state}.get(str(name)))}
+    derivative = derivative_of(subject, {str(name) for name in required}, marks, ask)
+    return planned(derivative, chooser)
+
+
+def _wanted(require_grads: Sequence[int | str] | None, subject: Subject) -> list[object]:
+    """Inputs by their names; what is not in its place stays as it is."""
+    names = list(subject.inputs)
+    if require_grads is None:
+        real = [name for name, tensor in subject.inputs.items() if is_real(tensor)]
+        if not real:
+            works = f'require_grads=["{next(iter(subject.state), "weight")}"], a parameter of a module, or a mark'
+            raise_faults(_CALLER, [Fault("an input is floating, or require_grads says what is", f"{names}", works)])
+        return list(real)
+    listed = [require_grads] if isinstance(require_grads, (int, str)) else require_grads
+    return [names[one] if _is_place(one) and 0 <= one < len(names) else one for one in listed]
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Found:
+    """What is asked for, in a call that is traced."""
+
+    def __init__(self, traced: Traced, wanted: Sequence[object]) -> None:
+        self._wanted = wanted
+        self._known: dict[str, Sequence[Tensor]] = {
+            **{name: [tensor] for name, tensor in traced.state.items()},
+            **traced.marked,
+            **{name: [tensor] for name, tensor in traced.inputs.items()},
+        }
+        self._inputs = list(traced.inputs)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._known[str(one)][0] for one in self._wanted]
+
+    def faults(self) -> list[Fault]:
+        twice = [one for one, count in Counter(map(str, self._wanted)).items() if count > 1]
+        faults = [
+            Fault("a gradient is asked for once", f"{one!r} twice", f"require_grads={list(dict.fromkeys(self._wanted))}")
+            for one in twice
+        ]
+        return faults + [fault for one in dict.fromkeys(self._wanted) if (fault := self._fault(one))]
+
+    def _fault(self, one: object) -> Fault | None:
+        if _is_place(one):
+            count = len(self._inputs)
+            return Fault(f"a place is that of one of {count} inputs", repr(one), f"require_grads=[{count - 1}]")
+        if not isinstance(one, str):
+            rule = "require_grads are places of inputs, or names of inputs, marks and parameters"
+            return Fault(rule, repr(one), f"require_grads=[0], or [{self._inputs[0]!r}]" if self._inputs else "['h']")
+        tensors = self._known.get(one)
+        if tensors is None:
+            near = get_close_matches(one, self._known, 3, 0.3) or list(self._known)[-3:]
+            works = f'require_grads={near}; or graph.mark(value, "{one}") in the function'
+            return Fault("a name is that of an input, a mark, or a parameter", repr(one), works)
+        if len(tensors) > 1:
+            works = f'graph.mark(value, "{one} 2"): a name for each'
+            return Fault("a gradient is that of one tensor", f"{len(tensors)} tensors marked {one!r}", works)
+        if not is_real(tensors[0]):
+            return Fault("what is differentiated with respect to is floating", f"{one!r}: {tensors[0].dtype}",
+                         f"{one}.float() as an input")
+        return None
+
+
+def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
+    if not (_is_place(index) and 0 <= index < len(leaves)):
+        return [Fault(f"target_index is the place of one of {len(leaves)} outputs", repr(index), "target_index=0")]
+    target = leaves[index]
+    if not is_real(target):
+        received = f"output {index}: {target.dtype if isinstance(target, Tensor) else repr(target)}"
+        return [Fault("the target has a floating dtype", received, "return loss, hits; with target_index=0")]
+    if target.dim():
+        received = f"output {index} of shape {tuple(target.shape)}"
+        return [Fault("the target is a scalar, without dimensions", received, "return y.sum(); or graph.gradients(fn, x)")]
+    return []
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,127 @@
+"""Subject: what is differentiated: a function or a module, its inputs by their names, its state."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.names import named_modules
+from torchckpt.graph.notes import Tracing, mark_of
+
+__all__ = ["Marks", "Subject", "is_real"]
+
+
+def is_real(value: object) -> bool:
+    """Whether a value can have a gradient that is real."""
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+class Marks(Tracing):
+    """Knows, of a call that is traced, what each mark was put on.
+
+    Args:
+        wanted: names of marks whose gradients are asked for; what they are put on requires one from there on.
+    """
+
+    def __init__(self, wanted: Set[str] = frozenset()) -> None:
+        super().__init__()
+        self.wanted = wanted
+        self.found: dict[str, list[Tensor]] = {}
+
+    def mark(self, tensor: Tensor, name: str) -> Tensor:
+        alias = super().mark(tensor, name)
+        self.found.setdefault(name, []).append(self._required(tensor, alias, name))
+        return alias
+
+    def _required(self, tensor: Tensor, alias: Tensor, name: str) -> Tensor:
+        if tensor.requires_grad or name not in self.wanted or not is_real(tensor):
+            return tensor
+        return alias.requires_grad_()
+
+
+class Subject:
+    """A function of tensors, ready to be called on others in their place.
+
+    Args:
+        caller: what a message starts with.
+        function: of positional tensors. Of a module, and of a :class:`torch.fx.GraphModule`, parameters and buffers
+            are ``state``.
+        example: its inputs.
+
+    Raises:
+        ArgumentError: ``function`` is not callable, or an input is no tensor.
+    """
+
+    def __init__(self, caller: str, function: Callable[..., Any], example: Sequence[Any]) -> None:
+        faults = []
+        if not callable(function):
+            faults.append(Fault("the first argument is a function or a module", repr(function), f"{caller}(fn, x)"))
+        for place, value in enumerate(example):
+            if not isinstance(value, Tensor):
+                works = "lambda x: fn(x, 3), which closes over what is no tensor"
+                faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {value!r}", works))
+        raise_faults(caller, faults)
+        self._function = function
+        self.inputs: dict[str, Tensor] = dict(zip(_names(function, len(example)), example))
+        self.state: dict[str, Tensor] = {}
+        if isinstance(function, nn.Module):
+            self.state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
+
+    def __call__(self, inputs: Sequence[Tensor], state: dict[str, Tensor], marks: Marks) -> Any:
+        """Call it on ``inputs``, with ``state`` in place of its own."""
+        if not isinstance(self._function, nn.Module):
+            return self._function(*inputs)
+        with named_modules(self._function):
+            if not isinstance(self._function, fx.GraphModule):
+                return torch.func.functional_call(self._function, state, tuple(inputs))
+            within = {f"module.{name}": tensor for name, tensor in state.items()}
+            return torch.func.functional_call(_Interpreted(self._function, marks), within, tuple(inputs))
+
+
+class _Interpreted(nn.Module):
+    """A graph module, run node by node: the notes on its nodes are those of what they run, and names are marks."""
+
+    def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
+        super().__init__()
+        self.module, self._marks = module, marks
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return _Interpreter(self.module, self._marks).run(*inputs)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
+        super().__init__(module)
+        self._marks = marks
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        for name in {node.name, mark_of(node) or node.name}:
+            if isinstance(result, Tensor) and node.op != "placeholder" and name in self._marks.wanted:
+                result = self._marks.mark(result, name)
+        return result
+
+
+def _names(function: Callable[..., Any], count: int) -> list[str]:
+    """Of each of ``count`` positional arguments, the name that the function gives it."""
+    return [name for name, _ in zip(_argument_names(function), range(count))]
+
+
+def _argument_names(function: Callable[..., Any]) -> Iterator[str]:
+    parameters = _parameters(function.forward if isinstance(function, nn.Module) else function)
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            yield name
+    rest = next((name for name, one in parameters.items() if one.kind is one.VAR_POSITIONAL), "input")
+    yield from (f"{rest}_{place}" for place in range(10**9))
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function of C
+        return {}
