@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.graph.choose import Chooser
 from torchckpt.graph.derivative import Derivative
 from torchckpt.graph.emit import emit_one
-from torchckpt.graph.joint import joint_of
+from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.private import storage_of
 
@@ -45,6 +46,8 @@ def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> f
         ArgumentError: what is to be kept is unknown, or nothing.
     """
     joint = joint_of(derivative.module, derivative.forward_outputs, chooser.cost)
+    if not outputs:
+        joint = _without_outputs(joint, derivative.outputs)
     with _said_of_checkpoints():
         module = emit_one(joint, chooser(joint))
     _write_buffers(module.graph, derivative)
@@ -54,6 +57,18 @@ def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> f
     module.recompile()
     module.meta[FORWARD_OUTPUTS] = derivative.outputs if outputs else 0
     return module
+
+
+def _without_outputs(joint: Joint, count: int) -> Joint:
+    """Let the outputs die as other values do, for nobody gets them."""
+    lasting = joint.outputs[count:]
+    ending = _storages(joint, joint.outputs[:count]) - _storages(joint, lasting)
+    return replace(joint, flow=replace(joint.flow, results=joint.flow.results - ending))
+
+
+def _storages(joint: Joint, nodes: Sequence[Any]) -> frozenset[int]:
+    none = frozenset[int]()
+    return none.union(*(joint.storages.get(node, none) for node in nodes if isinstance(node, fx.Node)))
 
 
 @contextmanager
