@@ -1,7 +1,7 @@
 """What a repeat of an operation runs in its place: a dropout multiplies by its mask, a batch norm counts nothing twice.
 
-Random operations and collectives run once, each for its own reason: a second draw would be another one, and a second
-message a message too many.
+Random operations and collectives run once, each for its own reason: a second draw would be another one, unless the
+generator's state was saved, and a second message a message too many.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torchckpt.graph.private import (
     is_mutable,
     is_random,
 )
+from torchckpt.graph.rng import generator_state, replayed, state_of
 
 __all__ = ["Again", "again_of", "forget_statistics", "runs_once"]
 
@@ -41,9 +42,10 @@ class Again:
 
 def runs_once(node: fx.Node) -> bool:
     """Whether ``node`` draws random numbers, communicates, or changes what it is given."""
-    if node.target is _DROPOUT:
+    target = node.target
+    if target is _DROPOUT:
         return node.args[2] is not False
-    return is_random(node.target) or is_collective(node.target) or is_mutable(node.target)
+    return target is generator_state or is_random(target) or is_collective(target) or is_mutable(target)
 
 
 def again_of(node: fx.Node) -> Again | None:
@@ -51,6 +53,9 @@ def again_of(node: fx.Node) -> Again | None:
     outputs = outputs_of(node)
     if node.target is BATCH_NORM and node.args[5]:
         return _batch_norm(node, tuple(outputs[place] for place in range(3) if place in outputs))
+    state = state_of(node)
+    if state is not None:
+        return _draw(node, state, outputs)
     if node.target is _DROPOUT and runs_once(node) and len(outputs) == 2:
         return _dropout(node, outputs[0], outputs[1])
     return None
@@ -90,6 +95,19 @@ def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
         return (_like(scaled, output),)
 
     return Again((data, mask), (output,), emit)  # type: ignore[arg-type]
+
+
+def _draw(node: fx.Node, state: fx.Node, outputs: dict[int, fx.Node]) -> Again:
+    device = state.args[0]
+
+    def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
+        arguments = (resolve(state), device, node.target, *resolve(node.args))
+        made = _like(graph.call_function(replayed, arguments, resolve(node.kwargs)), node)
+        if not outputs:
+            return (made,)
+        return tuple(_like(graph.call_function(operator.getitem, (made, p)), part) for p, part in outputs.items())
+
+    return Again((state, *node.all_input_nodes), tuple(outputs.values()) or (node,), emit)
 
 
 def _like(made: fx.Node, node: fx.Node) -> fx.Node:

@@ -35,6 +35,7 @@ class Capture:
         data: the names of those tensors that are not to be mutated, by their place; the others are buffers.
         cost: of an operation.
         choose: the schedule of the joint graph.
+        replay: whether random operations may be repeated.
 
     Raises:
         CaptureError: the function depends on the values of its tensors, mutates its data, or has no derivative.
@@ -43,10 +44,12 @@ class Capture:
     joint: Joint
 
     def __init__(
-        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: Cost, choose: Choose
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: Cost, choose: Choose,
+        replay: bool = False,
     ) -> None:
         require_supported_torch()
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
+        self._replay = replay
         self._differentiable = Differentiable(self._flat, self._partition, lambda made: self._unread.gradients(made))
         with _explained():
             self._differentiable.trace(*tensors)
@@ -73,7 +76,7 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
-        self.joint = joint_of(module, num_fwd_outputs, self._cost)
+        self.joint = joint_of(module, num_fwd_outputs, self._cost, self._replay)
         self._unread = Unread(self.joint)
         schedule = self._choose(self.joint)
         return emit(self.joint, schedule, simulate(self.joint.flow, schedule).boundary)

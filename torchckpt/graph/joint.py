@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from torchckpt.graph.again import Again, again_of, forget_statistics, runs_once
 from torchckpt.graph.private import mutated_inputs, storage_of
+from torchckpt.graph.rng import record_states
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
 __all__ = ["Cost", "Joint", "joint_of", "reached"]
@@ -52,11 +53,17 @@ class Joint:
         return tuple(cast(Iterable[Any], self.module.graph.output_node().args[0]))
 
 
-def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost) -> Joint:
-    """Of a joint graph whose first ``forward_outputs`` outputs are the forward's."""
+def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost, replay: bool = False) -> Joint:
+    """Of a joint graph whose first ``forward_outputs`` outputs are the forward's.
+
+    Args:
+        replay: let random operations be repeated, each from the state that its generator had.
+    """
     module = fx.GraphModule(module, copied(module.graph))
     forget_statistics(module.graph)
     module.graph.eliminate_dead_code()
+    if replay:
+        record_states(module.graph)
     builder = _Builder(module.graph, forward_outputs)
     flow, agains = builder.flow(cost)
     return Joint(module, forward_outputs, flow, builder.order, agains, builder.storages, frozenset(builder.views),

@@ -48,7 +48,7 @@ def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
     if isinstance(keep, str):
         return POLICIES[keep](joint, values)
     if callable(keep):
-        return _some(frozenset(s for s in values.made if keep(values.value(s))), "keep=function", "one that says yes")
+        return _some(frozenset(s for s in values.made if keep(values.value(s))), "a function that wants none", "keep=lambda value: value.flops > 0")
     return _named(keep, values)
 
 

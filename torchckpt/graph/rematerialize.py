@@ -74,6 +74,8 @@ def rematerialize(
         faults.append(Fault("the first argument is a module", repr(model), "graph.rematerialize(model, inputs)"))
     if engine not in ("eager", "inductor"):
         faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
+    if engine == "inductor" and rng == "replay":
+        faults.append(Fault("Inductor draws random numbers its own way", 'rng="replay"', 'engine="eager"; rng="keep"'))
     raise_faults(caller, faults)
     made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
     if example:
@@ -119,7 +121,7 @@ class Rematerialized(nn.Module):
         return self.original(*args, **kwargs) if call is None else call(args, kwargs)
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The original's: both are in one mode."""
         return bool(self.original.training) if "original" in self.__dict__ else True
 
@@ -148,7 +150,7 @@ class Rematerialized(nn.Module):
         if key not in self._calls:
             self._calls[key] = _Call(self.original, tuple(state), args, kwargs, self._chooser())
         self.__dict__["_latest"] = self._calls[key]
-        return self._calls[key]
+        return cast(_Call, self._calls[key])
 
 
 class _Call:
@@ -160,7 +162,8 @@ class _Call:
         self._model, self._names = model, names
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
         data = {len(names) + place: name for place, name in enumerate(_tensor_names(args, kwargs))}
-        self._capture = Capture(self._function, self._tensors(args, kwargs), data, chooser.cost, chooser)
+        tensors = self._tensors(args, kwargs)
+        self._capture = Capture(self._function, tensors, data, chooser.cost, chooser, chooser.replay)
         self.plan = chooser.plan
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,58 @@
+"""Random operations once more: from the state that their generator had, and without a trace of it."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchckpt.graph.private import is_random
+
+__all__ = ["generator_state", "record_states", "replayed", "state_of"]
+
+
+def generator_state(device: str) -> Tensor:
+    """Of the default generator of ``device``."""
+    if device == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def replayed(state: Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``target`` made when the generator had this state; the generator is afterwards as it was before."""
+    before = generator_state(device)
+    _set(device, state)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        _set(device, before)
+
+
+def record_states(graph: fx.Graph) -> None:
+    """Put in front of each random operation of ``graph`` a node that reads its generator's state."""
+    for node in [node for node in graph.nodes if node.op == "call_function" and is_random(node.target)]:
+        if node.kwargs.get("generator") is not None:
+            continue
+        like = next(part for part in _parts(node.meta["val"]) if isinstance(part, Tensor))
+        with graph.inserting_before(node):
+            state = graph.call_function(generator_state, (str(like.device),))
+        size = generator_state(str(like.device)).numel()
+        with like.fake_mode:  # type: ignore[attr-defined]
+            state.meta["val"] = torch.empty(size, dtype=torch.uint8)
+
+
+def state_of(node: fx.Node) -> fx.Node | None:
+    """The node that reads the state for ``node``, if there is one."""
+    before = node.prev
+    return before if before.op == "call_function" and before.target is generator_state else None
+
+
+def _set(device: str, state: Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
