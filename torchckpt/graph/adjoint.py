@@ -55,7 +55,8 @@ def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> f
     module.graph.set_codegen(_Code(structure))
     _renew(module.graph)
     module.recompile()
-    module.meta[FORWARD_OUTPUTS] = derivative.outputs if outputs else 0
+    if outputs:
+        module.meta[FORWARD_OUTPUTS] = derivative.outputs
     return module
 
 

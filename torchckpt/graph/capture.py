@@ -20,7 +20,7 @@ from torchckpt.graph.unread import Unread
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
 
-__all__ = ["Capture", "Choose"]
+__all__ = ["Capture", "Choose", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """The schedule of a joint graph."""
@@ -51,7 +51,7 @@ class Capture:
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
         self._replay = replay
         self._differentiable = Differentiable(self._flat, self._partition, lambda made: self._unread.gradients(made))
-        with _explained():
+        with explained():
             self._differentiable.trace(*tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -91,7 +91,7 @@ class Capture:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Say what cannot be traced, and where; what is the function's own error passes through."""
     try:
         yield

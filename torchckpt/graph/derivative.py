@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.capture import _explained
+from torchckpt.graph.capture import explained
 from torchckpt.graph.functional import Functional, backward_of, functional
 from torchckpt.graph.private import require_supported_torch
 from torchckpt.graph.subject import Marks, Subject
@@ -96,7 +96,7 @@ def derivative_of(
     given = {**subject.state, **subject.inputs}
     tensors = [*given.values(), *more]
     requires_grad = [tensor.requires_grad or name in required for name, tensor in given.items()]
-    with _explained():
+    with explained():
         traced = functional(run, tensors, [*requires_grad, *(False for _ in more)])
     leaves, structure = found
     _refuse_mutated(names, subject, traced)

@@ -20,7 +20,7 @@ from torchckpt.graph.private import mutated_inputs, storage_of
 from torchckpt.graph.rng import record_states
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
-__all__ = ["Cost", "Joint", "joint_of", "reached"]
+__all__ = ["Cost", "Joint", "joint_of", "needed", "reached"]
 
 Cost = Callable[[fx.Node], tuple[float, int, int]]
 """Of the node of an operation: seconds, FLOPs, bytes of workspace."""
@@ -85,7 +85,7 @@ class _Builder:
         for node in graph.nodes:
             self._add(node)
         after = reached(self.tangents)
-        forward = _needed([*_nodes(self.outputs), *(n for n in self.writes if runs_once(n) and n not in after)])
+        forward = needed([*_nodes(self.outputs), *(n for n in self.writes if runs_once(n) and n not in after)])
         first = [node for node in self.writes if node in forward]
         arrival = [None] if self.tangents else []
         self.forward = len(first)
@@ -183,7 +183,7 @@ def reached(sources: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _needed(targets: Iterable[fx.Node]) -> set[fx.Node]:
+def needed(targets: Iterable[fx.Node]) -> set[fx.Node]:
     """``targets`` and every node that one of them depends on."""
     stack, found = list(targets), set[fx.Node]()
     while stack:

@@ -1,0 +1,126 @@
+"""Inspect: what is known of a graph without running it: its memory, byte for byte, and what all data flows through."""
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.adjoint import FORWARD_OUTPUTS
+from torchckpt.graph.costs import roofline
+from torchckpt.graph.joint import Cost, joint_of, needed
+from torchckpt.graph.measure import Measure
+from torchckpt.model.remat.memory import Memory
+from torchckpt.model.remat.memory import simulate as run_on_paper
+from torchckpt.model.remat.separators import separators as separating_nodes
+
+__all__ = ["separators", "simulate"]
+
+
+def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
+    """The bytes that are alive while each operation of ``gm`` runs, above its inputs, parameters and buffers.
+
+    >>> graph.simulate(graph.gradient(loss_of, x)).peak_bytes
+
+    On a CPU these are the bytes of the allocator.
+
+    Args:
+        gm: a functional ATen graph with ``meta["val"]``, such as :func:`gradient`, ``make_fx`` and ``torch.export``
+            make; it may copy into its buffers at its end.
+        workspaces: whether to run each kind of operation once, on zeros, for what it allocates beside its outputs.
+            Default: yes; no shape tells.
+
+    Returns:
+        Of the result of :func:`gradient`, forward and backward: ``boundary`` is where the one ends, ``saved`` what the
+        other reads of it. Of any other graph, one forward.
+
+    Raises:
+        ArgumentError: the nodes carry no values.
+    """
+    _require_values("simulate()", gm)
+    returned, forward = _returned(gm)
+    flat = fx.GraphModule(gm, _returning(gm.graph, returned))
+    measure = Measure()
+    joint = joint_of(flat, forward, _cost(measure) if workspaces else roofline)
+    measure.forget_inputs()
+    return run_on_paper(joint.flow, joint.flow.eager)
+
+
+def separators(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes from which alone the rest of the forward can be computed, in their order.
+
+    Parameters, buffers and inputs are there anyway, and count for nothing; views count as what they are views of. A
+    value that nothing but the output reads separates nothing. One sweep over nodes and edges.
+
+    Args:
+        gm: an ATen graph; of the result of :func:`gradient`, the forward is looked at.
+    """
+    made_by: dict[fx.Node, int] = {}  # the operation
+    parts: dict[fx.Node, fx.Node] = {}  # the output of that operation, where it has several
+    reads: list[set[int]] = []
+    read: dict[int, set[fx.Node]] = {}
+    for node in _forward(gm):
+        sources = [source for source in node.all_input_nodes if source in made_by]
+        if node.target is operator.getitem or _is_view(node.target):
+            for source in sources[:1]:
+                made_by[node] = made_by[source]
+                parts[node] = parts[source] if _is_view(node.target) else node
+            continue
+        made_by[node], parts[node] = len(reads), node
+        reads.append({made_by[source] for source in sources})
+        for source in sources:
+            read.setdefault(made_by[source], set()).add(parts[source])
+    found = (read.get(place, set()) for place in separating_nodes([sorted(one) for one in reads]))
+    return [next(iter(one)) for one in found if len(one) == 1]
+
+
+def _forward(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """What is called, of a graph without gradients all of it."""
+    returned, forward = _returned(gm)
+    wanted = needed(returned[:forward]) if forward < len(returned) else None
+    return (node for node in gm.graph.nodes if node.op == "call_function" and (wanted is None or node in wanted))
+
+
+def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
+    """The tensors that ``gm`` returns or copies into its buffers, those of the forward first, and how many these are."""
+    returned: list[fx.Node] = []
+    fx.node.map_arg(gm.graph.output_node().args, returned.append)
+    forward = gm.meta.get(FORWARD_OUTPUTS, len(returned))
+    copied = [node.args[1] for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
+    values = [value for value in copied if isinstance(value, fx.Node)]
+    return [*returned[:forward], *values, *returned[forward:]], forward + len(values)
+
+
+def _returning(graph: fx.Graph, returned: Iterable[fx.Node]) -> fx.Graph:
+    """A copy that returns these."""
+    made = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    made.graph_copy(graph, nodes)
+    made.output(tuple(nodes[one] for one in returned))
+    return made
+
+
+def _require_values(caller: str, gm: fx.GraphModule) -> None:
+    bare = [node.name for node in gm.graph.nodes if node.op == "call_function" and "val" not in node.meta]
+    if bare:
+        works = "make_fx(function, tracing_mode='fake')(*inputs)"
+        raise_faults(caller, [Fault("meta['val'] of each node says what it makes", f"none of {bare[0]}", works)])
+
+
+@cache
+def _is_view(target: Any) -> bool:
+    """Whether an operator returns what shares its first argument's storage."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+
+
+def _cost(measure: Measure) -> Cost:
+    def cost(node: fx.Node) -> tuple[float, int, int]:
+        seconds, flops, _ = roofline(node)
+        return seconds, flops, measure.workspace_bytes(node)
+
+    return cost
