@@ -159,7 +159,8 @@ def _renew(graph: fx.Graph) -> None:
             there.update(map(storage_of, _strided(source.meta.get("val"))))
         parts = {storage_of(part): part for part in _strided(value)}
         again = known - there if node.op == "call_function" else set()
-        made = {key: read[key] if key in read else _fresh(part) for key, part in parts.items() if key in {*read, *again}}
+        moved = {key: part for key, part in parts.items() if key in read or key in again}
+        made = {key: read[key] if key in read else _fresh(part) for key, part in moved.items()}
         known.update(parts)
         if made:
             copies[node] = made

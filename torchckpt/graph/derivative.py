@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.capture import explained
-from torchckpt.graph.functional import Functional, backward_of, functional
-from torchckpt.graph.private import require_supported_torch
+from torchckpt.graph.private import Functional, backward_of, functional, require_supported_torch
 from torchckpt.graph.subject import Marks, Subject
 
 __all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]
@@ -109,7 +108,7 @@ def derivative_of(
 def gradients_of(
     outputs: Sequence[Tensor], arriving: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Those of ``tensors``, where ``arriving`` are those of ``outputs``; None where no path leads from one to the other."""
+    """Those of ``tensors``, where ``arriving`` are those of ``outputs``; None where no path leads to a tensor."""
     pairs = [(output, gradient) for output, gradient in zip(outputs, arriving) if output.requires_grad]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if not pairs or not wanted:
@@ -140,7 +139,7 @@ def _lifted(module: fx.GraphModule, subject: Subject, outputs: int, buffers: int
             nodes[node] = graph.get_attr(name) if name in subject.state else graph.placeholder(name)
             nodes[node].meta = dict(node.meta)
         elif _is_save(node):
-            nodes[node] = nodes[node.args[0]]  # type: ignore[index]
+            nodes[node] = nodes[node.all_input_nodes[0]]
         elif node.op == "output":
             returned = fx.node.map_arg(node.args[0], nodes.__getitem__)
             last = len(returned) - buffers

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -87,11 +87,11 @@ def _wanted(require_grads: Sequence[int | str] | None, subject: Subject) -> list
             raise_faults(_CALLER, [Fault("an input is floating, or require_grads says what is", f"{names}", works)])
         return list(real)
     listed = [require_grads] if isinstance(require_grads, (int, str)) else require_grads
-    return [names[one] if _is_place(one) and 0 <= one < len(names) else one for one in listed]
+    return [names[one] if _is_place(one, len(names)) else one for one in listed]
 
 
-def _is_place(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_place(value: object, count: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
 
 
 class _Found:
@@ -111,14 +111,12 @@ class _Found:
 
     def faults(self) -> list[Fault]:
         twice = [one for one, count in Counter(map(str, self._wanted)).items() if count > 1]
-        faults = [
-            Fault("a gradient is asked for once", f"{one!r} twice", f"require_grads={list(dict.fromkeys(self._wanted))}")
-            for one in twice
-        ]
+        once = f"require_grads={list(dict.fromkeys(self._wanted))}"
+        faults = [Fault("a gradient is asked for once", f"{one!r} twice", once) for one in twice]
         return faults + [fault for one in dict.fromkeys(self._wanted) if (fault := self._fault(one))]
 
     def _fault(self, one: object) -> Fault | None:
-        if _is_place(one):
+        if isinstance(one, int):
             count = len(self._inputs)
             return Fault(f"a place is that of one of {count} inputs", repr(one), f"require_grads=[{count - 1}]")
         if not isinstance(one, str):
@@ -139,7 +137,7 @@ class _Found:
 
 
 def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
-    if not (_is_place(index) and 0 <= index < len(leaves)):
+    if not _is_place(index, len(leaves)):
         return [Fault(f"target_index is the place of one of {len(leaves)} outputs", repr(index), "target_index=0")]
     target = leaves[index]
     if not is_real(target):
@@ -147,7 +145,8 @@ def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
         return [Fault("the target has a floating dtype", received, "return loss, hits; with target_index=0")]
     if target.dim():
         received = f"output {index} of shape {tuple(target.shape)}"
-        return [Fault("the target is a scalar, without dimensions", received, "return y.sum(); or graph.gradients(fn, x)")]
+        works = "return y.sum(); or graph.gradients(fn, x)"
+        return [Fault("the target is a scalar, without dimensions", received, works)]
     return []
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ __all__ = ["gradients"]
 _CALLER = "gradients()"
 
 Checkpoints: TypeAlias = "Keep | Sequence[str | Tensor]"
-T = TypeVar("T", Tensor, Sequence[Tensor])
 
 
 def gradients(
@@ -53,8 +52,7 @@ def gradients(
         ArgumentError: a policy or a name is unknown, or nothing is left to keep; a gradient of an output does not fit.
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
-    single = isinstance(inputs, Tensor)
-    tensors = [inputs] if single else list(inputs)
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     chooser = chooser_of(_CALLER, _without_inputs(checkpoints, tensors))
     subject = Subject(_CALLER, fn, tensors)
     arriving = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [])
@@ -71,7 +69,7 @@ def gradients(
     more = [one for one in arriving if one is not None]
     derivative = derivative_of(subject, required, Marks(), ask, more)
     made = planned(derivative, chooser, outputs=False)(*tensors, *more)
-    return made[0] if single else type(inputs)(made)  # type: ignore[call-arg]
+    return made[0] if isinstance(inputs, Tensor) else type(inputs)(made)  # type: ignore[call-arg]
 
 
 def _without_inputs(checkpoints: Checkpoints, inputs: Sequence[Tensor]) -> Keep:

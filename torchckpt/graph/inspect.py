@@ -59,23 +59,21 @@ def separators(gm: fx.GraphModule) -> list[fx.Node]:
     Args:
         gm: an ATen graph; of the result of :func:`gradient`, the forward is looked at.
     """
-    made_by: dict[fx.Node, int] = {}  # the operation
-    parts: dict[fx.Node, fx.Node] = {}  # the output of that operation, where it has several
-    reads: list[set[int]] = []
-    read: dict[int, set[fx.Node]] = {}
+    outputs: dict[fx.Node, tuple[int, fx.Node]] = {}  # of each node, the operation it is of, and which output of it
+    reads: list[list[int]] = []
+    read: dict[int, fx.Node | None] = {}  # of an operation, the output that is read; None of several
     for node in _forward(gm):
-        sources = [source for source in node.all_input_nodes if source in made_by]
+        sources = [outputs[source] for source in node.all_input_nodes if source in outputs]
         if node.target is operator.getitem or _is_view(node.target):
-            for source in sources[:1]:
-                made_by[node] = made_by[source]
-                parts[node] = parts[source] if _is_view(node.target) else node
+            if sources:
+                outputs[node] = (sources[0][0], node) if node.target is operator.getitem else sources[0]
             continue
-        made_by[node], parts[node] = len(reads), node
-        reads.append({made_by[source] for source in sources})
-        for source in sources:
-            read.setdefault(made_by[source], set()).add(parts[source])
-    found = (read.get(place, set()) for place in separating_nodes([sorted(one) for one in reads]))
-    return [next(iter(one)) for one in found if len(one) == 1]
+        outputs[node] = len(reads), node
+        reads.append([operation for operation, _ in sources])
+        for operation, output in sources:
+            read[operation] = output if read.get(operation, output) is output else None
+    found = (read.get(operation) for operation in separating_nodes(reads))
+    return [output for output in found if output is not None]
 
 
 def _forward(gm: fx.GraphModule) -> Iterator[fx.Node]:
@@ -86,7 +84,7 @@ def _forward(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
-    """The tensors that ``gm`` returns or copies into its buffers, those of the forward first, and how many these are."""
+    """What ``gm`` returns or copies into its buffers, that of the forward first, and how much that is."""
     returned: list[fx.Node] = []
     fx.node.map_arg(gm.graph.output_node().args, returned.append)
     forward = gm.meta.get(FORWARD_OUTPUTS, len(returned))

@@ -5,14 +5,15 @@ and a backward: that function is where this package comes in. Dynamo's backends 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.graph import CodeGen
+from torch.fx.traceback import preserve_node_meta
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CaptureError, Fault
@@ -24,11 +25,14 @@ __all__ = [
     "COMPILERS",
     "Boxed",
     "Differentiable",
+    "Functional",
     "Partition",
     "allocations",
     "backward_node",
+    "backward_of",
     "break_of",
     "compiling",
+    "functional",
     "is_collective",
     "is_data_dependent",
     "is_mutable",
@@ -260,11 +264,15 @@ def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
 def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
     """The same, with both compiled, after all that Inductor does to a joint graph.
 
-    Its cache of whole calls would skip ``partition``; that of single graphs is used.
+    Its cache of whole calls would skip ``partition``; that of single graphs is used. So that a schedule's bytes hold:
+    no buffer waits for one of its size to reuse it, none is copied to another layout, and no kernel takes up work from
+    beyond an operator that is not fused.
     """
     from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.virtualized import V
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, *arguments: Any, **named: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -276,8 +284,105 @@ def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Parti
         def __reduce__(self) -> tuple[Any, ...]:  # the cache asks for it too; a graph's code does not hang on it
             return str, ("torchckpt",)
 
+    class Choices(InductorChoices):  # type: ignore[misc]
+        @staticmethod
+        def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
+            return InductorChoices.can_fuse(scheduler, one, other, shared) and not _is_between(scheduler, one, other)
+
+    def compile_inner(*arguments: Any, **named: Any) -> Any:
+        with V.set_choices_handler(Choices()):
+            return compile_fx_inner(*arguments, **named)
+
+    options = {"custom_partitioner_fn": Partitioner(), "layout_optimization": False, "allow_buffer_reuse": False}
     with config.patch(enable_autograd_cache=False):
-        return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": Partitioner(), "layout_optimization": False})
+        return compile_fx(module, inputs, compile_inner, options)
+
+
+def _is_between(scheduler: Any, one: Any, other: Any) -> bool:
+    """Whether an operator that is not fused stands between two that might be."""
+    first, last = sorted((one, other), key=lambda node: node.min_order)
+    return any(node.is_extern() and first.max_order < node.min_order < last.min_order for node in scheduler.nodes)
 
 
 COMPILERS: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _by_inductor, "eager": _by_operator}
+
+
+# a functional graph ---------------------------------------------------------------------------------------------------
+
+
+class Functional(NamedTuple):
+    """A graph: its placeholders are the function's tensors, its outputs what the function returned, then new values.
+
+    ``mutated`` are the places of the tensors that those are new values of.
+    """
+
+    module: fx.GraphModule
+    mutated: tuple[int, ...]
+
+
+def functional(
+    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool]
+) -> Functional:
+    """Trace ``function`` on tensors like ``tensors``, by the parts that AOTAutograd is made of; nothing is run.
+
+    Unlike AOTAutograd, this leaves derivatives to the function, which may ask autograd for those of any value that it
+    meets. Tensors that the function closes over become constants of the graph, as they are.
+
+    Args:
+        function: of tensors; returns tensors, and None. It is called once.
+        requires_grad: of each tensor, whether it requires a gradient in there.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mutated: list[int] = []
+
+    def run(*fakes: Tensor) -> list[Tensor | None]:
+        outputs, found = _functionally(function, fakes)
+        mutated.extend(found)
+        return [*outputs, *found.values()]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in tensors]
+    for fake, required in zip(fakes, requires_grad):
+        fake.requires_grad_(required)
+    with compiling(), mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
+        with torch.autograd.set_multithreading_enabled(False):
+            module = make_fx(run)(*fakes)
+    copy_fwd_metadata_to_bw_nodes(module)
+    return Functional(module, tuple(mutated))
+
+
+@contextmanager
+def backward_of(outputs: Iterable[Tensor]) -> Iterator[None]:
+    """Operations of the backward of ``outputs`` get the notes of those of the forward that they belong to."""
+    from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+    setup_stacktrace_preservation_hooks([output.grad_fn for output in outputs if output.grad_fn is not None])
+    with set_partitioner_tag_is_backward():
+        yield
+
+
+def _functionally(
+    function: Callable[..., Sequence[Tensor | None]], fakes: Sequence[Tensor]
+) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+    """What ``function`` returns, and the new values of what it mutated, by their places."""
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    torch_: Any = torch
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, FunctionalTensor):
+            return value
+        torch_._sync(value)
+        return torch_._from_functional_tensor(value.elem)
+
+    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with torch._C._ExcludeDispatchKeyGuard(excluded), FunctionalTensorMode():
+        tensors = [FunctionalTensor.to_functional(fake) for fake in fakes]
+        outputs = function(*tensors)
+        changed = [place for place, one in enumerate(tensors) if torch_._functionalize_has_data_mutation(one.elem)]
+        return list(map(plain, outputs)), {place: plain(tensors[place]) for place in changed}
