@@ -14,6 +14,9 @@ __all__ = ["Closure", "Eviction", "Taste"]
 _LONGEST = 64
 """Operations in a row that one eviction may plan to repeat: beyond it, later evictions add them one by one."""
 
+_WORK = 40
+"""Per operation, before a sweep gives up: there is no room, and repeat is piled on repeat."""
+
 
 @dataclass(frozen=True)
 class Taste:
@@ -49,13 +52,14 @@ class Eviction:
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self, most_cost: float = math.inf) -> bool:
-        """Whether it fits now. Gives up when the repeats cost more than ``most_cost``."""
+        """Whether it fits now. Gives up when the repeats cost more than ``most_cost``, or after much work."""
         stages, during, budget = self.stages, self.stages.during, self.budget_bytes
         fits, hopeless = True, -1
+        most_work = stages.work + _WORK * (self.tables.count + 100)
         stage = during.over(0, budget)
         self._scan(stage)
         while stage < self.tables.count:
-            if stages.cost > most_cost:
+            if stages.cost > most_cost or stages.work > most_work:
                 return False
             low = self._evict(stage)
             if low is None:
@@ -127,28 +131,30 @@ class Eviction:
         return self._squeeze(stage)
 
     def _apply(self, closure: Closure, end: int, stage: int) -> int:
-        stages, low = self.stages, end
-        reads: set[int] = set()
-        for position in closure.repeats:
-            low = min(low, stages.add(end, position))
-            reads.update(self.tables.again_reads[position])
-        for position in closure.repeats:
-            for storage in self.tables.again_writes[position]:
-                self._bring_forward(storage, end, position)
+        low = self.stages.add(end, *closure.repeats)
+        self._bring_forward(end, closure.repeats)
+        reads = {storage for position in closure.repeats for storage in self.tables.again_reads[position]}
         for storage in reads & self.tables.recoverable:
             self._push(storage, stage)
         return low
 
-    def _bring_forward(self, storage: int, stage: int, position: int) -> None:
-        """If the next repeat of ``position`` serves only for what this one has now, and there is room, spare it."""
-        later = self._next_birth(storage, stage)
-        if later is None or position not in self.stages.repeats[later]:
-            return
-        if self._room(storage, stage, later):
-            mark = len(self.stages.log)
-            low = self.stages.remove(later, position)
-            if self.stages.during.most(max(low, stage), later + 1) > self.budget_bytes:
-                self.stages.back(mark)
+    def _bring_forward(self, stage: int, positions: tuple[int, ...]) -> None:
+        """Where a later repeat serves only for what ``stage`` has now, and there is room to keep it, spare that one."""
+        stages, last = self.stages, stage
+        spared: set[tuple[int, int, bool]] = set()
+        for position in positions:
+            for storage in self.tables.again_writes[position]:
+                later = self._next_birth(storage, stage)
+                if later is not None and position in stages.repeats[later] and self._room(storage, stage, later):
+                    spared.add((later, position, False))
+                    last = max(last, later)
+        mark = len(stages.log)
+        while spared:
+            low = stages.change(sorted(spared))
+            if stages.during.most(max(low, stage), last + 1) <= self.budget_bytes:
+                return
+            stages.back(mark)
+            spared = set(sorted(spared)[: len(spared) // 2])
 
     def _next_birth(self, storage: int, stage: int) -> int | None:
         touches = self.stages.touches[storage]
@@ -228,21 +234,17 @@ class Eviction:
         return self.tables.price[position]
 
     def _squeeze(self, stage: int) -> int | None:
-        """Nothing only waits: try what is touched in ``stage`` itself, but not all through it."""
+        """Nothing only waits: drop what is touched in ``stage`` itself, but not all through it."""
         before, mark = self.stages.during.at(stage), len(self.stages.log)
-        best: tuple[float, int, int] | None = None
         for target, position in self._squeezable(stage):
-            self.stages.add(target, position)
-            gain = before - self.stages.during.at(stage)
+            low = self.stages.add(target, position)
+            if self.stages.during.at(stage) < before:
+                return low
             self.stages.back(mark)
-            if gain > 0:
-                best = min(best or (1e99, 0, 0), (self.tables.price[position] / gain, target, position))
-        if best is None:
-            return None
-        return self.stages.add(best[1], best[2])
+        return None
 
     def _squeezable(self, stage: int) -> list[tuple[int, int]]:
-        """Repeats in ``stage`` of what enters it, and later ones of what leaves it."""
+        """Repeats there of what enters ``stage``, later ones of what leaves it; cheapest for its bytes first."""
         tables, stages = self.tables, self.stages
         found: set[tuple[int, int]] = set()
         touched = set(tables.first_touches[stage])
@@ -255,4 +257,6 @@ class Eviction:
                 found.add((touches[index], position))
             if stage not in stages.births[storage]:
                 found.add((stage, position))
-        return sorted((t, p) for t, p in found if t >= tables.earliest[p])
+        worth = (sum(tables.sizes[s] for s in tables.again_writes[position]) or 1e-9 for _, position in sorted(found))
+        rated = sorted((tables.price[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
+        return [(t, p) for _, t, p in rated if t >= tables.earliest[p] and p not in stages.repeats[t]]

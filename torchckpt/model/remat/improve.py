@@ -19,15 +19,22 @@ def undo(
     A schedule over the budget stays as it is. Never slower; never over the budget, if ``schedule`` is not.
     """
     stages = stages_of(flow, schedule, pinned)
+    bare = Stages(stages.tables)
+    if bare.peak_bytes <= budget_bytes:
+        stages = bare
     if stages.peak_bytes > budget_bytes:
         return schedule
-    prune(stages, budget_bytes)
+    while prune(stages, budget_bytes):
+        pass
     found = stages.schedule()
     return found if len(found) < len(schedule) else schedule
 
 
 def stages_of(flow: Dataflow, schedule: Schedule, pinned: Set[int] = frozenset()) -> Stages:
-    """``schedule`` as stages: the repeats before a first run in the order of the first runs, each once."""
+    """``schedule`` as stages: the repeats before a first run in the order of the first runs, each once.
+
+    A repeat of an operation that writes what is pinned is left out.
+    """
     simulate(flow, schedule)
     order = list(dict.fromkeys(schedule))
     tables = Tables(flow, pinned, order)
@@ -38,7 +45,7 @@ def stages_of(flow: Dataflow, schedule: Schedule, pinned: Set[int] = frozenset()
     for index in schedule:
         if stage < tables.count and position[index] == stage:
             stage, taken = stage + 1, set()
-        elif stage < tables.count and position[index] not in taken:
+        elif stage < tables.count and position[index] not in taken and tables.may_repeat(position[index], stage):
             taken.add(position[index])
             stages.add(stage, position[index])
     return stages

@@ -14,7 +14,7 @@ counted in work, by size, and not in seconds: the same dataflow gets the same sc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from torchckpt.model.remat.dataflow import Dataflow, Schedule
@@ -22,6 +22,7 @@ from torchckpt.model.remat.eviction import Eviction, Taste
 from torchckpt.model.remat.improve import prune, stages_of
 from torchckpt.model.remat.late import late
 from torchckpt.model.remat.memory import Memory, lower_bound_bytes, simulate
+from torchckpt.model.remat.order import hoisted, moved, transplanted
 from torchckpt.model.remat.ruin import Ruin
 from torchckpt.model.remat.select import evenly
 from torchckpt.model.remat.separators import separating_storages
@@ -32,7 +33,7 @@ from torchckpt.model.remat.tables import Tables
 __all__ = ["Solution", "fit", "least", "solution"]
 
 _TASTES = tuple(Taste(size, length) for size in (1.0, 0.5) for length in (0.5, 0.0, 1.0))
-_TINY = 12
+_TINY, _SMALL = 16, 200
 _TINY_STATES = 6000
 _LARGE = 10_000
 """Operations beyond which only the first two tastes are tried, and nothing after them."""
@@ -94,32 +95,38 @@ def _lowest(flow: Dataflow, low: int, best: Solution, pinned: Set[int]) -> Solut
     """Bisect the budgets from ``low`` to the peak of ``best``."""
     while low < best.peak_bytes * 0.995:
         middle = (low + best.peak_bytes) // 2
-        found = _search(flow, middle, pinned)
+        found = _search(flow, middle, pinned, thorough=False)
         if found.peak_bytes < best.peak_bytes:
             best = found
         if found.peak_bytes > middle:
             low = middle + 1
-    return best
+    return min(best, _search(flow, best.peak_bytes, pinned), key=lambda one: (one.peak_bytes, one.seconds))
 
 
-def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
+def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int], thorough: bool = True) -> Solution:
     tables = Tables(flow, pinned)
-    found = list(_candidates(tables, budget_bytes, pinned))
-    best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
-    schedule, cost = best.schedule(), best.cost if best.peak_bytes <= budget_bytes else math.inf
+
+    def key(stages: Stages) -> tuple[int, float]:
+        return max(stages.peak_bytes, budget_bytes), stages.cost
+
+    best = min(_candidates(tables, budget_bytes, pinned, _TASTES if thorough else _TASTES[:2]), key=key)
     if tables.count <= _TINY:
-        shortest = Shortest(tables, budget_bytes, cost, _TINY_STATES).run()
-        return solution(flow, shortest or schedule)
-    if cost < math.inf and tables.count <= _LARGE:
-        ruin = Ruin(best, budget_bytes)
-        ruin.run(_SEARCH_WORK // max(tables.count, 150))
-        schedule = ruin.best
-    return solution(flow, schedule)
+        most = best.cost if best.peak_bytes <= budget_bytes else math.inf
+        shortest = Shortest(tables, budget_bytes, most, _TINY_STATES).run()
+        if shortest or most < math.inf:
+            return solution(flow, shortest or best.schedule())
+    if tables.count <= _LARGE:
+        best = min([best, *_reordered(best, budget_bytes, pinned)], key=key)
+        if thorough and best.peak_bytes <= budget_bytes:
+            return solution(flow, _searched(best, budget_bytes, pinned))
+    return solution(flow, best.schedule())
 
 
-def _candidates(tables: Tables, budget_bytes: int, pinned: Set[int]) -> Iterator[Stages]:
+def _candidates(
+    tables: Tables, budget_bytes: int, pinned: Set[int], tastes: Sequence[Taste] = _TASTES
+) -> Iterator[Stages]:
     flow = tables.flow
-    for taste in _TASTES if tables.count <= _LARGE else _TASTES[:2]:
+    for taste in tastes if tables.count <= _LARGE else tastes[:2]:
         yield _evicted(Stages(tables), budget_bytes, taste)
     if tables.count > _LARGE:
         return
@@ -127,10 +134,47 @@ def _candidates(tables: Tables, budget_bytes: int, pinned: Set[int]) -> Iterator
     counts = {round(math.sqrt(len(separating)) * share) for share in (0.5, 0.7, 1, 1.4, 2, 2.8, 4)} - {0}
     for count in sorted(counts):
         kept = evenly(flow, separating, count) | pinned
-        yield _evicted(stages_of(flow, late(flow, kept), pinned), budget_bytes, _TASTES[0])
+        yield _evicted(stages_of(flow, late(flow, kept), pinned), budget_bytes)
 
 
-def _evicted(stages: Stages, budget_bytes: int, taste: Taste) -> Stages:
+def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[Stages]:
+    """The best so far, and evictions from scratch, in other orders of the first runs."""
+    flow = best.tables.flow
+    for sink in (False, True):
+        order = hoisted(flow, sink)
+        if order != best.tables.order:
+            tables = Tables(flow, pinned, order)
+            yield _evicted(transplanted(best, order, tables), budget_bytes)
+            for taste in _TASTES[:2]:
+                yield _evicted(Stages(tables), budget_bytes, taste)
+
+
+def _searched(best: Stages, budget_bytes: int, pinned: Set[int]) -> Schedule:
+    """Local search, in turns over the repeats and over the order of the first runs."""
+    flow, work = best.tables.flow, _SEARCH_WORK // max(best.tables.count, 150)
+    for turn in range(2):
+        ruin = Ruin(best, budget_bytes, turn)
+        ruin.run(work // 2)
+        best = stages_of(flow, ruin.best, pinned)
+        if best.tables.count <= _SMALL:
+            best = _rearranged(best, budget_bytes, pinned)
+    return best.schedule()
+
+
+def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
+    """One first run earlier or later, where that makes room to do without a repeat."""
+    flow = best.tables.flow
+    for order in moved(flow, best.tables.order):
+        if sorted(order) == sorted(best.tables.order):
+            other = transplanted(best, order, Tables(flow, pinned, order))
+            if other.peak_bytes <= budget_bytes:
+                prune(other, budget_bytes)
+                if other.cost < best.cost:
+                    best = other
+    return best
+
+
+def _evicted(stages: Stages, budget_bytes: int, taste: Taste = _TASTES[0]) -> Stages:
     Eviction(stages, budget_bytes, taste).run()
     prune(stages, max(budget_bytes, stages.peak_bytes))
     return stages

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 __all__ = ["BlockProfile", "Profile", "profile"]
 
+_PLAIN = 2000
+"""Stages from which on blocks are faster."""
+
 
 def profile(values: Sequence[int]) -> Profile:
     """In blocks if there are so many stages that a range of them is long."""
-    return Profile(values) if len(values) < 2000 else BlockProfile(values)
+    return Profile(values) if len(values) < _PLAIN else BlockProfile(values)
 
 
 class Profile:
@@ -83,7 +86,7 @@ class BlockProfile(Profile):
             max(self.values[first:(left + 1) * self.block]) + self.offsets[left],
             max(self.values[right * self.block:end]) + self.offsets[right],
         )
-        return max(*edges, max(self.tops[left + 1:right], default=0))
+        return max(*edges, *self.tops[left + 1:right])
 
     def over(self, first: int, limit: int) -> int:
         block = first // self.block

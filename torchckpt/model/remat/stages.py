@@ -13,6 +13,7 @@ touches by what happens inside of them, which is simulated anew. Nothing else is
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
 from itertools import pairwise
 
 from torchckpt.model.remat.dataflow import Schedule
@@ -101,27 +102,34 @@ class Stages:
         touches = self.touches[storage]
         return touches[bisect_left(touches, stage) - 1]
 
-    def add(self, stage: int, position: int) -> int:
-        """Repeat ``position`` in ``stage``; the first stage whose memory that may change."""
-        insort(self.repeats[stage], position)
-        self.cost += self.tables.price[position]
-        self.log.append((stage, position, True))
-        return self._change(stage, position, 1)
+    def add(self, stage: int, *positions: int) -> int:
+        """Repeat ``positions`` in ``stage``; the first stage whose memory that may change."""
+        return self.change([(stage, position, True) for position in positions])
 
     def remove(self, stage: int, position: int) -> int:
         """Do not."""
-        self.repeats[stage].remove(position)
-        self.cost -= self.tables.price[position]
-        self.log.append((stage, position, False))
-        return self._change(stage, position, -1)
+        return self.change([(stage, position, False)])
+
+    def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
+        """Several at once: each a stage, a position, and whether it is added."""
+        stale: set[int] = set()
+        for change in changes:
+            self.log.append(change)
+            self._change(*change, stale)
+        for stage in stale:
+            inside = self._inside(stage)
+            if inside != self.inside[stage]:
+                self.during.add(stage, stage + 1, inside - self.inside[stage])
+                self.inside[stage] = inside
+        return min(stale)
 
     def back(self, mark: int) -> None:
         """Undo what was logged after ``mark``, a length of :attr:`log`."""
         log = self.log
-        while len(log) > mark:
-            stage, position, added = log[-1]
-            (self.remove if added else self.add)(stage, position)
-            del log[-2:]
+        if len(log) > mark:
+            undone = [(stage, position, not added) for stage, position, added in reversed(log[mark:])]
+            self.change(undone)
+            del log[mark:]
 
     def useless(self, stage: int, position: int) -> bool:
         """Whether nobody reads what this repeat brings back."""
@@ -134,21 +142,19 @@ class Stages:
                 return False
         return True
 
-    def _change(self, stage: int, position: int, sign: int) -> int:
-        tables = self.tables
+    def _change(self, stage: int, position: int, added: bool, stale: set[int]) -> None:
+        tables, sign = self.tables, 1 if added else -1
         self.work += 2
-        stale = {stage}
+        self.cost += sign * tables.price[position]
+        if added:
+            insort(self.repeats[stage], position)
+        else:
+            self.repeats[stage].remove(position)
+        stale.add(stage)
         for storage in tables.again_writes[position]:
             stale.add(self._touch(storage, stage, 0, sign))
         for storage in tables.again_reads[position]:
             stale.add(self._touch(storage, stage, sign, 0))
-        repeats = self.repeats
-        for changed in stale:
-            if repeats[changed] or changed == stage:
-                inside = self._inside(changed)
-                self.during.add(changed, changed + 1, inside - self.inside[changed])
-                self.inside[changed] = inside
-        return min(stale)
 
     def _touch(self, storage: int, stage: int, reads: int, births: int) -> int:
         """Change how ``stage`` touches ``storage``; the stage that touched it before, for what leaves that one."""
@@ -190,6 +196,7 @@ class Stages:
         if not repeats:
             return tables.plain_bytes[stage]
         end = len(repeats)
+        self.work += end // 4
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for step, position in enumerate(repeats):
@@ -211,7 +218,8 @@ class Stages:
         for storage, step in first.items():
             size = tables.sizes[storage]
             changes[step] += size
-            changes[(end if self._stays(storage, stage) else last[storage]) + 1] -= size
+            if not self._stays(storage, stage):
+                changes[last[storage] + 1] -= size
         alive = peak = 0
         for step, position in enumerate(repeats):
             alive += changes[step]

@@ -57,6 +57,9 @@ class Tables:
         self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.again_writes]
         """Of a position, the first stage in which it may repeat: a new value of a buffer lives to the boundary."""
 
+    def may_repeat(self, position: int, stage: int) -> bool:
+        return self.repeatable[position] and stage >= self.earliest[position]
+
     def _tracked(self, storages: Sequence[int]) -> tuple[int, ...]:
         return tuple(s for s in storages if s not in self.untracked)
 
