@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -20,8 +20,11 @@ from torchckpt.graph.emit import emit_one
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.private import storage_of
+from torchckpt.kernel.flags import thread
 
-__all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned"]
+__all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned", "unrecorded"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FORWARD_OUTPUTS = "forward_outputs"
 """The key in a module's ``meta`` of how many of the tensors that it returns are its forward's."""
@@ -105,6 +108,19 @@ def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.Tr
     return derivative.structure
 
 
+def unrecorded(function: F) -> F:
+    """Let autograd record nothing of what ``function`` does; but where a call is traced, it may be differentiated."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        if thread.tracing is not None and not torch.compiler.is_dynamo_compiling():
+            return function(*args)
+        with torch.no_grad():
+            return function(*args)
+
+    return run  # type: ignore[return-value]
+
+
 class _Code(CodeGen):
     """A graph as a function of its inputs that records nothing for autograd.
 
@@ -117,17 +133,24 @@ class _Code(CodeGen):
         self._structure = structure
 
     def gen_fn_def(self, *args: Any, **named: Any) -> str:
-        return f"@torch.no_grad()\n{super().gen_fn_def(*args, **named)}"
+        return f"@unrecorded\n{super().gen_fn_def(*args, **named)}"
 
     def generate_output(self, output_args: Any, **named: Any) -> str:
         if self._structure is None:
             return super().generate_output(output_args, **named)
         count = self._structure.num_leaves
         leaves, gradients = list(output_args[:count]), tuple(output_args[count:])
-        return f"return pytree.tree_unflatten({leaves!r}, outputs_structure), {gradients!r}"
+        return f"return structured({leaves!r}), {gradients!r}"
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        return [("torch", torch), ("pytree", pytree), ("outputs_structure", self._structure)]
+        structure = self._structure
+        if structure is None:
+            return [("unrecorded", unrecorded)]
+
+        def structured(leaves: list[Any]) -> Any:
+            return pytree.tree_unflatten(leaves, structure)
+
+        return [("unrecorded", unrecorded), ("structured", structured)]
 
 
 def _is_plain(structure: pytree.TreeSpec) -> bool:

@@ -64,6 +64,8 @@ class Measure:
         return pytree.tree_map_only(Tensor, self._zeros, value)
 
     def _zeros(self, like: Tensor) -> Tensor:
+        if like.layout != torch.strided:
+            return torch.zeros(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
         key = _kind(like)
         if key not in self._inputs:
             storage = torch.zeros(like.untyped_storage().nbytes(), dtype=torch.uint8, device=like.device)

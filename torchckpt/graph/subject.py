@@ -59,7 +59,7 @@ class Subject:
     def __init__(self, caller: str, function: Callable[..., Any], example: Sequence[Any]) -> None:
         faults = []
         if not callable(function):
-            faults.append(Fault("the first argument is a function or a module", repr(function), f"{caller}(fn, x)"))
+            faults.append(Fault("the first argument is a function or a module", repr(function), f"graph.{caller[:-1]}fn, x)"))
         for place, value in enumerate(example):
             if not isinstance(value, Tensor):
                 works = "lambda x: fn(x, 3), which closes over what is no tensor"
