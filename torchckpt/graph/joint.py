@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -93,14 +93,26 @@ class _Builder:
 
     def flow(self, cost: Cost) -> tuple[Dataflow, dict[int, Again]]:
         agains = {index: again for index, node in enumerate(self.order) if node and (again := again_of(node))}
-        operations = tuple(self._operation(node, cost, agains.get(index)) for index, node in enumerate(self.order))
+        operations = [self._operation(node, cost, agains.get(index)) for index, node in enumerate(self.order)]
+        self._keep_order(operations)
         there = [node for node in self.storages if node.op in ("placeholder", "get_attr")]
         given = self._roots_of(there) - self._roots_of(self.tangents)
         passing = self._roots_of(self.new_values) - given
         lasting = [output for output in self.outputs if output not in self.new_values]
         results = self._roots_of([*lasting, *self.gradients]) - given
         sizes = tuple(self.sizes)
-        return Dataflow(operations, sizes, self.forward, given, results, passing - results), agains
+        return Dataflow(tuple(operations), sizes, self.forward, given, results, passing - results), agains
+
+    def _keep_order(self, operations: list[Operation]) -> None:
+        """Have each operation that runs once read a token of the one before: draws and messages stay in their order."""
+        before: tuple[int, ...] = ()
+        for index, node in enumerate(self.order):
+            if node is not None and runs_once(node):
+                operation, token = operations[index], len(self.sizes)
+                self.sizes.append(0)
+                reads, writes = (*operation.reads, *before), (*operation.writes, token)
+                operations[index] = replace(operation, reads=reads, writes=writes)
+                before = (token,)
 
     def _operation(self, node: fx.Node | None, cost: Cost, again: Again | None) -> Operation:
         if node is None:

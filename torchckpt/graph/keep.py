@@ -79,7 +79,9 @@ def _speed(joint: Joint, values: Values) -> frozenset[int]:
 
 def _memory(joint: Joint, values: Values) -> frozenset[int]:
     """About the square root of the values that separate inputs from outputs; none where there are none."""
-    return every_sqrt(joint.flow, separating_storages(joint.flow))
+    flow = joint.flow
+    tokens = frozenset(storage for storage, size in enumerate(flow.sizes_bytes) if not size)
+    return every_sqrt(flow, separating_storages(flow, tokens))
 
 
 POLICIES: dict[str, Callable[[Joint, Values], frozenset[int]]] = {

@@ -48,7 +48,8 @@ class Values:
     def made(self) -> tuple[int, ...]:
         """Storages that the forward writes, in its order; those that are results anyway are not among them."""
         forward = self._flow.operations[: self._flow.forward]
-        return tuple(s for operation in forward for s in operation.writes if s not in self._flow.results)
+        free = self._tensors - self._flow.results
+        return tuple(storage for operation in forward for storage in operation.writes if storage in free)
 
     @cached_property
     def marks(self) -> dict[str, frozenset[int]]:
@@ -120,8 +121,14 @@ class Values:
                 if storage in found:
                     found[storage][1].append(index)
             for storage in operation.writes:
-                found[storage] = index, []
+                if storage in self._tensors:
+                    found[storage] = index, []
         return found
+
+    @cached_property
+    def _tensors(self) -> frozenset[int]:
+        """Not the tokens by which operations keep their order."""
+        return frozenset[int]().union(*self._joint.storages.values())
 
     def _node(self, storage: int) -> fx.Node:
         return next(node for node in self._roots() if storage in self._joint.storages[node])
