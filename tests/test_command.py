@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchckpt import __main__ as command
 from torchckpt.__main__ import main
+from torchckpt.command import balance
 
 SMALL = ("simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
 TORCHS = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
@@ -358,7 +358,7 @@ def test_help_of_balance_has_examples_that_parse(
     lines = capsys.readouterr().out.split("\n")
     examples = [line.split()[3:] for line in lines if line.startswith("  python -m torchckpt")]
     seen: list[str] = []
-    monkeypatch.setattr(command, "_balance", lambda options: seen.append(options.module))
+    monkeypatch.setattr(balance, "run", lambda options: seen.append(options.module))
     assert [main(example) for example in examples] == [0, 0]
     assert seen == ["my_package.model:gpt", "my_package.model:layers"]
 

@@ -1,0 +1,181 @@
+"""Fit: a plan with which a model trains within a byte budget, and the line that runs it."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchckpt.command.shared import Parser, Unusable, comma_list, is_module, module_at, write
+from torchckpt.errors import CheckpointError
+from torchckpt.model.remat.budget import Budget, check_budget
+
+if TYPE_CHECKING:
+    from torchckpt.graph import Plan
+
+__all__ = ["add", "run"]
+
+_POLICIES = ("speed", "memory", "collection")
+_EXAMPLES = """\
+MODULE:ATTRIBUTE is a function, or a class, without arguments that returns the model and an example of its inputs, a
+tensor or a tuple of them. The call is traced with its derivatives, and nothing of it is run:
+
+  def gpt():
+      return GPT(layers=12), torch.randint(50257, (8, 1024))
+
+the table:
+  kept        what is saved from the forward to the backward
+  dropped     what eager mode saves and this plan does not
+  recomputed  how many operations run again, and what they cost
+  peak        of activations and gradients, above what is there before the step
+
+what to keep, for --keep:
+  speed       outputs of convolutions and products of matrices
+  memory      about the square root of the values that separate inputs from outputs
+  collection  what is marked by graph.mark()
+  NAMES       of modules and marks, with commas between; whole, as patterns (layers.*.mlp), or in part
+
+examples:
+  python -m torchckpt fit my_package.model:gpt
+  python -m torchckpt fit my_package.model:gpt --budget 100MB --svg plan.svg --plan plan.json
+  python -m torchckpt fit my_package.model:gpt --budget 40% --costs profile --explain layers.0.mlp
+  python -m torchckpt fit my_package.model:gpt --keep speed --frontier frontier.svg --json
+"""
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    fit = commands.add_parser(
+        "fit",
+        help="plan a training step within a byte budget",
+        description="Plan a training step within a byte budget: what to save for the backward, what to recompute.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    fit.add_argument("module", metavar="MODULE:ATTRIBUTE", help="what returns the model and an example of its inputs")
+    _add_plan(fit)
+    _add_output(fit)
+
+
+def run(options: argparse.Namespace) -> None:
+    from torchckpt import graph
+
+    model, example = _model_at(options.module)
+    inputs = example if isinstance(example, tuple) else (example,)
+    try:
+        plan = graph.rematerialize(model, *inputs, **_chosen(options)).plan
+        if options.frontier is not None:
+            curve = graph.frontier(model, *inputs, costs=options.costs, rng=options.rng)
+            here = {"this plan": [(plan.peak_bytes, plan.recompute_share)]}
+            write(options.frontier, curve.draw(others=here))
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the user's code
+        raise Unusable(f"{options.module} does not run on its example: {type(error).__name__}: {error}") from error
+    explained = None if options.explain is None else plan.explain(options.explain)
+    _write_files(plan, options)
+    call = ", ".join(["model", "*example" if inputs is example else "example", *_keywords(options)])
+    line = f"graph.rematerialize({call})"
+    if options.json:
+        print(json.dumps({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line}, indent=2))
+        return
+    print("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, line])))
+
+
+def _model_at(place: str) -> tuple[Any, Any]:
+    made = module_at(place)
+    if isinstance(made, tuple) and len(made) == 2 and is_module(made[0]):
+        return made[0], made[1]
+    received = type(made).__name__
+    if isinstance(made, tuple):
+        received = f"({', '.join(type(one).__name__ for one in made)})"
+    raise Unusable(
+        "the attribute is a function that returns a module and an example of its inputs, a tensor or a tuple of them; "
+        f"received: {place}, {received}; works: def gpt(): return model, (tokens, mask)"
+    )
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of :func:`~torchckpt.graph.rematerialize` that are not as they are by default."""
+    given = {"budget": options.budget, "keep": options.keep, "exact": options.exact or None}
+    named = {"costs": (options.costs, "roofline"), "rng": (options.rng, "keep")}
+    changed = {name: value for name, (value, default) in named.items() if value != default}
+    return {**{name: value for name, value in given.items() if value is not None}, **changed}
+
+
+def _keywords(options: argparse.Namespace) -> list[str]:
+    return [f"{name}={json.dumps(value) if name != 'exact' else value}" for name, value in _chosen(options).items()]
+
+
+def _write_files(plan: Plan, options: argparse.Namespace) -> None:
+    if options.plan is not None:
+        write(options.plan, plan.to_json())
+    if options.svg is not None:
+        write(options.svg, plan.draw(title=f"Memory of one training step: {options.module}"))
+
+
+def _numbers(plan: Plan) -> dict[str, Any]:
+    return {
+        "peak_bytes": plan.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "lower_bound_bytes": plan.lower_bound,
+        "eager_peak_bytes": plan.eager_peak_bytes,
+        "recompute_share": plan.recompute_share,
+        "recompute_flops": plan.recompute_flops,
+        "saved": plan.saved,
+        "recomputed": plan.recomputed,
+    }
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--budget",
+        type=_budget,
+        metavar="SIZE",
+        help="of activations and gradients: 100MB, 6GiB; or a share of eager's peak: 40%%, 0.4 (default: none)",
+    )
+    group.add_argument("--keep", type=_keep, metavar="POLICY|NAMES", help="what to save for the backward")
+    group.add_argument(
+        "--costs",
+        choices=("roofline", "profile"),
+        default="roofline",
+        help="count what operations take, or run each kind of them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--rng",
+        choices=("keep", "replay"),
+        default="keep",
+        help="keep what random operations made, or draw it again (default: %(default)s)",
+    )
+    group.add_argument("--exact", action="store_true", help="prove the least time under the budget; for small models")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--explain", metavar="NAME", help="also print what becomes of a module, a mark or an operation")
+    group.add_argument("--plan", type=Path, metavar="FILE", help="write the plan as JSON, for Plan.from_json()")
+    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of the step over its operations")
+    group.add_argument("--frontier", type=Path, metavar="FILE", help="draw what each budget costs, and this plan in it")
+    group.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
+def _budget(text: str) -> Budget:
+    try:
+        budget = _amount(text)
+        check_budget("--budget", budget)
+    except ValueError:
+        rule = "a size such as 100MB or 6GiB, or a share of eager's peak such as 40% or 0.4"
+        raise argparse.ArgumentTypeError(f"{rule}; received: {text}") from None
+    return budget
+
+
+def _amount(text: str) -> Budget:
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    if text[-1:].isalpha():
+        return text
+    return int(text) if text.isdecimal() else float(text)
+
+
+def _keep(text: str) -> str | list[str]:
+    return text if text in _POLICIES else comma_list(text)

@@ -1,0 +1,106 @@
+"""Shared: the parser, the one line that an error is, and the types of arguments."""
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = [
+    "Parser",
+    "Unusable",
+    "amount",
+    "comma_list",
+    "is_module",
+    "line",
+    "module_at",
+    "positive",
+    "shape",
+    "text_of",
+    "write",
+]
+
+_LARGEST = 1e12
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+class Unusable(Exception):
+    """The one line that says why."""
+
+
+def line(error: Exception) -> str:
+    """A message as one line: the rule, what was received, what works."""
+    text = re.sub(r"^\w+\(\): ", "", str(error))
+    return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
+
+
+def module_at(place: str) -> Any:
+    """What ``module:attribute`` names, or what it returns if it is a function or a class."""
+    name, colon, attribute = place.partition(":")
+    if not (name and colon and attribute):
+        raise Unusable(f"the module is module:attribute; received: {place}; works: my_package.model:gpt")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found if is_module(found) else found()
+    except Exception as error:  # of the user's code
+        raise Unusable(f"cannot make {place}: {type(error).__name__}: {error}") from error
+
+
+def is_module(found: Any) -> bool:
+    from torch import nn
+
+    return isinstance(found, nn.Module)
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise Unusable(f"cannot read {path}: it is not text") from None
+    except OSError as error:
+        raise Unusable(f"cannot read {path}: {error.strerror}") from None
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Unusable(f"cannot write {path}: {error.strerror}") from None
+
+
+def comma_list(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def shape(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"whole numbers from 1, such as 8,128; received: {text}")
+    return tuple(map(int, sizes))
+
+
+def amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"a number from 0 to {_LARGEST:g}; received: {text}")
+    return value
+
+
+def positive(text: str) -> float:
+    value = amount(text)
+    if not value:
+        raise argparse.ArgumentTypeError("a number above 0; received: 0")
+    return value

@@ -1,0 +1,144 @@
+"""Simulate: one step of a pipeline schedule on paper, with ways to recompute side by side."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from torchckpt.command.shared import Parser, Unusable, amount, comma_list, positive, text_of, write
+from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.gantt import gantt
+from torchckpt.model.named import NAMES, named_schedule
+from torchckpt.model.report import Report, report
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.svg import svg
+from torchckpt.model.table import from_csv
+from torchckpt.model.trace import trace
+from torchckpt.model.units import number
+
+__all__ = ["add", "run"]
+
+_MOST = 4_000_000
+_EXAMPLES = """\
+times are in any one unit, memory counts in A: all that one micro-batch saves on one stage
+
+columns:
+  overhead   of the step over the one in which nothing is recomputed
+  bound      the least overhead that any placement of these recomputes can have
+  hidden     the share of what recompute at arrival adds that this row does not
+  peak       of the rank that needs most
+
+ways to recompute, for --compare:
+  none                      keep everything
+  arrival                   when the gradient arrives, as torch.utils.checkpoint does
+  ahead, ahead:2            before it arrives, at most 1 (2) micro-batches ahead
+  ahead/last_stage          but keep what the last stage saves; so /last_micro_batch, and /first_backward:
+                            of each stage the micro-batch that goes back first
+
+examples:
+  python -m torchckpt simulate --schedule 1f1b --stages 8 --microbatches 32 --link 0.25
+  python -m torchckpt simulate --schedule 1f1b --stages 2 --microbatches 2 \\
+      --compare none,arrival,ahead/last_stage --gantt
+  python -m torchckpt simulate --schedule zbv --stages 8 --microbatches 8 --svg step.svg --trace step.json
+  python -m torchckpt simulate --csv schedule.csv --json
+"""
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="simulate one step, and compare ways to recompute",
+        description="Simulate one step of a pipeline schedule, and compare ways to recompute.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_schedule(simulate)
+    _add_costs(simulate)
+    _add_output(simulate)
+
+
+def run(options: argparse.Namespace) -> None:
+    schedule = _schedule(options)
+    half = options.backward / 2
+    costs = StageCosts(options.forward, half, half, options.recompute, 1.0, options.boundary)
+    found = report(schedule, costs, Link(options.link), options.compare)
+    _write_pictures(found, options)
+    if options.json:
+        print(json.dumps({**found.as_json(), "costs": _costs(options)}, indent=2))
+        return
+    costed = ", ".join(f"{name} {number(value)}" for name, value in _costs(options).items())
+    counted = f"{found.schedule.stages} stages, {found.schedule.micro_batches} micro-batches"
+    print(f"{found.schedule.name}: {counted}; {costed}\n\n{found.table()}")
+    for row in found.rows if options.gantt else ():
+        print(f"\n{row.name}\n{gantt(row.timeline)}")
+
+
+def _costs(options: argparse.Namespace) -> dict[str, float]:
+    names = ("forward", "backward", "recompute", "link", "boundary")
+    return {name: getattr(options, name) for name in names}
+
+
+def _schedule(options: argparse.Namespace) -> Schedule:
+    counts = {"--stages": options.stages, "--microbatches": options.microbatches}
+    if options.csv is not None:
+        given = [name for name, value in {**counts, "--chunks": options.chunks}.items() if value is not None]
+        if given:
+            raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
+        return from_csv(text_of(options.csv), options.csv.stem)
+    missing = [name for name, value in counts.items() if value is None]
+    if missing:
+        raise Unusable(f"--schedule needs {' and '.join(missing)}")
+    if options.stages * options.microbatches > _MOST:
+        raise Unusable(f"--stages times --microbatches is at most {_MOST}")
+    each = named_schedule(options.schedule, 1, 2, options.chunks).stages  # on one rank
+    if options.stages % each:
+        works = max(each, round(options.stages / each) * each)
+        raise Unusable(
+            f"{options.schedule} has {each} stages on each rank; received: --stages {options.stages}; "
+            f"works: --stages {works}"
+        )
+    return named_schedule(options.schedule, options.stages // each, options.microbatches, options.chunks)
+
+
+def _write_pictures(found: Report, options: argparse.Namespace) -> None:
+    timelines = [row.timeline for row in found.rows]
+    names = [f"{found.schedule.name}: {row.name}" for row in found.rows]
+    if options.svg is not None:
+        write(options.svg, svg(*timelines, names=names, budget_bytes=options.budget))
+    if options.trace is not None:
+        write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedule")
+    which = group.add_mutually_exclusive_group(required=True)
+    which.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(NAMES)}, or torch's name of it")
+    which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
+    group.add_argument("--stages", type=int, metavar="P", help="of the whole pipeline")
+    group.add_argument("--microbatches", type=int, metavar="M", help="of one step")
+    group.add_argument("--chunks", type=int, metavar="N", help="stages per rank, where the schedule leaves that open")
+    group.add_argument(
+        "--compare",
+        type=comma_list,
+        default="none,arrival,ahead",
+        metavar="LIST",
+        help="ways to recompute, a row and a picture each (default: %(default)s)",
+    )
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("costs of one micro-batch on one stage")
+    group.add_argument("--forward", type=positive, default=1.0, metavar="TIME", help="default: 1")
+    group.add_argument("--backward", type=positive, default=2.0, metavar="TIME", help="default: 2; halves are equal")
+    group.add_argument("--recompute", type=amount, default=1.0, metavar="TIME", help="default: 1")
+    group.add_argument("--link", type=amount, default=0.0, metavar="TIME", help="of one message; default: 0")
+    group.add_argument("--boundary", type=amount, default=0.0, metavar="A", help="what recomputing keeps; default: 0")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--gantt", action="store_true", help="also print the steps as text")
+    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps one over the other")
+    group.add_argument("--budget", type=amount, metavar="A", help="draw a line at so much memory")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for https://ui.perfetto.dev")
+    group.add_argument("--json", action="store_true", help="print JSON instead of the table")
