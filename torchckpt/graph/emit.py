@@ -35,7 +35,7 @@ def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModul
         backward.run(schedule[step])
     outputs, gradients = joint.outputs[: joint.forward_outputs], joint.outputs[joint.forward_outputs :]
     made = backward.finish(backward.resolved(gradients), "Backward")
-    return forward.finish([*forward.resolved(outputs), *backward.crossing], "Forward"), made
+    return forward.finish([*forward.resolved(outputs), *backward.crossing.values()], "Forward"), made
 
 
 def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
@@ -49,13 +49,12 @@ def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
 class _Emitter:
     def __init__(self, joint: Joint, inputs: Sequence[fx.Node], before: _Emitter | None = None) -> None:
         self.joint, self.graph, self.before = joint, fx.Graph(), before
-        self.crossing: list[fx.Node] = []  # nodes of the graph before this one, for which it has a placeholder
+        self.crossing: dict[fx.Node, fx.Node] = {}  # by placeholder, the node of the graph before
         self._newest: dict[fx.Node, fx.Node] = {}
         self._views: dict[tuple[fx.Node, ...], fx.Node] = {}
         self._ran: set[int] = set() if before is None else before._ran
         for node in inputs:
             self._newest[node] = self._copy(node, node.args)
-        self._last_crossing: fx.Node | None = None
 
     def run(self, index: int) -> None:
         node = self.joint.nodes[index]
@@ -85,8 +84,15 @@ class _Emitter:
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
+        self._forget_unread()
         self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph, name)
+
+    def _forget_unread(self) -> None:
+        """What only dead code read does not cross: nothing would free it before the end."""
+        for placeholder in [placeholder for placeholder in self.crossing if not placeholder.users]:
+            del self.crossing[placeholder]
+            self.graph.erase_node(placeholder)
 
     def _node(self, node: fx.Node) -> fx.Node:
         if node in self.joint.views:
@@ -104,11 +110,11 @@ class _Emitter:
         before = self.before
         if before is None:
             raise KeyError(node)
-        last = self._last_crossing
+        last = next(reversed(self.crossing), None)
         with self.graph.inserting_before(None) if last is None else self.graph.inserting_after(last):
-            made = self._last_crossing = self.graph.placeholder(f"saved_{node.name}")
+            made = self.graph.placeholder(f"saved_{node.name}")
         made.meta = dict(node.meta)
-        self.crossing.append(before._node(node))
+        self.crossing[made] = before._node(node)
         return made
 
     def _part(self, called: fx.Node, place: int, part: fx.Node) -> fx.Node:
