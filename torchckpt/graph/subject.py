@@ -59,7 +59,8 @@ class Subject:
     def __init__(self, caller: str, function: Callable[..., Any], example: Sequence[Any]) -> None:
         faults = []
         if not callable(function):
-            faults.append(Fault("the first argument is a function or a module", repr(function), f"graph.{caller[:-1]}fn, x)"))
+            works = f"graph.{caller[:-1]}fn, x)"
+            faults.append(Fault("the first argument is a function or a module", repr(function), works))
         for place, value in enumerate(example):
             if not isinstance(value, Tensor):
                 works = "lambda x: fn(x, 3), which closes over what is no tensor"

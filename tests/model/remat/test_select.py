@@ -6,7 +6,7 @@ import pytest
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 from torchckpt.model.remat.late import late
 from torchckpt.model.remat.memory import simulate
-from torchckpt.model.remat.select import evenly, every_sqrt, least_peak
+from torchckpt.model.remat.select import evenly, every_sqrt, falling, least_peak
 from torchckpt.model.remat.separators import separating_storages
 
 MEGABYTE = 1_000_000
@@ -75,6 +75,19 @@ def test_no_separating_value_no_kept_set():
 
 def test_kept_values_stand_evenly():
     assert evenly(tanh_chain(11), list(range(1, 12)), 3) == {3, 5, 8}
+
+
+def test_gaps_fall_towards_the_last_value():
+    assert falling(tanh_chain(10), list(range(1, 11)), 3) == {4, 7, 9}
+
+
+@pytest.mark.parametrize(("values", "even", "any_gaps"), [(30, 12, 10), (100, 21, 17)])
+def test_falling_gaps_need_less_memory_than_even_ones(values, even, any_gaps):
+    flow = tanh_chain(values)
+    separating = separating_storages(flow)
+    peaks = [peak_megabytes(flow, late(flow, evenly(flow, separating, count))) for count in range(1, values)]
+    assert min(peaks) == even
+    assert peak_megabytes(flow, late(flow, every_sqrt(flow, separating))) == any_gaps
 
 
 def test_kept_values_have_as_many_bytes_between_them():

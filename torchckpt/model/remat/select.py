@@ -10,7 +10,7 @@ from torchckpt.model.remat.dataflow import Dataflow
 from torchckpt.model.remat.late import late
 from torchckpt.model.remat.memory import simulate
 
-__all__ = ["evenly", "every_sqrt", "least_peak"]
+__all__ = ["evenly", "every_sqrt", "falling", "least_peak"]
 
 SHARES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 """The counts that are tried, as multiples of the square root: sizes of gradients and workspaces move the best one."""
@@ -20,24 +20,36 @@ def every_sqrt(flow: Dataflow, separating: Sequence[int]) -> frozenset[int]:
     """About sqrt(n) of n separating storages, with as many bytes of the forward between one and the next.
 
     The 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018), after Chen et al. (2016).
-    It takes one count; here several around sqrt(n) are tried, and the one whose schedule needs the least memory is
-    taken. Empty if there is no separating storage.
+    It takes one count, and even gaps; here several around sqrt(n) are tried, and gaps that get shorter from the first
+    to the last: the first to be recomputed is the last one, while all that is kept is alive. The set whose schedule
+    needs the least memory is taken. Empty if there is no separating storage.
 
     Args:
         separating: as :func:`~torchckpt.model.remat.separators.separating_storages` finds them, in their order.
     """
     counts = {max(1, round(math.sqrt(len(separating)) * share)) for share in SHARES}
-    return least_peak(flow, [evenly(flow, separating, count) for count in sorted(counts)])
+    ways = (evenly, falling)
+    return least_peak(flow, [way(flow, separating, count) for count in sorted(counts) for way in ways])
 
 
 def evenly(flow: Dataflow, separating: Sequence[int], count: int) -> frozenset[int]:
     """At most ``count`` of the storages, those that split the bytes of the forward best into ``count + 1`` parts."""
+    return _at(flow, separating, [part / (count + 1) for part in range(1, count + 1)])
+
+
+def falling(flow: Dataflow, separating: Sequence[int], count: int) -> frozenset[int]:
+    """At most ``count`` of the storages; the parts have ``count + 1``, ``count``, ..., 1 shares of the bytes."""
+    ends = [*accumulate(range(count + 1, 0, -1))]
+    return _at(flow, separating, [end / ends[-1] for end in ends[:-1]])
+
+
+def _at(flow: Dataflow, separating: Sequence[int], shares: Iterable[float]) -> frozenset[int]:
+    """The storages nearest to where these shares of the forward's bytes are written."""
     forward = flow.operations[: flow.forward]
     written = [sum(flow.sizes_bytes[storage] for storage in operation.writes) for operation in forward]
     before = list(accumulate(written, initial=0))
     marks = [before[flow.writer[storage] + 1] for storage in separating]
-    targets = [before[-1] * part / (count + 1) for part in range(1, count + 1)]
-    return frozenset(separating[_nearest(marks, target)] for target in targets if marks)
+    return frozenset(separating[_nearest(marks, before[-1] * share)] for share in shares if marks)
 
 
 def least_peak(flow: Dataflow, choices: Iterable[Set[int]]) -> frozenset[int]:
