@@ -17,6 +17,7 @@ from torchckpt.graph.private import (
     BATCH_NORM,
     BATCH_NORM_AGAIN,
     BATCH_NORM_BACKWARD,
+    BATCH_NORM_BY_STATISTICS,
     is_collective,
     is_mutable,
     is_random,
@@ -52,7 +53,7 @@ def again_of(node: fx.Node) -> Again | None:
     """What a repeat of ``node`` runs in its place; None if it runs ``node``, or nothing can take its place."""
     outputs = outputs_of(node)
     if node.target is BATCH_NORM and node.args[5]:
-        return _batch_norm(node, tuple(outputs[place] for place in range(3) if place in outputs))
+        return _batch_norm(node, outputs)
     state = state_of(node)
     if state is not None:
         return _draw(node, state, outputs)
@@ -73,7 +74,37 @@ def outputs_of(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
-def _batch_norm(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
+def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Again:
+    """Where mean and deviation are there, which are small and dear, scale and shift by them; else all but the counting.
+
+    The kernel that scales and shifts in evaluation is that of training, on a CPU: its bits are the same. It is told the
+    deviation as a weight, for it would make another one of a variance.
+    """
+    data, weight, bias, _, _, _, momentum, _ = node.args
+    mean, deviation = outputs.get(1), outputs.get(2)
+    values = [part.meta["val"] for part in (data, weight, bias, mean) if isinstance(part, fx.Node)]
+    if mean is None or deviation is None or 0 not in outputs or not all(map(_is_plain, values)):
+        return _batch_norm_again(node, tuple(outputs[place] for place in range(3) if place in outputs))
+
+    def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
+        one = _like(graph.call_function(torch.ops.aten.ones_like.default, (resolve(deviation),)), deviation)
+        scale = resolve(deviation)
+        if weight is not None:
+            scale = _like(graph.call_function(torch.ops.aten.mul.Tensor, (scale, resolve(weight))), deviation)
+        arguments = (resolve(data), scale, resolve(bias), resolve(mean), one, momentum, 0.0)
+        made = graph.call_function(BATCH_NORM_BY_STATISTICS, arguments)
+        made.meta["val"] = node.meta["val"][:3]
+        return (_like(graph.call_function(operator.getitem, (made, 0)), outputs[0]),)
+
+    reads = (data, weight, bias, mean, deviation)
+    return Again(tuple(value for value in reads if isinstance(value, fx.Node)), (outputs[0],), emit)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+
+
+def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
     data, weight, bias, _, _, training, momentum, eps = node.args
     arguments = (data, weight, bias, training, momentum, eps)
 

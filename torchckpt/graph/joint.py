@@ -119,11 +119,28 @@ class _Builder:
             return Operation(TANGENTS, (), self._reads_of(self.tangents), 0.0, repeatable=False)
         seconds, flops, workspace_bytes = cost(node)
         reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
-        repeat = None if again is None else Operation(
-            node.name, self._reads_of(again.reads), self._reads_of(again.writes), seconds, flops,
-        )
+        repeat = None if again is None else self._repeat(node.name, again, cost)
         once = runs_once(node) and again is None
         return Operation(node.name, reads, writes, seconds, flops, workspace_bytes, not once, repeat)
+
+    def _repeat(self, name: str, again: Again, cost: Cost) -> Operation:
+        """By what it runs, in a graph of its own; intermediate values count as workspace."""
+        graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
+
+        def resolve(argument: Any) -> Any:
+            return fx.node.map_arg(argument, given)
+
+        def given(node: fx.Node) -> fx.Node:
+            if node not in inputs:
+                inputs[node] = graph.placeholder(node.name)
+                inputs[node].meta["val"] = node.meta["val"]
+            return inputs[node]
+
+        again.emit(graph, resolve)
+        made = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+        seconds, flops, workspaces = zip(*map(cost, made))
+        reads, writes = self._reads_of(again.reads), self._reads_of(again.writes)
+        return Operation(name, reads, writes, sum(seconds), sum(flops), max(workspaces))
 
     def _add(self, node: fx.Node) -> None:
         value = node.meta.get("val")

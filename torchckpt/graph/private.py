@@ -22,6 +22,7 @@ __all__ = [
     "BATCH_NORM",
     "BATCH_NORM_AGAIN",
     "BATCH_NORM_BACKWARD",
+    "BATCH_NORM_BY_STATISTICS",
     "COMPILERS",
     "Boxed",
     "Differentiable",
@@ -51,6 +52,7 @@ _OLDEST = (2, 11)
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
 BATCH_NORM_AGAIN: Any = torch.ops.aten._native_batch_norm_legit.no_stats
+BATCH_NORM_BY_STATISTICS: Any = torch.ops.aten._native_batch_norm_legit_no_training.default
 BATCH_NORM_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 
@@ -279,10 +281,10 @@ def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Parti
             return partition(*arguments, **named)
 
         def uuid(self) -> str:
-            return "torchckpt"
+            return "torchckpt 1"
 
         def __reduce__(self) -> tuple[Any, ...]:  # the cache asks for it too; a graph's code does not hang on it
-            return str, ("torchckpt",)
+            return str, (self.uuid(),)
 
     class Choices(InductorChoices):  # type: ignore[misc]
         @staticmethod
@@ -293,7 +295,7 @@ def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Parti
         with V.set_choices_handler(Choices()):
             return compile_fx_inner(*arguments, **named)
 
-    options = {"custom_partitioner_fn": Partitioner(), "layout_optimization": False, "allow_buffer_reuse": False}
+    options = {"custom_partitioner_fn": Partitioner(), "layout_optimization": False, "allow_buffer_reuse": False, "realize_reads_threshold": 0, "realize_cpu_acc_reads_threshold": 0}
     with config.patch(enable_autograd_cache=False):
         return compile_fx(module, inputs, compile_inner, options)
 
