@@ -1,0 +1,95 @@
+"""Functional: a function of tensors as one graph of operators that change nothing, traced on tensors without data.
+
+Beside :mod:`~torchckpt.graph.private` the one module that names what is private to torch.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.traceback import preserve_node_meta
+
+from torchckpt.graph.private import compiling
+
+__all__ = ["Functional", "backward_of", "functional"]
+
+
+class Functional(NamedTuple):
+    """A graph: its placeholders are the function's tensors, its outputs what the function returned, then new values.
+
+    ``mutated`` are the places of the tensors that those are new values of.
+    """
+
+    module: fx.GraphModule
+    mutated: tuple[int, ...]
+
+
+def functional(
+    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool]
+) -> Functional:
+    """Trace ``function`` on tensors like ``tensors``, by the parts that AOTAutograd is made of; nothing is run.
+
+    Unlike AOTAutograd, this leaves derivatives to the function, which may ask autograd for those of any value that it
+    meets. Tensors that the function closes over become constants of the graph, as they are.
+
+    Args:
+        function: of tensors; returns tensors, and None. It is called once.
+        requires_grad: of each tensor, whether it requires a gradient in there.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mutated: list[int] = []
+
+    def run(*fakes: Tensor) -> list[Tensor | None]:
+        outputs, found = _functionally(function, fakes)
+        mutated.extend(found)
+        return [*outputs, *found.values()]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in tensors]
+    for fake, required in zip(fakes, requires_grad):
+        fake.requires_grad_(required)
+    with compiling(), mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
+        with torch.autograd.set_multithreading_enabled(False):
+            module = make_fx(run)(*fakes)
+    copy_fwd_metadata_to_bw_nodes(module)
+    return Functional(module, tuple(mutated))
+
+
+@contextmanager
+def backward_of(outputs: Iterable[Tensor]) -> Iterator[None]:
+    """Operations of the backward of ``outputs`` get the notes of those of the forward that they belong to."""
+    from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+    setup_stacktrace_preservation_hooks([output.grad_fn for output in outputs if output.grad_fn is not None])
+    with set_partitioner_tag_is_backward():
+        yield
+
+
+def _functionally(
+    function: Callable[..., Sequence[Tensor | None]], fakes: Sequence[Tensor]
+) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+    """What ``function`` returns, and the new values of what it mutated, by their places."""
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    torch_: Any = torch
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, FunctionalTensor):
+            return value
+        torch_._sync(value)
+        return torch_._from_functional_tensor(value.elem)
+
+    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with torch._C._ExcludeDispatchKeyGuard(excluded), FunctionalTensorMode():
+        tensors = [FunctionalTensor.to_functional(fake) for fake in fakes]
+        outputs = function(*tensors)
+        changed = [place for place, one in enumerate(tensors) if torch_._functionalize_has_data_mutation(one.elem)]
+        return list(map(plain, outputs)), {place: plain(tensors[place]) for place in changed}
