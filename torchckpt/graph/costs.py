@@ -1,12 +1,12 @@
 """Costs: what an operation takes: counted from its shapes, measured, or given."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchckpt.graph.measure import Measure
 
@@ -14,6 +14,12 @@ __all__ = ["flops_of", "given", "profiled", "roofline"]
 
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 20.0}
 """What a device computes while it moves a byte, in float32; a processor with AVX2, an H100 (its data sheet)."""
+
+_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
+}
+"""What torch does not count though it could: the formula, and of how many inputs' shapes."""
 
 
 def roofline(node: fx.Node) -> tuple[float, int, int]:
@@ -46,6 +52,10 @@ def given(node: fx.Node, seconds: Mapping[str, float]) -> tuple[float, int, int]
 
 def flops_of(node: fx.Node) -> int:
     """Multiplications and additions of products and convolutions, as torch counts them; of others, none."""
+    operator = str(getattr(node.target, "overloadpacket", ""))
+    if operator in _ATTENTION:
+        shapes = [value.meta["val"].shape for value in node.all_input_nodes[: _ATTENTION[operator][1]]]
+        return int(_ATTENTION[operator][0](*shapes))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
