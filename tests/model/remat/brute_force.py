@@ -4,8 +4,7 @@ A state is which operations have run, and which storages are alive. Dropping cos
 as much left alive as fits: of the sets that could be dropped for it, only those are tried of which no storage could
 stay. Seconds of first runs are the same in every schedule; Dijkstra's algorithm counts those of repeats.
 
-Two ways to narrow it down to what an exact solver may be limited to: first runs in the order of the dataflow, with
-repeats between two of them in ascending order; and how often an operation may be repeated.
+Two ways to narrow it down to what a solver is limited to: the order, and how often an operation may be repeated.
 """
 from __future__ import annotations
 
@@ -31,6 +30,7 @@ class Search:
         self.flow, self.budget_bytes = flow, budget_bytes
         self.ordered, self.most_repeats = ordered, most_repeats
         self.forward = frozenset(range(flow.forward))
+        self.held = flow.forward_results - flow.results
         self.of_use: dict[frozenset[int], frozenset[int]] = {}
 
     def run(self) -> tuple[float, list[int]] | None:
@@ -69,11 +69,15 @@ class Search:
         return index in self.forward or self.forward <= state.done
 
     def may_repeat(self, state: State, index: int) -> bool:
-        if self.ordered and index <= state.position:
+        if self.ordered and (index <= state.position or self.copies(state, index)):
             return False
         if self.most_repeats is not None and state.repeated.count(index) >= self.most_repeats:
             return False
         return self.flow.operations[index].repeatable
+
+    def copies(self, state: State, index: int) -> bool:
+        """Whether a repeat of ``index`` would write a result of the forward a second time before the forward ends."""
+        return not self.forward <= state.done and bool(self.held & set(self.flow.operations[index].repeat.writes))
 
     def pinned(self, state: State) -> frozenset[int]:
         """What must stay alive: results; those of the forward, while it runs, unless another copy is newer."""
@@ -104,7 +108,7 @@ class Search:
     def after(self, state: State, alive: frozenset[int], index: int, runs: Operation, again: bool) -> State:
         done, copied = state.done | {index}, state.copied
         if again:
-            copied |= (self.pinned(state) & self.flow.forward_results & set(runs.writes)) - self.flow.results
+            copied |= self.pinned(state) & self.held & set(runs.writes)
         if self.forward <= done:
             copied = frozenset()
         repeated = state.repeated
@@ -146,7 +150,8 @@ def fastest(
     """The seconds of the fastest schedule within the budget, and one that takes them; none if none fits.
 
     Args:
-        ordered: first runs in the order of the dataflow, repeats between two of them in ascending order.
+        ordered: first runs in the order of the dataflow, repeats between two of them in ascending order; and no repeat
+            of an operation in the forward, if it writes results of the forward.
         most_repeats: of one operation.
     """
     return Search(flow, budget_bytes, ordered, most_repeats).run()
