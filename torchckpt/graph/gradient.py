@@ -72,8 +72,9 @@ def gradient(
         made = gradients_of([target], [torch.ones_like(target)], tensors)
         return [_zeros(tensor) if grad is None else grad for tensor, grad in zip(tensors, made)]
 
-    required = {name for name in wanted if is_real({**subject.inputs, **subject.state}.get(str(name)))}
-    derivative = derivative_of(subject, {str(name) for name in required}, marks, ask)
+    given = {**subject.inputs, **subject.state}
+    required = {name for name in given if name in wanted} | (set(subject.inputs) if marks.wanted else set())
+    derivative = derivative_of(subject, {name for name in required if is_real(given[name])}, marks, ask)
     return planned(derivative, chooser)
 
 

@@ -48,22 +48,25 @@ def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
     if isinstance(keep, str):
         return POLICIES[keep](joint, values)
     if callable(keep):
-        return _some(frozenset(s for s in values.made if keep(values.value(s))), "a function that wants none", "keep=lambda value: value.flops > 0")
+        wanted = frozenset(s for s in values.made if keep(values.value(s)))
+        return _some(wanted, "a function that wants none", "keep=lambda value: value.flops > 0")
     return _named(keep, values)
 
 
 def schedule_of(joint: Joint, keep: Keep) -> Schedule:
     """What is dropped is recomputed late: right before its first use in the backward.
 
-    With ``keep=None`` regions alone say what is dropped. Otherwise a repeat is spared where the peak does not need it:
-    of what is alive when the backward starts, say.
+    With ``keep=None`` regions alone say what is dropped, and marks inside them what is not. Otherwise a repeat is
+    spared where the peak does not need it: of what is alive when the backward starts, say.
     """
     flow, values = joint.flow, Values(joint)
     kept = kept_by(keep, joint)
     if keep == "memory" and not kept:
         return least(flow).schedule
-    schedule = late(flow, kept | _marked(values), values.depths, values.levels)
-    return schedule if keep is None else undo(flow, schedule, simulate(flow, schedule).peak_bytes)
+    if keep is None:
+        return late(flow, kept | _marked(values), values.depths, values.levels)
+    schedule = late(flow, kept, values.depths, values.levels)
+    return undo(flow, schedule, simulate(flow, schedule).peak_bytes)
 
 
 def _collection(joint: Joint, values: Values) -> frozenset[int]:

@@ -33,14 +33,13 @@ class Marks(Tracing):
         self.found: dict[str, list[Tensor]] = {}
 
     def mark(self, tensor: Tensor, name: str) -> Tensor:
+        is_leaf = name in self.wanted and is_real(tensor) and not tensor.requires_grad
+        is_outside = type(tensor) in (Tensor, nn.Parameter)  # closed over: it stays as it is
+        if is_leaf and not is_outside:
+            tensor.requires_grad_()
         alias = super().mark(tensor, name)
-        self.found.setdefault(name, []).append(self._required(tensor, alias, name))
+        self.found.setdefault(name, []).append(alias.requires_grad_() if is_leaf and is_outside else tensor)
         return alias
-
-    def _required(self, tensor: Tensor, alias: Tensor, name: str) -> Tensor:
-        if tensor.requires_grad or name not in self.wanted or not is_real(tensor):
-            return tensor
-        return alias.requires_grad_()
 
 
 class Subject:
