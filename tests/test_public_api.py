@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import torchckpt
-from torchckpt import distributed, errors, pipe, testing, typing
+from torchckpt import distributed, errors, graph, pipe, testing, typing
 
 
 def test_names():
@@ -20,6 +20,7 @@ def test_names():
         "checkpoint",
         "checkpoint_module",
         "errors",
+        "graph",
         "is_checkpointing",
         "is_recomputing",
         "testing",
@@ -34,6 +35,8 @@ def test_names():
             errors,
             [
                 "ArgumentError",
+                "BudgetInfeasible",
+                "CaptureError",
                 "CheckpointError",
                 "Fault",
                 "RecomputationError",
@@ -41,6 +44,24 @@ def test_names():
                 "ScheduleError",
                 "TransformError",
                 "raise_faults",
+            ],
+        ),
+        (
+            graph,
+            [
+                "Frontier",
+                "Plan",
+                "backend",
+                "frontier",
+                "gradient",
+                "gradients",
+                "mark",
+                "region",
+                "rematerialize",
+                "separators",
+                "sequential",
+                "simplify",
+                "simulate",
             ],
         ),
         (
@@ -59,13 +80,13 @@ def test_names_of_the_public_modules(module, names):
     assert module.__all__ == names
 
 
-@pytest.mark.parametrize("module", [torchckpt, distributed, errors, pipe, testing, typing])
+@pytest.mark.parametrize("module", [torchckpt, distributed, errors, graph, pipe, testing, typing])
 def test_every_name_is_there(module):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
 def test_modules_are_there_when_they_are_first_asked_for():
-    names = ["distributed", "errors", "kernel", "model", "pipe", "testing", "typing"]
+    names = ["distributed", "errors", "graph", "kernel", "model", "pipe", "testing", "typing"]
     program = (
         "import sys, torchckpt\n"
         f"print([name for name in {names} if 'torchckpt.' + name in sys.modules])\n"

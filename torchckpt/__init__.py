@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchckpt.version import __version__
 
 if TYPE_CHECKING:
-    from torchckpt import errors, testing
+    from torchckpt import errors, graph, testing
     from torchckpt.errors import CheckpointError
     from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
     from torchckpt.pipe import Pipe
@@ -20,12 +20,13 @@ __all__ = [
     "checkpoint",
     "checkpoint_module",
     "errors",
+    "graph",
     "is_checkpointing",
     "is_recomputing",
     "testing",
 ]
 
-_MODULES = ("distributed", "errors", "kernel", "model", "pipe", "testing", "typing")
+_MODULES = ("distributed", "errors", "graph", "kernel", "model", "pipe", "testing", "typing")
 _HOMES = {
     "CheckpointError": "errors",
     "Checkpointing": "kernel",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.backend import Backend
 from torchckpt.graph.capture import Capture
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.keep import Keep
@@ -42,7 +43,8 @@ def rematerialize(
 
     Args:
         model: stays as it is; the result shares its parameters, buffers and mode.
-        example: inputs to plan for, at once. Nothing is run on them. Without an example the first call plans.
+        example: inputs to plan for, at once. Nothing is run on them (by Inductor a forward, which leaves no trace).
+            Without an example the first call plans.
         keep: what to save for the backward. ``"collection"``: what is marked by :func:`mark`. ``"speed"``: outputs of
             convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
             inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
@@ -96,7 +98,7 @@ class Rematerialized(nn.Module):
         super().__init__()
         chooser()  # its arguments are checked at once
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
-        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None)
+        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None, _backend=None)
 
     @property
     def plan(self) -> Plan:
@@ -139,7 +141,7 @@ class Rematerialized(nn.Module):
     def __reduce__(self) -> Any:
         return Rematerialized, (self.original, self._chooser, self._engine)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
         """The call that fits these inputs; None where nothing is differentiated, so that nothing is saved."""
         state = {**dict(self.original.named_parameters()), **dict(self.original.named_buffers())}
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -148,9 +150,16 @@ class Rematerialized(nn.Module):
             return None
         key = (tuple(state), structure, _mode(self.original), *map(_kind, state.values()), *map(_kind, leaves))
         if key not in self._calls:
-            self._calls[key] = _Call(self.original, tuple(state), args, kwargs, self._chooser())
+            self._calls[key] = self._traced(tuple(state), args, kwargs)
         self.__dict__["_latest"] = self._calls[key]
-        return cast(_Call, self._calls[key])
+        return cast(_Call | _Compiled, self._calls[key])
+
+    def _traced(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled:
+        if self._engine == "eager":
+            return _Call(self.original, names, args, kwargs, self._chooser())
+        if self._backend is None:
+            self.__dict__["_backend"] = Backend(self._chooser)
+        return _Compiled(self.original, self._backend, args, kwargs)
 
 
 class _Call:
@@ -179,6 +188,23 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with named_modules(self._model):
             return torch.func.functional_call(self._model, state, args, kwargs)
+
+
+class _Compiled:
+    """The same, compiled by Dynamo and Inductor, which keep it by what it is called with."""
+
+    def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+        with torch.random.fork_rng():
+            self._run(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+        self.plan = backend.plans[-1]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(*args, **kwargs)
 
 
 def _tensor_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
