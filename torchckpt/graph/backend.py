@@ -1,62 +1,202 @@
-"""Backend: the graph level under ``torch.compile``: its compiler's kernels, the graphs of our schedule."""
+"""Backend: the graph level under ``torch.compile``: Dynamo's graph, our schedule, Inductor's kernels.
+
+A compiler that fuses moves work, and so memory: what it inlines into a later kernel keeps its inputs alive until then.
+So a plan is not taken at its word. Inductor is asked, before it makes code, for the peak of the kernels that it has
+decided on; where that is above the plan's, the call is planned again with so much in reserve.
+"""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, CheckpointError, Fault, raise_faults
-from torchckpt.graph.capture import Choose
+from torchckpt.graph.capture import explained
+from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.emit import emit
-from torchckpt.graph.joint import Cost, joint_of
-from torchckpt.graph.private import COMPILERS, break_of, require_supported_torch
+from torchckpt.graph.joint import Joint, joint_of
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.notes import hide_marks, restore_marks
+from torchckpt.graph.private import break_of, by_inductor, by_operator, refreshed, require_supported_torch
+from torchckpt.model.remat.budget import Budget
+from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
+from torchckpt.model.remat.plan import Plan
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Planner", "backend"]
+
+Inner = Literal["inductor", "eager"]
+
+_ATTEMPTS = 8
+"""How often a call is planned again, with more in reserve for what fusion adds."""
+
+
+class Planner(Protocol):
+    """What plans one joint graph, such as a :class:`~torchckpt.graph.choose.Chooser`."""
+
+    plan: Plan
+    replay: bool
+
+    def cost(self, node: fx.Node) -> tuple[float, int, int]: ...
+
+    def __call__(self, joint: Joint) -> Schedule: ...
+
+
+def backend(
+    budget: Budget | None = None,
+    keep: Keep | Plan = None,
+    inner: Inner = "inductor",
+    costs: Costs = "roofline",
+    rng: Literal["keep", "replay"] = "keep",
+    exact: bool = False,
+) -> Backend:
+    """A backend of ``torch.compile`` that holds a byte budget, or keeps what it is told to.
+
+    >>> model = torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)
+    >>> model.backend.plans                 # one of each graph that was compiled
+
+    Args:
+        budget, keep, costs, exact: as :func:`~torchckpt.graph.rematerialize` takes them.
+        inner: ``"inductor"`` compiles the forward and the backward of the schedule: operations are fused, and the last
+            bits may differ; ``"eager"`` runs them as they are, bit-equal to the model.
+        rng: ``"keep"`` or ``"replay"``, with ``inner="eager"``. Inductor keeps seeds, of eight bytes, and draws again.
+
+    Raises:
+        ArgumentError: an argument breaks a rule.
+        CaptureError: at a call: Dynamo has broken the graph, or its sizes are not known.
+        BudgetInfeasible: at a call: no schedule was found within the budget.
+    """
+    return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner)
 
 
 class Backend:
-    """A backend of ``torch.compile``: one graph, one schedule, one budget.
+    """What :func:`backend` returns. ``plans`` are those of the graphs that were compiled, in their order.
 
     Args:
-        choose: the schedule of a joint graph.
-        cost: of an operation.
-        inner: what runs the two graphs of the schedule: ``"inductor"`` compiles them, fused; ``"eager"`` runs them
-            operator by operator, bit-equal to the model.
+        planner: makes what plans a graph.
+        inner: what runs it.
     """
 
-    def __init__(self, choose: Choose, cost: Cost, inner: str = "inductor") -> None:
-        if inner not in COMPILERS:
-            known = " or ".join(f'"{name}"' for name in COMPILERS)
-            raise_faults("backend()", [Fault(f"inner is {known}", repr(inner), 'inner="inductor"')])
+    def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor") -> None:
+        if inner not in ("inductor", "eager"):
+            raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
         require_supported_torch()
+        planner()  # its arguments are checked at once
         self.__name__ = "torchckpt"  # what torch.compile's messages call it
-        self._choose, self._cost, self._compile = choose, cost, COMPILERS[inner]
+        self.plans: list[Plan] = []
+        self._planner, self._inner = planner, inner
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Raise at the first call what compiling raised: Dynamo would wrap it in an error of its own."""
+        planner = self._planner()
         try:
             _refuse_break(module)
             _refuse_symbols(module)
-            return self._compile(module, inputs, self._partition)
+            with explained():
+                make = _compiled if self._inner == "inductor" else _emitted
+                run = make(module, inputs, planner)
         except CheckpointError as error:
             return _raising(error)
+        if hasattr(planner, "plan"):  # where nothing is differentiated, nothing is planned
+            self.plans.append(planner.plan)
+        return run
+
+
+def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+    def partition(
+        module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = joint_of(module, num_fwd_outputs, planner.cost, planner.replay)
+        schedule = planner(joint)
+        return emit(joint, schedule, simulate(joint.flow, schedule).boundary)
+
+    return by_operator(module, inputs, partition)
+
+
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+    reserve_bytes = 0
+    for _ in range(_ATTEMPTS):
+        try:
+            return _Attempt(planner, reserve_bytes).compiled(copy.deepcopy(module), inputs)
+        except _Exceeds as found:
+            reserve_bytes += found.excess_bytes
+    rule = "what Inductor allocates is what is planned, or less"
+    received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
+    raise CaptureError(str(Fault(rule, received, 'a larger budget; or inner="eager"')))
+
+
+class _Exceeds(Exception):
+    """The compiled graphs need so many bytes more than were planned."""
+
+    def __init__(self, excess_bytes: int) -> None:
+        super().__init__(excess_bytes)
+        self.excess_bytes = excess_bytes
+
+
+class _Attempt:
+    """A joint graph, a schedule of it with ``reserve_bytes`` beside each operation, and what its kernels allocate."""
+
+    def __init__(self, planner: Planner, reserve_bytes: int) -> None:
+        self._planner, self._reserve_bytes = planner, reserve_bytes
+
+    def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return by_inductor(module, inputs, self._partition, hide_marks, self._watch, self._workspace_bytes)
 
     def _partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = joint_of(module, num_fwd_outputs, self._cost)
-        schedule = self._choose(joint)
-        return emit(joint, schedule, simulate(joint.flow, schedule).boundary)
+        restore_marks(module.graph)
+        joint = joint_of(refreshed(module), num_fwd_outputs, self._cost)
+        schedule = self._planner(joint)
+        memory = simulate(joint.flow, schedule)
+        self._planned_bytes, self._unseen_bytes = memory.peak_bytes, _unseen_bytes(joint, memory.saved)
+        forward, backward = emit(joint, schedule, memory.boundary)
+        return _plain(forward), _plain(backward)
+
+    def _cost(self, node: fx.Node) -> tuple[float, int, int]:
+        """What is no product and no convolution is fused, most of it, and has no workspace."""
+        seconds, flops, workspace_bytes = self._planner.cost(node)
+        return seconds, flops, self._reserve_bytes + (workspace_bytes if flops else 0)
+
+    def _workspace_bytes(self, node: fx.Node) -> int:
+        return self._planner.cost(node)[2]
+
+    def _watch(self, is_backward: bool, peak_bytes: int) -> None:
+        needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
+        if needed_bytes > self._planned_bytes:
+            raise _Exceeds(needed_bytes - self._planned_bytes)
+
+
+def _unseen_bytes(joint: Joint, saved: Sequence[int]) -> int:
+    """Alive in the backward, though the compiler does not count it: gradients of outputs, outputs that it reads not."""
+    flow = joint.flow
+    writes = [s for operation in flow.operations[: flow.forward] for s in operation.writes]
+    arriving = flow.operations[flow.forward].writes if joint.tangents else ()
+    return sum(flow.sizes_bytes[s] for s in {*arriving, *flow.results.intersection(writes)} - set(saved))
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """As a compiler wants it: a call like any other, nothing in place, inputs of the joint graph by their names."""
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and node.name.startswith("saved_primals"):
+            node.target = node.name = node.name.removeprefix("saved_")
+        elif node.target is torch.ops.aten.mul_.Tensor:
+            node.target = torch.ops.aten.mul.Tensor
+    module.graph.set_codegen(fx.graph.CodeGen())
+    module.recompile()
+    return module
 
 
 def _refuse_break(module: fx.GraphModule) -> None:
     found = break_of(module)
     if found is not None:
         reason, place = found
+        reason = reason.splitlines()[0]
         rule = "a schedule is that of one graph, and a budget too: each part of a graph that breaks would take it whole"
         works = "torch.compile(model, backend=..., fullgraph=True) lists what breaks it; or graph.rematerialize()"
         raise CaptureError(str(Fault(rule, f"a break {place}: {reason}", works)))

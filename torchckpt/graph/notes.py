@@ -16,10 +16,23 @@ from torch.fx.traceback import annotate
 from torchckpt.kernel.flags import thread
 
 __all__ = [
-    "Tracing", "alias", "inside_module", "inside_region", "is_tracing", "mark_of", "marked", "module_of", "regions_of",
+    "Tracing",
+    "alias",
+    "hide_marks",
+    "inside_module",
+    "inside_region",
+    "is_tracing",
+    "mark_of",
+    "marked",
+    "module_of",
+    "regions_of",
+    "restore_marks",
 ]
 
 _MARK, _MODULE, _REGION = "torchckpt_mark", "torchckpt_module", "torchckpt_region:"
+
+_HIDDEN = "torchckpt_hidden_marks"
+_ALIAS = torch.ops.aten.alias.default
 
 _DYNAMO = count()
 """Numbers of regions that Dynamo traces."""
@@ -83,7 +96,7 @@ def inside_region(name: str) -> AbstractContextManager[None]:
     return annotate({f"{_REGION}{name}#{_number()}": True})
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _number() -> str:
     """One that no region of this trace has; Dynamo calls for it while it traces."""
     tracing = thread.tracing
@@ -92,6 +105,25 @@ def _number() -> str:
 
 def mark_of(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get(_MARK)
+
+
+def hide_marks(graph: fx.Graph) -> None:
+    """Note marks on what they are aliases of: a compiler takes aliases out of its graphs."""
+    for node in graph.find_nodes(op="call_function", target=_ALIAS):
+        name, source = mark_of(node), node.all_input_nodes[0]
+        if name is not None:
+            notes = source.meta.get("custom") or {}
+            source.meta["custom"] = {**notes, _HIDDEN: (*notes.get(_HIDDEN, ()), name)}
+
+
+def restore_marks(graph: fx.Graph) -> None:
+    """Put the aliases of :func:`hide_marks` back."""
+    for source in list(graph.nodes):
+        for name in (source.meta.get("custom") or {}).get(_HIDDEN, ()):
+            with graph.inserting_after(source):
+                alias = graph.call_function(_ALIAS, (source,))
+            alias.meta = {"val": source.meta["val"], "custom": {_MARK: name}}
+            source.replace_all_uses_with(alias, lambda user, alias=alias: user is not alias)
 
 
 def module_of(node: fx.Node) -> str:

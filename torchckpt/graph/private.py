@@ -5,15 +5,14 @@ and a backward: that function is where this package comes in. Dynamo's backends 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.graph import CodeGen
-from torch.fx.traceback import preserve_node_meta
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CaptureError, Fault
@@ -23,22 +22,21 @@ __all__ = [
     "BATCH_NORM_AGAIN",
     "BATCH_NORM_BACKWARD",
     "BATCH_NORM_BY_STATISTICS",
-    "COMPILERS",
     "Boxed",
     "Differentiable",
-    "Functional",
     "Partition",
     "allocations",
     "backward_node",
-    "backward_of",
     "break_of",
+    "by_inductor",
+    "by_operator",
     "compiling",
-    "functional",
     "is_collective",
     "is_data_dependent",
     "is_mutable",
     "is_random",
     "mutated_inputs",
+    "refreshed",
     "require_supported_torch",
     "storage_of",
     "tangent_places",
@@ -248,7 +246,7 @@ def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
     return str(reason.reason), f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""
 
 
-def _by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
     """What runs a graph of Dynamo's by the two that ``partition`` makes of its joint graph, as they are."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -263,128 +261,84 @@ def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
     return _marked_boxed(lambda arguments: forward(arguments))
 
 
-def _by_inductor(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+def refreshed(module: fx.GraphModule) -> fx.GraphModule:
+    """With the fake tensors that its nodes make now: passes that take views and copies out leave those of before."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    mode = next(value.fake_mode for value in values if isinstance(value, Tensor))  # type: ignore[attr-defined]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)
+    return module
+
+
+def by_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    before: Callable[[fx.Graph], None],
+    watch: Callable[[bool, int], None],
+    workspace_bytes: Callable[[fx.Node], int],
+) -> Callable[..., Any]:
     """The same, with both compiled, after all that Inductor does to a joint graph.
 
-    Its cache of whole calls would skip ``partition``; that of single graphs is used. So that a schedule's bytes hold:
-    no buffer waits for one of its size to reuse it, none is copied to another layout, and no kernel takes up work from
-    beyond an operator that is not fused.
-    """
-    from torch._functorch import config
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-    from torch._inductor.virtualized import V
-
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, *arguments: Any, **named: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return partition(*arguments, **named)
-
-        def uuid(self) -> str:
-            return "torchckpt 1"
-
-        def __reduce__(self) -> tuple[Any, ...]:  # the cache asks for it too; a graph's code does not hang on it
-            return str, (self.uuid(),)
-
-    class Choices(InductorChoices):  # type: ignore[misc]
-        @staticmethod
-        def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
-            return InductorChoices.can_fuse(scheduler, one, other, shared) and not _is_between(scheduler, one, other)
-
-    def compile_inner(*arguments: Any, **named: Any) -> Any:
-        with V.set_choices_handler(Choices()):
-            return compile_fx_inner(*arguments, **named)
-
-    options = {"custom_partitioner_fn": Partitioner(), "layout_optimization": False, "allow_buffer_reuse": False, "realize_reads_threshold": 0, "realize_cpu_acc_reads_threshold": 0}
-    with config.patch(enable_autograd_cache=False):
-        return compile_fx(module, inputs, compile_inner, options)
-
-
-def _is_between(scheduler: Any, one: Any, other: Any) -> bool:
-    """Whether an operator that is not fused stands between two that might be."""
-    first, last = sorted((one, other), key=lambda node: node.min_order)
-    return any(node.is_extern() and first.max_order < node.min_order < last.min_order for node in scheduler.nodes)
-
-
-COMPILERS: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _by_inductor, "eager": _by_operator}
-
-
-# a functional graph ---------------------------------------------------------------------------------------------------
-
-
-class Functional(NamedTuple):
-    """A graph: its placeholders are the function's tensors, its outputs what the function returned, then new values.
-
-    ``mutated`` are the places of the tensors that those are new values of.
-    """
-
-    module: fx.GraphModule
-    mutated: tuple[int, ...]
-
-
-def functional(
-    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool]
-) -> Functional:
-    """Trace ``function`` on tensors like ``tensors``, by the parts that AOTAutograd is made of; nothing is run.
-
-    Unlike AOTAutograd, this leaves derivatives to the function, which may ask autograd for those of any value that it
-    meets. Tensors that the function closes over become constants of the graph, as they are.
+    Its caches of graphs would skip ``partition`` and ``watch``; that of compiled kernels is used. So that bytes can be
+    told beforehand no buffer waits for another of its size to reuse it, and none is copied to another layout.
 
     Args:
-        function: of tensors; returns tensors, and None. It is called once.
-        requires_grad: of each tensor, whether it requires a gradient in there.
+        before: called with the joint graph before anything is done to it.
+        watch: called with whether a graph is the backward, and the bytes at its peak.
+        workspace_bytes: of an operator that is not fused.
+
+    What these raise comes out as it is.
     """
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, CustomSchedulerPass
 
-    mutated: list[int] = []
+    raised: list[Exception] = []
 
-    def run(*fakes: Tensor) -> list[Tensor | None]:
-        outputs, found = _functionally(function, fakes)
-        mutated.extend(found)
-        return [*outputs, *found.values()]
+    def hook(kind: Any, function: Callable[..., Any]) -> Any:
+        """A pass that does what ``function`` does; it has no name by which a cache could know it."""
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor.detach()) for tensor in tensors]
-    for fake, required in zip(fakes, requires_grad):
-        fake.requires_grad_(required)
-    with compiling(), mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
-        with torch.autograd.set_multithreading_enabled(False):
-            module = make_fx(run)(*fakes)
-    copy_fwd_metadata_to_bw_nodes(module)
-    return Functional(module, tuple(mutated))
+        def call(self: object, *arguments: Any, **named: Any) -> Any:
+            try:
+                return function(*arguments, **named)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        return type("Hook", (kind,), {"__call__": call, "uuid": lambda self: None})()
+
+    def watched(nodes: list[Any]) -> list[Any]:
+        watch(*_peak_bytes(nodes, workspace_bytes))
+        return nodes
+
+    options = {
+        "custom_partitioner_fn": hook(CustomPartitionerFn, partition),
+        "joint_custom_pre_pass": hook(CustomGraphPass, before),
+        "_post_fusion_custom_pass": hook(CustomSchedulerPass, watched),
+        "fx_graph_cache": False,
+        "allow_buffer_reuse": False,
+        "layout_optimization": False,
+        "reorder_for_peak_memory": False,
+    }
+    with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+        try:
+            return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options))
+        except Exception as error:
+            raise (raised or [error])[0] from None
 
 
-@contextmanager
-def backward_of(outputs: Iterable[Tensor]) -> Iterator[None]:
-    """Operations of the backward of ``outputs`` get the notes of those of the forward that they belong to."""
-    from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
-    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> tuple[bool, int]:
+    """Whether the kernels in ``nodes`` are those of a backward, and the bytes that are alive at their peak."""
+    from torch._inductor.memory import estimate_peak_memory_allocfree, prepare_planning_info
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
 
-    setup_stacktrace_preservation_hooks([output.grad_fn for output in outputs if output.grad_fn is not None])
-    with set_partitioner_tag_is_backward():
-        yield
-
-
-def _functionally(
-    function: Callable[..., Sequence[Tensor | None]], fakes: Sequence[Tensor]
-) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-    """What ``function`` returns, and the new values of what it mutated, by their places."""
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
-    torch_: Any = torch
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, FunctionalTensor):
-            return value
-        torch_._sync(value)
-        return torch_._from_functional_tensor(value.elem)
-
-    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-    with torch._C._ExcludeDispatchKeyGuard(excluded), FunctionalTensorMode():
-        tensors = [FunctionalTensor.to_functional(fake) for fake in fakes]
-        outputs = function(*tensors)
-        changed = [place for place, one in enumerate(tensors) if torch_._functionalize_has_data_mutation(one.elem)]
-        return list(map(plain, outputs)), {place: plain(tensors[place]) for place in changed}
+    scheduler, graph = nodes[0].scheduler, V.graph
+    inputs, outputs = OrderedSet(graph.graph_inputs), OrderedSet(graph.get_output_names())
+    _, freeable = prepare_planning_info(nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs)
+    _, alive, *_ = estimate_peak_memory_allocfree(nodes, freeable, outputs)
+    origins = [node.node.get_origins() if node.is_extern() else () for node in nodes]  # the operator's comes last
+    beside = [workspace_bytes(max(those)) if those else 0 for those in origins]
+    return bool(graph.is_backward), max(during + more for (during, _), more in zip(alive, beside))
