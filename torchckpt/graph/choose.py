@@ -16,7 +16,7 @@ from torchckpt.model.remat.budget import Budget, budget_bytes, check_budget, wri
 from torchckpt.model.remat.dataflow import Dataflow, Schedule
 from torchckpt.model.remat.memory import simulate
 from torchckpt.model.remat.plan import Plan
-from torchckpt.model.remat.planner import fit, least
+from torchckpt.model.remat.planner import fit
 
 __all__ = ["Chooser", "Costs"]
 
@@ -60,12 +60,12 @@ class Chooser:
     def __call__(self, joint: Joint) -> Schedule:
         self._measure.forget_inputs()
         flow, values = joint.flow, Values(joint)
-        eager_peak_bytes = simulate(flow, flow.eager).peak_bytes
+        eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
         budget = None if self._budget is None else budget_bytes(self._budget, eager_peak_bytes)
         schedule = tuple(self._schedule(joint, budget))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)
-        if budget is not None and self.plan.peak_bytes > budget:
+        if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
             self._refuse(budget)
         return schedule
 
@@ -78,9 +78,7 @@ class Chooser:
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
         room = budget - _RESERVED_BYTES
         found = fit(flow, room, pinned)
-        if found.peak_bytes > room:
-            return least(flow, pinned).schedule
-        if not self._exact:
+        if found.peak_bytes > room or not self._exact:
             return found.schedule
         from torchckpt.model.remat.exact import optimum
 

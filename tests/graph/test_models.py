@@ -1,0 +1,217 @@
+"""Whole models, small: as in eager to the bit, with the bytes that the plan says, within the budget that was given."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graph.eager import assert_same, measured_peak, step
+from tests.models import MODELS
+from torchckpt import graph
+from torchckpt.errors import ArgumentError, BudgetInfeasible
+from torchckpt.model.remat import planner
+
+SIZES = {
+    "gpt2_hf": {"layers": 1, "length": 16, "batch": 4},
+    "gpt6": {"layers": 2, "length": 24, "batch": 4},
+    "gpt6_without_dropout": {"layers": 2, "length": 24, "batch": 4},
+    "llama_hf": {"layers": 1, "length": 16, "batch": 4},
+    "lstm50": {"steps": 4, "batch": 16},
+    "mlp24": {"layers": 10, "batch": 64},
+    "moe": {"tokens": 48},
+    "nested_outputs": {"batch": 64},
+    "resnet20": {"depth": 14, "batch": 8},
+    "sparse_embedding": {"batch": 64},
+    "tanh_chain": {"nodes": 30, "elements": 1000},
+    "tanh_chain_residual": {"nodes": 30, "elements": 1000},
+    "unet": {"side": 16, "batch": 4, "levels": 1},
+}
+"""Activations take more than weights do, and a step has tens of operations."""
+
+NAMES = {
+    "gpt2_hf": ["attn", "mlp"],
+    "gpt6": ["model.blocks.*.attend"],
+    "gpt6_without_dropout": ["model.blocks.1", "model.head"],
+    "llama_hf": ["mlp"],
+    "lstm50": ["model.cell"],
+    "mlp24": ["model.3", "model.7", "model.11", "model.15"],
+    "moe": ["model.layers.*.router"],
+    "nested_outputs": ["model.body"],
+    "resnet20": ["*.body.3"],
+    "sparse_embedding": ["model.4"],
+    "unet": ["model.down.0", "model.bottom"],
+}
+"""Without the chains, which have no modules."""
+
+SHARES = {
+    "gpt2_hf": (0.75, 0.6),
+    "gpt6": (0.9, 0.75, 0.6, 0.5),
+    "gpt6_without_dropout": (0.6,),
+    "llama_hf": (0.75, 0.6),
+    "lstm50": (0.9, 0.75),
+    "mlp24": (0.9, 0.75, 0.6, 0.5),
+    "moe": (0.75,),
+    "resnet20": (0.9,),
+    "tanh_chain": (0.9, 0.75, 0.6, 0.5, 0.4, 0.25),
+    "tanh_chain_residual": (0.6, 0.4, 0.25),
+    "unet": (0.9, 0.75, 0.6),
+}
+"""Shares of eager's peak that are enough. Two models have none: what their steps cannot do without is almost all."""
+
+LARGE = {"gpt24", "resnet110", "resnet200"}
+
+TWO_SCALARS_BYTES = 16
+"""The loss and its gradient are alive beside a step."""
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss: all that a step allocates is then in the traced graph."""
+
+    def __init__(self, case) -> None:
+        super().__init__()
+        self.model, self.loss = case.model, case.loss
+
+    def forward(self, *inputs):
+        return self.loss(self.model(*inputs))
+
+
+def build(name):
+    if name.endswith("_hf"):
+        pytest.importorskip("transformers")
+    return MODELS[name](**SIZES.get(name, {}))
+
+
+def itself(loss):
+    return loss
+
+
+def checked(case, **options):
+    """The plan of the step with its loss, once outputs, gradients, buffers, random numbers and bytes were compared."""
+    model, inputs = WithLoss(case), case.inputs
+    expected = step(model, inputs, itself)
+    rematerialized = graph.rematerialize(model, *inputs, **options)
+    assert_same(step(model, inputs, itself, call=rematerialized), expected)
+    inputs = case.make_inputs(0)
+    measured = measured_peak(lambda: rematerialized(*inputs).backward())
+    plan = rematerialized.plan
+    assert abs(measured - plan.peak_bytes) <= max(TWO_SCALARS_BYTES, plan.peak_bytes // 1000)
+    assert plan.budget_bytes is None or measured <= plan.budget_bytes
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def quick_planner(monkeypatch):
+    """Any schedule will do."""
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 1, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A convolution has a workspace for each thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_model_is_here():
+    assert {*SIZES, *LARGE} == set(MODELS)
+
+
+# the same to the bit, and to the byte ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_all_is_kept_by_default(name):
+    plan = checked(build(name))
+    assert plan.recomputed == ()
+    assert plan.peak_bytes == plan.eager_peak_bytes
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_loss_outside_of_the_model(name):
+    """The outputs too are those of eager, nested as they are, each with a gradient or without."""
+    case = build(name)
+    rematerialized = graph.rematerialize(case.model, *case.inputs, keep=None if "tanh" in name else "speed")
+    expected = step(case.model, case.inputs, case.loss)
+    assert_same(step(case.model, case.inputs, case.loss, call=rematerialized), expected)
+
+
+@pytest.mark.parametrize("name", sorted({*SIZES} - {"tanh_chain", "tanh_chain_residual"}))
+def test_speed(name):
+    plan = checked(build(name), keep="speed")
+    assert plan.recompute_flops == 0
+    assert plan.peak_bytes <= plan.eager_peak_bytes
+
+
+def test_speed_needs_a_product():
+    with pytest.raises(ArgumentError, match=r'(?s)one value at least.*keep="speed", but there is no convolution'):
+        checked(build("tanh_chain"), keep="speed")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_memory(name):
+    checked(build(name), keep="memory")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name):
+    plan = checked(build(name), keep=NAMES[name])
+    assert plan.peak_bytes <= plan.eager_peak_bytes
+
+
+@pytest.mark.parametrize(("name", "share"), [(name, share) for name, shares in SHARES.items() for share in shares])
+def test_budget(name, share):
+    plan = checked(build(name), budget=share)
+    assert math.floor(share * plan.eager_peak_bytes) <= plan.budget_bytes < share * (plan.eager_peak_bytes + 100)
+    assert plan.recomputed
+
+
+@pytest.mark.parametrize("name", ["gpt6", "unet"])
+def test_budget_in_bytes(name):
+    eager_peak_bytes = graph.rematerialize(WithLoss(case := build(name)), *case.inputs).plan.eager_peak_bytes
+    plan = checked(case, budget=eager_peak_bytes * 3 // 4)
+    assert plan.budget_bytes == eager_peak_bytes * 3 // 4
+
+
+@pytest.mark.parametrize("name", ["gpt6", "mlp24", "unet"])
+def test_names_within_a_budget(name):
+    plan = checked(build(name), keep=NAMES[name], budget=0.9)
+    kept = {plan.flow.writer[storage] for match in NAMES[name] for storage in plan.names.get(match, ())}
+    assert not kept & set(plan.schedule[len(plan.flow.operations):])
+
+
+# what cannot be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp24", "nested_outputs", "sparse_embedding", "unet"])
+def test_budget_that_is_too_small_has_the_least_that_is_not(name):
+    """The error has the least bytes found and a plan of them; with the bytes it asks for, there is one."""
+    case = build(name)
+    with pytest.raises(BudgetInfeasible, match=r"works:    budget=") as caught:
+        graph.rematerialize(WithLoss(case), *case.inputs, budget=0.1)
+    least = caught.value
+    assert least.least_bytes == least.plan.peak_bytes
+    assert least.plan.lower_bound <= least.least_bytes <= least.plan.eager_peak_bytes
+    assert least.plan.budget_bytes < least.least_bytes
+    plan = checked(case, budget=least.least_bytes + 64)
+    assert plan.peak_bytes <= least.least_bytes
+
+
+def test_plan_of_the_error_runs():
+    case = build("unet")
+    with pytest.raises(BudgetInfeasible) as caught:
+        graph.rematerialize(WithLoss(case), *case.inputs, budget=0.3)
+    plan = checked(case, keep=caught.value.plan)
+    assert plan.schedule == caught.value.plan.schedule
+
+
+# large ones -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(LARGE))
+def test_memory_of_a_deep_model(name):
+    plan = checked(build(name), keep="memory")
+    assert plan.peak_bytes < 0.6 * plan.eager_peak_bytes
