@@ -30,8 +30,8 @@ def backward(module: fx.GraphModule) -> list[str]:
     """What runs after the forward, by operators; of what ran before, ``>`` and the name that it had then."""
     _, rest = _parted(module)
     first = _firsts(module)
-    named = (_short(node) if first[node] is node else f">{first[node].name}" for node in rest)
-    return [name for name in named if name not in VIEWS]
+    ran = [node for node in rest if _short(node) not in VIEWS]
+    return [_short(node) if first[node] is node else f">{first[node].name}" for node in ran]
 
 
 def repeats(module: fx.GraphModule) -> list[str]:

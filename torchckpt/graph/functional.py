@@ -5,13 +5,14 @@ Beside :mod:`~torchckpt.graph.private` the one module that names what is private
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.fx.traceback import preserve_node_meta
 
+from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private import compiling
 
 __all__ = ["Functional", "backward_of", "functional"]
@@ -88,8 +89,29 @@ def _functionally(
         return torch_._from_functional_tensor(value.elem)
 
     excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-    with torch._C._ExcludeDispatchKeyGuard(excluded), FunctionalTensorMode():
+    with torch._C._ExcludeDispatchKeyGuard(excluded), FunctionalTensorMode(), _refusing_to_write_outside():
         tensors = [FunctionalTensor.to_functional(fake) for fake in fakes]
         outputs = function(*tensors)
         changed = [place for place, one in enumerate(tensors) if torch_._functionalize_has_data_mutation(one.elem)]
         return list(map(plain, outputs)), {place: plain(tensors[place]) for place in changed}
+
+
+def _refusing_to_write_outside() -> AbstractContextManager[Any]:
+    """Raise where a tensor that is none of the trace would be written to: it would be, now."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if target._schema.is_mutable:
+                given = {**dict(zip((one.name for one in target._schema.arguments), args)), **(kwargs or {})}
+                written = [given.get(one.name) for one in target._schema.arguments if one.is_write]
+                if any(isinstance(one, Tensor) and not isinstance(one, FunctionalTensor) for one in written):
+                    raise CaptureError(str(Fault(
+                        "a function leaves what it closes over as it is; a module may change its own buffers",
+                        f"{target} on a tensor that the function closes over",
+                        "the module itself, in place of a function around it",
+                    )))
+            return target(*args, **(kwargs or {}))
+
+    return Refusing()  # type: ignore[no-untyped-call]
