@@ -103,7 +103,8 @@ def _returning(graph: fx.Graph, returned: Iterable[fx.Node]) -> fx.Graph:
 
 
 def _require_values(caller: str, gm: fx.GraphModule) -> None:
-    bare = [node.name for node in gm.graph.nodes if node.op == "call_function" and node.users and "val" not in node.meta]
+    called = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    bare = [node.name for node in called if node.users and "val" not in node.meta]
     if bare:
         works = "make_fx(function, tracing_mode='fake')(*inputs)"
         raise_faults(caller, [Fault("meta['val'] of each node says what it makes", f"none of {bare[0]}", works)])
