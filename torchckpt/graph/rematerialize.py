@@ -169,7 +169,8 @@ class _Call:
         self, model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], chooser: Chooser
     ) -> None:
         self._model, self._names = model, names
-        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
         data = {len(names) + place: name for place, name in enumerate(_tensor_names(args, kwargs))}
         tensors = self._tensors(args, kwargs)
         self._capture = Capture(self._function, tensors, data, chooser.cost, chooser, chooser.replay)
@@ -184,7 +185,7 @@ class _Call:
 
     def _function(self, *tensors: Tensor) -> Any:
         state, data = dict(zip(self._names, tensors)), iter(tensors[len(self._names) :])
-        leaves = [next(data) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with named_modules(self._model):
             return torch.func.functional_call(self._model, state, args, kwargs)
@@ -211,7 +212,7 @@ def _tensor_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str
     """Of each tensor among the arguments, how to write it: ``args[0]``, ``kwargs['mask']``."""
     for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
         if isinstance(leaf, Tensor):
-            yield pytree.keystr(path).removeprefix("['args']").removeprefix("['kwargs']")
+            yield pytree.keystr(path).replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1)
 
 
 def _mode(model: nn.Module) -> Hashable:
@@ -223,5 +224,7 @@ def _mode(model: nn.Module) -> Hashable:
 
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf if isinstance(leaf, Hashable) else repr(leaf)
+        lies = leaf.stride() if leaf.layout == torch.strided else leaf.layout
+        return type(leaf), tuple(leaf.shape), lies, leaf.dtype, leaf.device, leaf.requires_grad
+    # 1, 1.0 and True are equal, and not the same; a nan is not even equal to itself.
+    return type(leaf), leaf if isinstance(leaf, Hashable) and not isinstance(leaf, float) else repr(leaf)
