@@ -249,6 +249,7 @@ def test_private_names_of_torch_are_imported_in_one_place():
     assert found.pop("kernel.private")
     assert found.pop("distributed.private")
     assert found.pop("graph.private")
+    assert found.pop("graph.functional")
     assert {module: names for module, names in found.items() if names} == {}
 
 
