@@ -1,0 +1,66 @@
+"""The ResNet of the examples trains within its budget as it does without one."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, str(ROOT / "examples/fit_resnet.py"), "--depth", "20", "--batch", "4", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def printed():
+    done = run("--steps", "3", "--budget", "3.5MB")
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def cells(printed, row):
+    line = next(line for line in printed.splitlines() if line.startswith(row))
+    return line.removeprefix(row).split()
+
+
+def test_its_losses_are_equal(printed):
+    eager, fitted = cells(printed, "loss, step 3")
+    assert eager == fitted
+    assert re.fullmatch(r"\d\.\d{8}", eager)
+
+
+def test_losses_parameters_and_running_statistics_are_equal_to_the_bit(printed):
+    assert cells(printed, "all bit-equal") == ["yes", "3", "losses,", "59", "parameters,", "57", "running", "statistics"]
+
+
+def test_it_needs_what_the_plan_says_and_that_is_within_the_budget(printed):
+    measured, planned = (
+        [int(cell.replace(",", "")) for cell in cells(printed, row)[:2]] for row in ("peak, bytes", "as planned")
+    )
+    assert measured == pytest.approx(planned, rel=1e-4)
+    eager, fitted = measured
+    assert fitted <= 3_500_000 < eager
+
+
+def test_it_tells_how_long_a_step_takes(printed):
+    assert re.fullmatch(r"[\d.]+ [\d.]+ x [\d.]+ \([\d.]+ to [\d.]+\)", " ".join(cells(printed, "step, s")))
+
+
+def test_a_budget_that_is_too_small_is_answered_by_one_that_is_not():
+    done = run("--budget", "1MB")
+    assert done.returncode == 1
+    assert re.search(r'works: +budget="2\.\d+MB" or more', done.stderr)
+
+
+def test_a_depth_that_no_such_network_has():
+    done = run("--depth", "21")
+    assert done.returncode == 2
+    assert "--depth is 6n + 2, such as 20, 56 or 110; received: 21" in done.stderr
