@@ -22,7 +22,14 @@ from torchckpt.graph.emit import emit
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.notes import hide_marks, restore_marks
-from torchckpt.graph.private import break_of, by_inductor, by_operator, refreshed, require_supported_torch
+from torchckpt.graph.private import (
+    break_of,
+    by_inductor,
+    by_operator,
+    outer_frame,
+    refreshed,
+    require_supported_torch,
+)
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
@@ -193,13 +200,16 @@ def _plain(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _refuse_break(module: fx.GraphModule) -> None:
-    found = break_of(module)
+    found, outside = break_of(module), outer_frame()
     if found is not None:
-        reason, place = found
-        reason = reason.splitlines()[0]
-        rule = "a schedule is that of one graph, and a budget too: each part of a graph that breaks would take it whole"
-        works = "torch.compile(model, backend=..., fullgraph=True) lists what breaks it; or graph.rematerialize()"
-        raise CaptureError(str(Fault(rule, f"a break {place}: {reason}", works)))
+        received = f"a break {found[1]}: {found[0].splitlines()[0]}"
+    elif outside is not None:
+        received = f"a function by itself, called {outside}"
+    else:
+        return
+    rule = "a schedule is that of one graph, and a budget too: each part of a graph that breaks would take it whole"
+    works = "torch.compile(model, backend=..., fullgraph=True), which says what breaks it; or graph.rematerialize()"
+    raise CaptureError(str(Fault(rule, received, works)))
 
 
 def _refuse_symbols(module: fx.GraphModule) -> None:

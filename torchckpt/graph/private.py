@@ -5,6 +5,9 @@ and a backward: that function is where this package comes in. Dynamo's backends 
 """
 from __future__ import annotations
 
+import linecache
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -36,6 +39,7 @@ __all__ = [
     "is_mutable",
     "is_random",
     "mutated_inputs",
+    "outer_frame",
     "refreshed",
     "require_supported_torch",
     "storage_of",
@@ -244,6 +248,17 @@ def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
         return None
     frames = list(reason.user_stack)
     return str(reason.reason), f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""
+
+
+def outer_frame() -> str | None:
+    """Of a graph that Dynamo compiles now: the code that has called its function; None where ``torch.compile`` has."""
+    ours, frame = os.path.dirname(torch.__file__), sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((ours, os.path.dirname(__file__))):
+        if os.path.basename(frame.f_code.co_filename) == "eval_frame.py":
+            return None
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f'{frame.f_code.co_filename}:{frame.f_lineno}: "{line}"'
 
 
 def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
