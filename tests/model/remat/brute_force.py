@@ -96,14 +96,14 @@ class Search:
         base = state.alive.union(runs.writes)
         over = sum(size[storage] for storage in base) + extra - self.budget_bytes
         fixed = self.pinned(state).union(runs.reads, runs.writes)
-        loose = sorted(base - fixed)
-        found: list[set[int]] = []
+        loose = sorted(base - fixed, key=size.__getitem__)
         for number in range(len(loose) + 1):
-            for dropped in map(set, combinations(loose, number)):
-                enough = sum(size[storage] for storage in dropped) >= over
-                if enough and not any(smaller <= dropped for smaller in found):
-                    found.append(dropped)
-                    yield base - dropped
+            if number and sum(size[storage] for storage in loose[: number - 1]) >= over:
+                return  # any so many less one are enough
+            for dropped in combinations(loose, number):
+                sizes = [size[storage] for storage in dropped]
+                if sum(sizes) >= over > sum(sizes[1:]) or (not sizes and over <= 0):
+                    yield base.difference(dropped)
 
     def after(self, state: State, alive: frozenset[int], index: int, runs: Operation, again: bool) -> State:
         done, copied = state.done | {index}, state.copied

@@ -51,8 +51,8 @@ class Draft:
         workspace = self.random.choice([0, 0, 0, 0, self.random.randint(1, 4)])
         other = None
         if again is not None:
-            other = Operation(f"{name} again", *map(tuple, again), float(self.random.randint(1, 3)))
-        made = Operation(name, tuple(dict.fromkeys(reads)), tuple(writes), seconds, 0, workspace, repeatable, other)
+            other = Operation(f"{name} again", *map(once, again), float(self.random.randint(1, 3)))
+        made = Operation(name, once(reads), once(writes), seconds, 0, workspace, repeatable, other)
         self.operations.append(made)
         return made
 
@@ -122,6 +122,10 @@ class Draft:
         total = self.storage(self.most_gradient_bytes)
         self.add("sum", [gradient, own], [total])
         return total
+
+
+def once(storages: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(storages))
 
 
 @cache
