@@ -1,6 +1,7 @@
 """Exact: beside brute force on tiny steps, and what it proves of larger ones."""
 from __future__ import annotations
 
+import doctest
 import sys
 from functools import cache
 
@@ -41,6 +42,10 @@ def exact_seconds(flow: Dataflow, budget_bytes: int, **options) -> float | None:
     assert simulate(flow, found.schedule).peak_bytes <= budget_bytes
     assert found.seconds == seconds_of(flow, found.schedule) == pytest.approx(found.bound_seconds, rel=1e-5)
     return found.seconds
+
+
+def test_examples():
+    assert doctest.testmod(exact).failed == 0
 
 
 # brute force ----------------------------------------------------------------------------------------------------------

@@ -63,6 +63,19 @@ def optimum(
         most_repeats: of one operation; any number by default.
         pinned: storages that no repeat may write.
 
+    Example:
+        Three tanh in a row, of one byte each. The first is read at last, and made again for that:
+
+        >>> from torchckpt.model.remat.dataflow import Dataflow, Operation
+        >>> forward = [Operation("tanh", (i,), (i + 1,), 1.0) for i in range(3)]
+        >>> backward = [Operation("tanh_dx", (3 - i, i + 3), (i + 4,), 1.0) for i in range(3)]
+        >>> backward[0] = Operation("tanh_dx", (3,), (4,), 1.0)
+        >>> flow = Dataflow((*forward, *backward), (1,) * 7, 3, given=frozenset({0}), results=frozenset({6}))
+        >>> simulate(flow, flow.eager).peak_bytes
+        4
+        >>> optimum(flow, 3)
+        Exact(schedule=(0, 1, 2, 3, 4, 0, 5), seconds=7.0, bound_seconds=7.0, proven=True)
+
     Raises:
         ArgumentError: no schedule fits, or none was found in time and ``hint`` does not fit; OR-tools is not installed.
     """
