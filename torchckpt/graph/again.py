@@ -20,9 +20,8 @@ from torchckpt.graph.private import (
     BATCH_NORM_BY_STATISTICS,
     is_collective,
     is_mutable,
-    is_random,
 )
-from torchckpt.graph.rng import generator_state, replayed, state_of
+from torchckpt.graph.rng import draws, generator_state, replayed, state_of
 
 __all__ = ["Again", "again_of", "forget_statistics", "runs_once"]
 
@@ -46,7 +45,7 @@ def runs_once(node: fx.Node) -> bool:
     target = node.target
     if target is _DROPOUT:
         return node.args[2] is not False
-    return target is generator_state or is_random(target) or is_collective(target) or is_mutable(target)
+    return target is generator_state or draws(node) or is_collective(target) or is_mutable(target)
 
 
 def again_of(node: fx.Node) -> Again | None:

@@ -29,6 +29,7 @@ __all__ = [
     "Differentiable",
     "Partition",
     "allocations",
+    "argument_of",
     "backward_node",
     "break_of",
     "by_inductor",
@@ -62,6 +63,16 @@ _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 def is_random(target: object) -> bool:
     """Whether an operator draws from a generator."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """What the operator of ``node`` gets for its parameter ``name``, its default included; None if it has none."""
+    parameters = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    for place, parameter in enumerate(parameters):
+        if parameter.name == name:
+            given = node.args[place] if place < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, given)
+    return None
 
 
 def is_collective(target: object) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchckpt.graph.private import is_random
+from torchckpt.graph.private import argument_of, is_random
 
-__all__ = ["generator_state", "record_states", "replayed", "state_of"]
+__all__ = ["draws", "generator_state", "record_states", "replayed", "state_of"]
 
 
 def generator_state(device: str) -> Tensor:
@@ -28,9 +28,14 @@ def replayed(state: Tensor, device: str, target: Any, *args: Any, **kwargs: Any)
         _set(device, before)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether ``node`` draws random numbers; an attention whose dropout is 0 draws none."""
+    return is_random(node.target) and argument_of(node, "dropout_p") != 0.0
+
+
 def record_states(graph: fx.Graph) -> None:
     """Put in front of each random operation of ``graph`` a node that reads its generator's state."""
-    for node in [node for node in graph.nodes if node.op == "call_function" and is_random(node.target)]:
+    for node in [node for node in graph.nodes if node.op == "call_function" and draws(node)]:
         if node.kwargs.get("generator") is not None:
             continue
         like = next(part for part in _parts(node.meta["val"]) if isinstance(part, Tensor))
