@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, comma_list, is_module, module_at, write
+from torchckpt.command.shared import Parser, Unusable, check_writable, comma_list, is_module, module_at, write
 from torchckpt.errors import CheckpointError
 from torchckpt.model.remat.budget import Budget, check_budget
 
@@ -24,10 +24,10 @@ tensor or a tuple of them. The call is traced with its derivatives, and nothing 
       return GPT(layers=12), torch.randint(50257, (8, 1024))
 
 the table:
-  kept        what is saved from the forward to the backward
+  peak        of activations and gradients in one step, above what is there before it, such as parameters
+  saved       from the forward to the backward
   dropped     what eager mode saves and this plan does not
-  recomputed  how many operations run again, and what they cost
-  peak        of activations and gradients, above what is there before the step
+  repeats     how many operations run again; recompute: what they cost
 
 what to keep, for --keep:
   speed       outputs of convolutions and products of matrices
@@ -57,28 +57,40 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from torchckpt import graph
-
+    for path in filter(None, (options.plan, options.svg, options.frontier)):
+        check_writable(path)  # at once: a plan of a large model takes its time
     model, example = _model_at(options.module)
     inputs = example if isinstance(example, tuple) else (example,)
-    try:
-        plan = graph.rematerialize(model, *inputs, **_chosen(options)).plan
-        if options.frontier is not None:
-            curve = graph.frontier(model, *inputs, costs=options.costs, rng=options.rng)
-            here = {"this plan": [(plan.peak_bytes, plan.recompute_share)]}
-            write(options.frontier, curve.draw(others=here))
-    except CheckpointError:
-        raise
-    except Exception as error:  # of the user's code
-        raise Unusable(f"{options.module} does not run on its example: {type(error).__name__}: {error}") from error
+    plan, curve = _planned(model, inputs, options)
     explained = None if options.explain is None else plan.explain(options.explain)
-    _write_files(plan, options)
-    call = ", ".join(["model", "*example" if inputs is example else "example", *_keywords(options)])
-    line = f"graph.rematerialize({call})"
+    if options.plan is not None:
+        write(options.plan, plan.to_json())
+    if options.svg is not None:
+        write(options.svg, plan.draw(title=f"Memory of one training step: {options.module}"))
+    if options.frontier is not None:
+        write(options.frontier, curve)
+    line = _line(inputs is example, options)
     if options.json:
         print(json.dumps({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line}, indent=2))
         return
     print("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, line])))
+
+
+def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -> tuple[Plan, str]:
+    """The plan; and the picture of the frontier, if it is wanted."""
+    from torchckpt import graph
+
+    try:
+        plan = graph.rematerialize(model, **_chosen(options)).prepare(*inputs)
+        if options.frontier is None:
+            return plan, ""
+        curve = graph.frontier(model, *inputs, costs=options.costs, rng=options.rng)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the user's code
+        raise Unusable(f"{options.module} does not run on its example: {type(error).__name__}: {error}") from error
+    others = {"this plan": [(plan.peak_bytes, plan.recompute_share)]}
+    return plan, curve.draw(others=others, title=f"Memory and recomputation: {options.module}")
 
 
 def _model_at(place: str) -> tuple[Any, Any]:
@@ -102,15 +114,10 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     return {**{name: value for name, value in given.items() if value is not None}, **changed}
 
 
-def _keywords(options: argparse.Namespace) -> list[str]:
-    return [f"{name}={json.dumps(value) if name != 'exact' else value}" for name, value in _chosen(options).items()]
-
-
-def _write_files(plan: Plan, options: argparse.Namespace) -> None:
-    if options.plan is not None:
-        write(options.plan, plan.to_json())
-    if options.svg is not None:
-        write(options.svg, plan.draw(title=f"Memory of one training step: {options.module}"))
+def _line(unpacked: bool, options: argparse.Namespace) -> str:
+    """To paste."""
+    keywords = [f"{name}={value if value is True else json.dumps(value)}" for name, value in _chosen(options).items()]
+    return f"graph.rematerialize({', '.join(['model', '*example' if unpacked else 'example', *keywords])})"
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:
@@ -155,7 +162,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--explain", metavar="NAME", help="also print what becomes of a module, a mark or an operation")
     group.add_argument("--plan", type=Path, metavar="FILE", help="write the plan as JSON, for Plan.from_json()")
     group.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of the step over its operations")
-    group.add_argument("--frontier", type=Path, metavar="FILE", help="draw what each budget costs, and this plan in it")
+    group.add_argument("--frontier", type=Path, metavar="FILE", help="draw what 20 budgets cost, and this plan in it")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
@@ -178,4 +185,8 @@ def _amount(text: str) -> Budget:
 
 
 def _keep(text: str) -> str | list[str]:
-    return text if text in _POLICIES else comma_list(text)
+    names = comma_list(text)
+    if "" in names:
+        rule = f"one of {', '.join(_POLICIES)}, or names with commas between"
+        raise argparse.ArgumentTypeError(f"{rule}; received: {text}")
+    return text if text in _POLICIES else names

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +14,7 @@ __all__ = [
     "Parser",
     "Unusable",
     "amount",
+    "check_writable",
     "comma_list",
     "is_module",
     "line",
@@ -38,7 +41,7 @@ class Unusable(Exception):
 
 def line(error: Exception) -> str:
     """A message as one line: the rule, what was received, what works."""
-    text = re.sub(r"^\w+\(\): ", "", str(error))
+    text = re.sub(r"^[\w.]+\(\): ", "", str(error))
     return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
 
 
@@ -76,6 +79,12 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise Unusable(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Say what :func:`write` would, of a place where no file can be."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise Unusable(f"cannot write {path}: {os.strerror(errno.EISDIR if path.is_dir() else errno.ENOENT)}")
 
 
 def comma_list(text: str) -> list[str]:
