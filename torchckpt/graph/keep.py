@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.joint import Joint
 from torchckpt.graph.values import Value, Values
-from torchckpt.model.remat.dataflow import Schedule
+from torchckpt.model.remat.dataflow import Dataflow, Schedule
 from torchckpt.model.remat.improve import undo
 from torchckpt.model.remat.late import late
 from torchckpt.model.remat.memory import simulate
@@ -83,8 +83,19 @@ def _speed(joint: Joint, values: Values) -> frozenset[int]:
 def _memory(joint: Joint, values: Values) -> frozenset[int]:
     """About the square root of the values that separate inputs from outputs; none where there are none."""
     flow = joint.flow
-    tokens = frozenset(storage for storage, size in enumerate(flow.sizes_bytes) if not size)
-    return every_sqrt(flow, separating_storages(flow, tokens))
+    shared = _shared(flow)
+    found = every_sqrt(flow, separating_storages(flow, shared))
+    return found | shared if found else found
+
+
+def _shared(flow: Dataflow) -> frozenset[int]:
+    """Small values that are read throughout, as an attention mask is: kept, they do not hinder others to separate."""
+    last = {storage: index for index, one in enumerate(flow.operations[: flow.forward]) for storage in one.reads}
+    throughout = {s for s, index in last.items() if s in flow.writer and index - flow.writer[s] > flow.forward // 2}
+    size = sum(flow.sizes_bytes[storage] for storage in throughout)
+    tokens = {storage for storage, size in enumerate(flow.sizes_bytes) if not size}
+    is_small = size * 8 <= sum(flow.sizes_bytes[storage] for storage in last if storage in flow.writer)
+    return frozenset(tokens | throughout) if is_small else frozenset(tokens)
 
 
 POLICIES: dict[str, Callable[[Joint, Values], frozenset[int]]] = {
