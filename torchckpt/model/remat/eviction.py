@@ -23,11 +23,15 @@ class Taste:
     """What makes a good victim: seconds to bring it back / (bytes ** ``size`` * stages without it ** ``length``).
 
     Belady evicts what is needed last, DTR (Kirisame et al., 2021) weighs cost, size and staleness; which exponents are
-    best depends on the graph, so a planner tries some. ``noise`` multiplies the score of a storage.
+    best depends on the graph, so a planner tries some. A victim whose return does not fit either counts as ``put_off``
+    times worse. ``noise`` multiplies the score of a storage. Without ``gradients``, nothing that the backward writes is
+    dropped: to bring that back takes much of the backward.
     """
 
     size: float = 1.0
     length: float = 0.5
+    put_off: float = 1.0
+    gradients: bool = True
     noise: Callable[[int], float] | None = None
 
 
@@ -48,8 +52,10 @@ class Eviction:
 
     def __init__(self, stages: Stages, budget_bytes: int, taste: Taste, kept: frozenset[int] = frozenset()) -> None:
         self.stages, self.tables = stages, stages.tables
-        self.budget_bytes, self.taste, self.kept = budget_bytes, taste, kept
+        self.budget_bytes, self.taste = budget_bytes, taste
+        self.kept = kept if taste.gradients else kept | self.tables.gradients
         self.heap: list[tuple[float, int, int]] = []
+        self.put_off: set[int] = set()
 
     def run(self, most_cost: float = math.inf) -> bool:
         """Whether it fits now. Gives up when the repeats cost more than ``most_cost``, or after much work."""
@@ -61,6 +67,7 @@ class Eviction:
         while stage < self.tables.count:
             if stages.cost > most_cost or stages.work > most_work:
                 return False
+            self.put_off = set()
             low = self._evict(stage)
             if low is None:
                 fits, hopeless = False, stage
@@ -124,10 +131,17 @@ class Eviction:
             closure = self._closure(storage, now, stage)
             if closure is None:
                 continue
-            if self.heap and closure.score > self.heap[0][0] and (closure.score > score * 1.0001 or now != end):
+            stale = closure.score > score * 1.0001 or now != end
+            if stale and storage not in self.put_off and self.heap and closure.score > self.heap[0][0]:
                 heappush(self.heap, (closure.score, storage, now))
                 continue
-            return self._apply(closure, now, stage)
+            before, mark = self.stages.during.at(now), len(self.stages.log)
+            low = self._apply(closure, now, stage)
+            if storage in self.put_off or self.stages.during.at(now) <= max(before, self.budget_bytes):
+                return low
+            self.stages.back(mark)
+            self.put_off.add(storage)
+            heappush(self.heap, (closure.score * self.taste.put_off, storage, now))
         return self._squeeze(stage)
 
     def _apply(self, closure: Closure, end: int, stage: int) -> int:

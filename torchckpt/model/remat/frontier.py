@@ -4,25 +4,36 @@ from __future__ import annotations
 from collections.abc import Set
 
 from torchckpt.model.remat.dataflow import Dataflow
-from torchckpt.model.remat.planner import Solution, fit, least, solution
+from torchckpt.model.remat.planner import Solution, least, near, solution
 
 __all__ = ["frontier"]
 
 
 def frontier(flow: Dataflow, points: int = 20, pinned: Set[int] = frozenset()) -> list[Solution]:
-    """Solutions at up to ``points`` evenly spaced budgets: peaks strictly decreasing, seconds strictly increasing."""
+    """Solutions at up to ``points`` evenly spaced budgets: peaks strictly decreasing, seconds strictly increasing.
+
+    Each is also tried from its neighbour: with less memory than it on the way down, with more on the way up.
+
+    Args:
+        points: 20 by default, the ends included.
+        pinned: storages that no repeat may write.
+    """
     eager, smallest = solution(flow, flow.eager), least(flow, pinned)
     span = eager.peak_bytes - smallest.peak_bytes
     budgets = [eager.peak_bytes - span * point // max(1, points - 1) for point in range(1, points - 1)]
-    return undominated([eager, *(fit(flow, budget, pinned) for budget in budgets), smallest])
+    down, up = [eager], [smallest]
+    for budget in budgets:
+        down.append(near(flow, budget, down[-1], pinned))
+    for budget, found in zip(reversed(budgets), reversed(down)):
+        more = near(flow, budget, up[-1], pinned)
+        up.append(min(found, more, key=lambda one: (max(one.peak_bytes, budget), one.seconds)))
+    return _undominated([eager, *up])
 
 
-def undominated(solutions: list[Solution]) -> list[Solution]:
-    """Those that no other beats in both: by falling peak, the fastest of each."""
+def _undominated(solutions: list[Solution]) -> list[Solution]:
+    """Those that no other beats in both, by falling peak."""
     found: list[Solution] = []
     for one in sorted(solutions, key=lambda one: (one.seconds, one.peak_bytes)):
-        if not found or one.peak_bytes < found[-1].peak_bytes:
-            if found and one.seconds == found[-1].seconds:
-                found.pop()
+        if not found or (one.peak_bytes < found[-1].peak_bytes and one.seconds > found[-1].seconds):
             found.append(one)
     return found

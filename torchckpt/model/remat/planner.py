@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 from torchckpt.model.remat.dataflow import Dataflow, Schedule
 from torchckpt.model.remat.eviction import Eviction, Taste
@@ -30,13 +31,18 @@ from torchckpt.model.remat.shortest import Shortest
 from torchckpt.model.remat.stages import Stages
 from torchckpt.model.remat.tables import Tables
 
-__all__ = ["Solution", "fit", "least", "solution"]
+__all__ = ["Solution", "fit", "least", "near", "solution"]
 
-_TASTES = tuple(Taste(size, length) for size in (1.0, 0.5) for length in (0.5, 0.0, 1.0))
+_TASTES = (
+    Taste(1.0, 0.5, gradients=False), Taste(1.0, 0.5, put_off=50.0), Taste(1.0, 0.0), Taste(1.0, 1.0, put_off=8.0),
+    Taste(0.5, 0.5, put_off=50.0, gradients=False), Taste(0.5, 0.0, put_off=50.0), Taste(0.5, 1.0),
+)
 _TINY, _SMALL = 16, 200
 _TINY_STATES = 6000
-_LARGE = 10_000
-"""Operations beyond which only the first two tastes are tried, and nothing after them."""
+_MEDIUM, _LARGE = 2_000, 10_000
+"""Operations beyond which less is tried; beyond the latter, two evictions and nothing after them."""
+_STARTS = 3
+"""Schedules that the local search starts from; it ends with the best of them."""
 _SEARCH_WORK = 12_000_000
 """Of the local search, per operation: a change of a larger schedule takes longer."""
 
@@ -69,15 +75,35 @@ def fit(flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset()) -> So
         ((0, 1, 2, 3), 15)
     """
     eager = solution(flow, flow.eager)
-    if eager.peak_bytes <= budget_bytes:
-        return eager
-    found = _search(flow, budget_bytes, pinned)
-    return found if found.peak_bytes <= budget_bytes else _lowest(flow, budget_bytes + 1, found, pinned)
+    return eager if eager.peak_bytes <= budget_bytes else _search(flow, budget_bytes, pinned)
+
+
+def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
+    """As :func:`fit`, with less effort, also from a schedule for a budget nearby."""
+    tables = Tables(flow, pinned)
+    again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
+    found = [again, *_candidates(tables, budget_bytes, pinned, _TASTES[:2])]
+    best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
+    if tables.count > _LARGE:
+        return solution(flow, best.schedule())
+    return solution(flow, _ruined(best, budget_bytes, _SEARCH_WORK // max(tables.count, 150) // 4))
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
-    """The schedule of the least peak found."""
-    return _lowest(flow, lower_bound_bytes(flow), solution(flow, flow.eager), pinned)
+    """The schedule of the least peak found; of that peak, the fastest found."""
+    low, best = lower_bound_bytes(flow), solution(flow, flow.eager)
+    while low < best.peak_bytes * 0.99:
+        middle = (low + best.peak_bytes) // 2
+        found = _first(flow, middle, pinned)
+        best = min(best, found, key=_least_key)
+        if found.peak_bytes > middle:
+            low = middle + 1
+    best = min(best, _search(flow, int(0.97 * best.peak_bytes), pinned), key=_least_key)
+    return min(best, _search(flow, best.peak_bytes, pinned), key=_least_key)
+
+
+def _least_key(one: Solution) -> tuple[int, float]:
+    return one.peak_bytes, one.seconds
 
 
 def solution(flow: Dataflow, schedule: Schedule) -> Solution:
@@ -91,47 +117,69 @@ def solution(flow: Dataflow, schedule: Schedule) -> Solution:
     return Solution(tuple(schedule), simulate(flow, schedule), seconds)
 
 
-def _lowest(flow: Dataflow, low: int, best: Solution, pinned: Set[int]) -> Solution:
-    """Bisect the budgets from ``low`` to the peak of ``best``."""
-    while low < best.peak_bytes * 0.995:
-        middle = (low + best.peak_bytes) // 2
-        found = _search(flow, middle, pinned, thorough=False)
-        if found.peak_bytes < best.peak_bytes:
-            best = found
-        if found.peak_bytes > middle:
-            low = middle + 1
-    return min(best, _search(flow, best.peak_bytes, pinned), key=lambda one: (one.peak_bytes, one.seconds))
+def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
+    """The first schedule that fits, of any speed; if there is none, the one of least peak."""
+    tables, tried = Tables(flow, pinned), []
+    for stages in chain(
+        _candidates(tables, budget_bytes, pinned, _TASTES[:2], (1.0, 2.0)),
+        (_evicted(Stages(Tables(flow, pinned, hoisted(flow, sink))), budget_bytes) for sink in (False, True)),
+    ):
+        tried.append(stages)
+        if stages.peak_bytes <= budget_bytes:
+            return solution(flow, stages.schedule())
+    if tables.count <= _TINY:
+        shortest = Shortest(tables, budget_bytes, math.inf, _TINY_STATES).run()
+        if shortest:
+            return solution(flow, shortest)
+    return solution(flow, min(tried, key=lambda stages: stages.peak_bytes).schedule())
 
 
-def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int], thorough: bool = True) -> Solution:
+def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
     tables = Tables(flow, pinned)
 
     def key(stages: Stages) -> tuple[int, float]:
         return max(stages.peak_bytes, budget_bytes), stages.cost
 
-    best = min(_candidates(tables, budget_bytes, pinned, _TASTES if thorough else _TASTES[:2]), key=key)
+    found = sorted(_candidates(tables, budget_bytes, pinned), key=key)
+    best = found[0]
     if tables.count <= _TINY:
         most = best.cost if best.peak_bytes <= budget_bytes else math.inf
         shortest = Shortest(tables, budget_bytes, most, _TINY_STATES).run()
         if shortest or most < math.inf:
             return solution(flow, shortest or best.schedule())
-    if tables.count <= _LARGE:
-        best = min([best, *_reordered(best, budget_bytes, pinned)], key=key)
-        if thorough and best.peak_bytes <= budget_bytes:
-            return solution(flow, _searched(best, budget_bytes, pinned))
-    return solution(flow, best.schedule())
+    if tables.count > _LARGE:
+        return solution(flow, best.schedule())
+    found = sorted([*found, *_reordered(best, budget_bytes, pinned)], key=key)
+    work = _SEARCH_WORK // max(tables.count, 150)
+    for stages in found[:_STARTS]:
+        _ruined(stages, budget_bytes, work // _STARTS // 2)
+    best = min(found[:_STARTS], key=key)
+    return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
+
+
+def _ruined(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Schedule:
+    ruin = Ruin(stages, budget_bytes, seed)
+    if stages.peak_bytes > budget_bytes:
+        ruin.lower(work)
+    if stages.peak_bytes <= budget_bytes:
+        ruin.run(work)
+    return ruin.best
 
 
 def _candidates(
-    tables: Tables, budget_bytes: int, pinned: Set[int], tastes: Sequence[Taste] = _TASTES
+    tables: Tables, budget_bytes: int, pinned: Set[int], tastes: Sequence[Taste] = _TASTES,
+    shares: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0),
 ) -> Iterator[Stages]:
+    """Evictions from nothing, and from about sqrt(n) times each of ``shares`` of the separating storages."""
     flow = tables.flow
-    for taste in tastes if tables.count <= _LARGE else tastes[:2]:
+    if tables.count > _MEDIUM:
+        tastes, shares = tastes[:4] if tables.count <= _LARGE else tastes[:2], shares[-2:-1]
+    for taste in tastes:
         yield _evicted(Stages(tables), budget_bytes, taste)
     if tables.count > _LARGE:
         return
     separating = separating_storages(flow)
-    counts = {round(math.sqrt(len(separating)) * share) for share in (0.5, 0.7, 1, 1.4, 2, 2.8, 4)} - {0}
+    counts = {round(math.sqrt(len(separating)) * share) for share in shares} - {0}
     for count in sorted(counts):
         kept = evenly(flow, separating, count) | pinned
         yield _evicted(stages_of(flow, late(flow, kept), pinned), budget_bytes)
@@ -149,15 +197,13 @@ def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[St
                 yield _evicted(Stages(tables), budget_bytes, taste)
 
 
-def _searched(best: Stages, budget_bytes: int, pinned: Set[int]) -> Schedule:
-    """Local search, in turns over the repeats and over the order of the first runs."""
-    flow, work = best.tables.flow, _SEARCH_WORK // max(best.tables.count, 150)
-    for turn in range(2):
-        ruin = Ruin(best, budget_bytes, turn)
-        ruin.run(work // 2)
-        best = stages_of(flow, ruin.best, pinned)
-        if best.tables.count <= _SMALL:
+def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
+    """Local search, in turns over the order of the first runs and over the repeats."""
+    flow = best.tables.flow
+    for turn in (1, 2):
+        if best.tables.count <= _SMALL and best.peak_bytes <= budget_bytes:
             best = _rearranged(best, budget_bytes, pinned)
+        best = stages_of(flow, _ruined(best, budget_bytes, work // 2, turn), pinned)
     return best.schedule()
 
 

@@ -12,6 +12,9 @@ __all__ = ["Ruin"]
 _SLACK = 1.15
 """How much more a schedule may cost before it is pruned than the one that it is to replace."""
 
+_LOWER = 0.97
+"""Of its peak, what a schedule that does not fit is asked to fit next."""
+
 
 class Ruin:
     """A local search after Schrimpf et al. (2000) from a schedule that fits; deterministic.
@@ -33,6 +36,27 @@ class Ruin:
             self.rounds += 1
             stages.work += 10
             self._round()
+
+    def lower(self, work: int) -> None:
+        """Search for a schedule that fits, from one that does not."""
+        stages = self.stages
+        end = stages.work + work
+        while stages.work < end and stages.peak_bytes > self.budget_bytes and any(stages.repeats):
+            self.rounds += 1
+            stages.work += 10
+            self._lower_round()
+        self.best_cost, self.best = stages.cost, stages.schedule()
+
+    def _lower_round(self) -> None:
+        stages, peak = self.stages, self.stages.peak_bytes
+        stages.log.clear()
+        target = max(self.budget_bytes, int(peak * _LOWER))
+        kept = self._ruin()
+        Eviction(stages, target, self._taste(), frozenset(kept)).run()
+        if stages.peak_bytes < peak:
+            prune(stages, max(target, stages.peak_bytes))
+        else:
+            stages.back(0)
 
     def _round(self) -> None:
         stages, cost = self.stages, self.stages.cost
@@ -95,4 +119,4 @@ class Ruin:
             return noise[storage]
 
         size, length = random.choice((1.0, 1.0, 0.7, 0.4)), random.choice((0.0, 0.25, 0.5, 1.0))
-        return Taste(size, length, draw if amplitude else None)
+        return Taste(size, length, random.choice((1.0, 8.0, 50.0)), random.random() < 0.5, draw if amplitude else None)

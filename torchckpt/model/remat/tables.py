@@ -54,6 +54,7 @@ class Tables:
         self.recoverable = frozenset(
             s for position in range(self.count) if self.repeatable[position] for s in self.again_writes[position]
         )
+        self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
         self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.again_writes]
         """Of a position, the first stage in which it may repeat: a new value of a buffer lives to the boundary."""
 
