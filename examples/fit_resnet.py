@@ -103,7 +103,8 @@ class Course:
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
-        self.optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        # The rate of the paper's warm-up: at 110 layers more is too much at first.
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
 

@@ -12,11 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(*arguments):
+def python(*arguments):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, str(ROOT / "examples/fit_resnet.py"), "--depth", "20", "--batch", "4", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def run(*arguments):
+    return python(str(ROOT / "examples/fit_resnet.py"), "--depth", "20", "--batch", "4", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,9 @@ def test_a_depth_that_no_such_network_has():
     done = run("--depth", "21")
     assert done.returncode == 2
     assert "--depth is 6n + 2, such as 20, 56 or 110; received: 21" in done.stderr
+
+
+def test_the_command_finds_its_model_and_an_example():
+    code = "from examples.fit_resnet import model; network, images = model(8, 2); print(network(images).shape)"
+    done = python("-c", code)
+    assert (done.stdout, done.stderr) == ("torch.Size([2, 4])\n", "")
