@@ -30,6 +30,7 @@ from torchckpt.graph.private import (
     refreshed,
     require_supported_torch,
 )
+from torchckpt.graph.updates import Updates
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
@@ -158,11 +159,13 @@ class _Attempt:
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         restore_marks(module.graph)
-        joint = joint_of(refreshed(module), num_fwd_outputs, self._cost)
+        updates = Updates(module.graph, num_fwd_outputs)
+        joint = joint_of(refreshed(module), num_fwd_outputs + updates.values, self._cost)
         schedule = self._planner(joint)
         memory = simulate(joint.flow, schedule)
         self._planned_bytes, self._unseen_bytes = memory.peak_bytes, _unseen_bytes(joint, memory.saved)
         forward, backward = emit(joint, schedule, memory.boundary)
+        updates.write(forward.graph)
         return _plain(forward), _plain(backward)
 
     def _cost(self, node: fx.Node) -> tuple[float, int, int]:

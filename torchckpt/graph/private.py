@@ -292,6 +292,7 @@ def refreshed(module: fx.GraphModule) -> fx.GraphModule:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    module.graph.set_codegen(CodeGen())
     mode = next(value.fake_mode for value in values if isinstance(value, Tensor))  # type: ignore[attr-defined]
     FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)
     return module

@@ -1,0 +1,67 @@
+"""Updates: new values of buffers, which a compiler has written in place at the end of its graph.
+
+A schedule knows values and no places. So an update leaves the joint graph, its value becomes an output like any other,
+and is written when the forward is emitted. What the backward reads of a buffer that has been written is a copy of
+before.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Updates"]
+
+_COPY: Any = torch.ops.aten.copy_.default
+
+
+class Updates:
+    """The updates of ``graph``, a joint graph with ``forward_outputs`` outputs of the forward; it has none afterwards.
+
+    ``values`` more outputs stand behind those of the forward.
+    """
+
+    def __init__(self, graph: fx.Graph, forward_outputs: int) -> None:
+        nodes = [node for node in graph.find_nodes(op="call_function", target=_COPY) if _is_input(node.args[0])]
+        self._first = forward_outputs
+        self._inputs = [node.args[0].name for node in nodes]
+        values = [node.args[1] for node in nodes]
+        for node, value in zip(nodes, values):
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+        output = graph.output_node()
+        output.args = (_inserted(output.args[0], forward_outputs, values),)
+        output.meta["desc"] = _inserted(output.meta.get("desc") or (), forward_outputs, [None] * len(values))
+
+    @property
+    def values(self) -> int:
+        return len(self._inputs)
+
+    def write(self, graph: fx.Graph) -> None:
+        """In ``graph``, a forward that returns the values too, write them instead."""
+        output, after = graph.output_node(), self._first + self.values
+        outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        saved = [self._before(graph, node) for node in outputs[after:]]
+        with graph.inserting_before(output):
+            for name, value in zip(self._inputs, outputs[self._first : after]):
+                graph.call_function(_COPY, (inputs[name], value)).meta["val"] = inputs[name].meta["val"]
+        output.args = ((*outputs[: self._first], *saved),)
+
+    def _before(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """What to save of ``node`` for the backward."""
+        if node.name not in self._inputs:
+            return node
+        with graph.inserting_before(graph.output_node()):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta["val"] = node.meta["val"]
+        return copy
+
+
+def _is_input(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder"
+
+
+def _inserted(values: Any, place: int, more: list[Any]) -> tuple[Any, ...]:
+    return (*values[:place], *more, *values[place:])
