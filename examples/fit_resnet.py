@@ -168,6 +168,7 @@ def allocations(function: Callable[[], object]) -> Iterator[int]:
 
 def main() -> None:
     options = parsed_options()
+    torch.backends.cudnn.deterministic = True  # or, on a GPU, not even two eager steps are equal
     network, example = model(options.depth, options.batch)
     began = time.perf_counter()
     try:
