@@ -82,7 +82,7 @@ class Chooser:
             return found.schedule
         from torchckpt.model.remat.exact import optimum
 
-        return optimum(flow, room, hint=found.schedule).schedule
+        return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
 
     def _refuse(self, budget: int) -> None:
         plan = self.plan

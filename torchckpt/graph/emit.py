@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -107,9 +107,7 @@ class _Emitter:
         return self._newest[node]
 
     def _cross(self, node: fx.Node) -> fx.Node:
-        before = self.before
-        if before is None:
-            raise KeyError(node)
+        before = cast(_Emitter, self.before)  # a forward reads nothing that it has not made
         last = next(reversed(self.crossing), None)
         with self.graph.inserting_before(None) if last is None else self.graph.inserting_after(last):
             made = self.graph.placeholder(f"saved_{node.name}")

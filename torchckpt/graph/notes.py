@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.traceback import annotate
 
+from torchckpt.graph.private import constant_under_dynamo
 from torchckpt.kernel.flags import thread
 
 __all__ = [
@@ -96,7 +97,7 @@ def inside_region(name: str) -> AbstractContextManager[None]:
     return annotate({f"{_REGION}{name}#{_number()}": True})
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_under_dynamo
 def _number() -> str:
     """One that no region of this trace has; Dynamo calls for it while it traces."""
     tracing = thread.tracing

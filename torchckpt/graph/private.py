@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -35,6 +35,7 @@ __all__ = [
     "by_inductor",
     "by_operator",
     "compiling",
+    "constant_under_dynamo",
     "is_collective",
     "is_data_dependent",
     "is_mutable",
@@ -50,6 +51,8 @@ __all__ = [
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """``partition(joint, inputs, *, num_fwd_outputs, ...)``: the forward and the backward of a joint graph."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OLDEST = (2, 11)
 
@@ -73,6 +76,12 @@ def argument_of(node: fx.Node, name: str) -> Any:
             given = node.args[place] if place < len(node.args) else parameter.default_value
             return node.kwargs.get(name, given)
     return None
+
+
+def constant_under_dynamo(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result``, which would import Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_collective(target: object) -> bool:
@@ -367,5 +376,6 @@ def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> 
     _, freeable = prepare_planning_info(nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs)
     _, alive, *_ = estimate_peak_memory_allocfree(nodes, freeable, outputs)
     origins = [node.node.get_origins() if node.is_extern() else () for node in nodes]  # the operator's comes last
-    beside = [workspace_bytes(max(those)) if those else 0 for those in origins]
+    operators = [max(those) if those else None for those in origins]
+    beside = [workspace_bytes(node) if node and isinstance(node.target, OpOverload) else 0 for node in operators]
     return bool(graph.is_backward), max(during + more for (during, _), more in zip(alive, beside))

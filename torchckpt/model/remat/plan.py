@@ -163,8 +163,9 @@ class Plan:
         lines = []
         for index in operations:
             sizes = sum(self.flow.sizes_bytes[storage] for storage in self.flow.operations[index].writes)
-            kept = any(storage in self.memory.saved for storage in self.flow.operations[index].writes)
-            place = "backward" if index >= self.flow.forward else "saved" if kept else "dropped after its last use"
+            kept = sum(self.flow.sizes_bytes[s] for s in self.flow.operations[index].writes if s in self.memory.saved)
+            part = "saved" if kept == sizes else f"{of_memory(kept)} of it saved, the rest dropped"
+            place = "backward" if index >= self.flow.forward else part if kept else "dropped after its last use"
             flops = self.flow.operations[index].repeat.flops * times[index]
             again = f", recomputed {times[index]}x ({flops:.3g} FLOPs)" if times[index] else ""
             lines.append(f"  {self._name(index)}: {of_memory(sizes)}, {place}{again}")
