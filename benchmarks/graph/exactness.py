@@ -1,0 +1,82 @@
+"""Exactness: bit-equality with eager, and the peak that was planned beside the peak that is measured.
+
+    PYTHONPATH=. python benchmarks/graph/exactness.py
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from subjects import NAMES, Subject, is_same, peak_bytes, subject
+
+from torchckpt import graph
+from torchckpt.errors import ArgumentError, BudgetInfeasible
+
+__all__ = ["BUDGETS", "count", "show"]
+
+BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25)
+POLICIES = (None, "speed", "memory")
+
+
+def count(name: str, device: str = "cpu", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Of a model under every policy and budget: equal to the bit, planned and measured bytes; None if none fits."""
+    one = subject(name, device, sizes)
+    expected = one.result()
+    rows = {}
+    for key, options in _options(one):
+        try:
+            made = graph.rematerialize(one.module, *one.inputs, **options)
+        except BudgetInfeasible as error:
+            rows[key] = {"least": error.plan.peak_bytes / one.eager_peak_bytes}
+            continue
+        except ArgumentError:  # "speed", of a model without convolutions and products
+            continue
+        rows[key] = {
+            "bit-equal": is_same(one.result(made), expected),
+            "planned": made.plan.peak_bytes,
+            "measured": peak_bytes(one.step(made)),
+            "budget": options.get("budget"),
+        }
+    operations = len(graph.rematerialize(one.module, *one.inputs).plan.flow.operations)
+    return {"model": name, "operations": operations, "eager bytes": one.eager_peak_bytes, "rows": rows}
+
+
+def _options(one: Subject) -> Iterator[tuple[str, dict[str, Any]]]:
+    for policy in POLICIES:
+        yield f"keep={policy!r}", {"keep": policy}
+    for share in BUDGETS:
+        yield f"{share:.0%}", {"budget": int(share * one.eager_peak_bytes)}
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    made = [row for row in found["rows"].values() if "measured" in row]
+    return {
+        "equal": sum(row["bit-equal"] for row in made),
+        "plans": len(made),
+        "worst prediction": max(abs(row["planned"] / row["measured"] - 1) for row in made),
+        "over budget": sum(row["budget"] is not None and row["measured"] > row["budget"] for row in made),
+        "infeasible": [f"{key} (least {row['least']:.1%})" for key, row in found["rows"].items() if "least" in row],
+    }
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    print("| model | operations | eager | bit-equal | planned against measured, at worst | over budget | no plan |")
+    print("|---|---|---|---|---|---|---|")
+    for one in found:
+        told = summary(one)
+        print(
+            f"| {NAMES.get(one['model'], one['model'])} | {one['operations']} | {one['eager bytes'] / 1e6:.1f} MB"
+            f" | {told['equal']} of {told['plans']} | {told['worst prediction']:.4%} | {told['over budget']}"
+            f" | {', '.join(told['infeasible'])} |", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(NAMES))
+    show([count(name) for name in parser.parse_args().models])
+
+
+if __name__ == "__main__":
+    main()

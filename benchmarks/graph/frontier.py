@@ -1,0 +1,189 @@
+"""Frontier: memory against recompute, ours beside torch's ``activation_memory_budget``, min-cut and checkpoints.
+
+    PYTHONPATH=. python benchmarks/graph/frontier.py
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from subjects import NAMES, Call, Subject, flops, likeness, peak_bytes, subject
+from torch import nn
+from torch_baselines import ROUTES, budgeted, by_block
+from turns import in_turn, ratios
+
+from torchckpt import graph
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.model.remat.draw_frontier import draw_frontier
+
+__all__ = ["BUDGETS", "MODELS", "count", "draw", "measure", "show"]
+
+MODELS = ("gpt6", "resnet20", "mlp24", "unet")
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+"""Torch's; ours are the bytes that torch then takes, and these shares of eager's peak."""
+
+_LOSS_BYTES = 64  # our planner leaves room for a loss outside of the graph
+
+
+@dataclass
+class Variant:
+    """One way to run the step, and what was counted of it; ``told`` says what else there is to say."""
+
+    step: Callable[[], None]
+    peak: float  # over eager's
+    flops: float  # beyond eager's, as a share of them
+    gradients: str  # "equal" to the bit, "close" by allclose, or "wrong"
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(name: str, rounds: int, device: str = "cpu", budgets: tuple[float, ...] = BUDGETS) -> dict[str, Any]:
+    """Of one model: what is counted, and of each variant the time of its step over eager's."""
+    one = subject(name, device)
+    variants = variants_of(one, budgets)
+    distinct = {id(variant): variant.step for variant in variants.values()}
+    seconds = in_turn({"eager": one.step(), **distinct}, rounds)
+    found = _counted(one, variants)
+    steps = ratios(seconds, "eager")
+    for key, variant in variants.items():
+        found["variants"][key]["step"] = steps[id(variant)]
+        other = variants.get(key.removeprefix("ours at "), variant)
+        if other is not variant:
+            found["variants"][key]["step over torch's"] = ratios(seconds, id(other))[id(variant)]
+    return found
+
+
+def count(name: str, sizes: dict[str, Any], budgets: tuple[float, ...]) -> dict[str, Any]:
+    """The same without time."""
+    one = subject(name, sizes=sizes)
+    return _counted(one, variants_of(one, budgets))
+
+
+def variants_of(one: Subject, budgets: tuple[float, ...]) -> dict[str, Variant]:
+    """Such as ``torch 0.5``, ``ours at torch 0.5`` (in the bytes that torch then takes), ``ours 0.5``, ``by block``."""
+    found: dict[str, Variant] = {"by block": variant(one, None, by_block(one))}
+    route = route_of(one)
+    ours: dict[int, Variant] = {}
+
+    def fitted(budget: int) -> Variant:
+        if budget not in ours:
+            call, told = rematerialized(one, budget)
+            ours[budget] = variant(one, call, **told)
+        return ours[budget]
+
+    for share in (1.0, *budgets):
+        theirs = found[f"torch {share}"] = variant(one, budgeted(one, share, route), route=route)
+        same_bytes = min(round(theirs.peak * one.eager_peak_bytes), one.eager_peak_bytes) + _LOSS_BYTES
+        found[f"ours at torch {share}"] = fitted(same_bytes)
+    found.update((f"ours {share}", fitted(max(1, int(share * one.eager_peak_bytes)))) for share in budgets)
+    return found
+
+
+def route_of(one: Subject) -> str:
+    """As traced, where that runs: it is the faster one, and takes fewer bytes below half of eager's."""
+    try:
+        one.step(budgeted(one, 0.5, ROUTES[0]))()
+    except RuntimeError:  # the backward reads running statistics that the forward has changed
+        return ROUTES[1]
+    return ROUTES[0]
+
+
+def variant(one: Subject, call: Call | None, module: nn.Module | None = None, **told: Any) -> Variant:
+    step = one.step(call, module)
+    peak, more = peak_bytes(step) / one.eager_peak_bytes, flops(step) / one.eager_flops - 1
+    return Variant(step, peak, more, likeness(one.result(call, module), one.result()), told)
+
+
+def rematerialized(one: Subject, budget: int) -> tuple[Call, dict[str, Any]]:
+    """Ours within ``budget`` bytes, or with the least that there is."""
+    try:
+        made = graph.rematerialize(one.module, *one.inputs, budget=budget)
+    except BudgetInfeasible as error:
+        made = graph.rematerialize(one.module, *one.inputs, keep=error.plan)
+    plan = made.plan
+    fits = plan.peak_bytes <= budget
+    return made, {"planned bytes": plan.peak_bytes, "budget bytes": budget, "fits": fits, "share": plan.recompute_share}
+
+
+def _counted(one: Subject, variants: dict[str, Variant]) -> dict[str, Any]:
+    rows = {
+        key: {"peak": variant.peak, "flops": variant.flops, "gradients": variant.gradients, **variant.told}
+        for key, variant in variants.items()
+    }
+    return {"model": one.name, "eager bytes": one.eager_peak_bytes, "eager flops": one.eager_flops, "variants": rows}
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    variants = found["variants"]
+    told = f"eager {found['eager bytes'] / 1e6:.1f} MB, {found['eager flops'] / 1e9:.2f} GFLOP"
+    print(f"\n{NAMES[found['model']]}: {told}; torch's graph: {variants['torch 1.0']['route']}\n")
+    print("| budget | torch | ours in torch's bytes | step, ours / torch | ours in this share of eager's bytes |")
+    print("|---|---|---|---|---|")
+    for key in [key for key in variants if key.startswith("torch")]:
+        budget, ours = key.removeprefix("torch "), variants[f"ours at {key}"]
+        share = variants.get(f"ours {budget}")
+        over = str(ours.get("step over torch's", ""))
+        cells = [_told(variants[key]), _told(ours), over, _told(share) if share else ""]
+        print(f"| {budget} | {' | '.join(cells)} |")
+    print(f"| by block | {_told(variants['by block'])} | | | |")
+    print(f"\n{verdict(found)}")
+
+
+def _told(row: dict[str, Any]) -> str:
+    step = f", {row['step']}" if "step" in row else ""
+    gradients = "" if row["gradients"] == "equal" else f", {row['gradients']}"
+    return f"{row['peak']:.1%} {row['flops']:+.1%}{step}{gradients}"
+
+
+def verdict(found: dict[str, Any]) -> dict[str, Any]:
+    """At how many of torch's budgets ours, in the bytes that torch takes, computes less or takes less memory; at which
+    it computes more; and at which its step is slower by more than the rounds differ."""
+    variants = found["variants"]
+    pairs = {key: (row, variants[f"ours at {key}"]) for key, row in variants.items() if key.startswith("torch 0")}
+    return {
+        "better": sum(ours["flops"] < row["flops"] or ours["peak"] < row["peak"] for row, ours in pairs.values()),
+        "budgets": len(pairs),
+        "more bytes": [key for key, (row, ours) in pairs.items() if ours["peak"] > row["peak"] + 1e-5],
+        "more FLOPs": [key for key, (row, ours) in pairs.items() if ours["flops"] > row["flops"] + 1e-6],
+        "slower": [key for key, (_, ours) in pairs.items() if _is_slower(ours)],
+    }
+
+
+def _is_slower(ours: dict[str, Any]) -> bool:
+    return "step over torch's" in ours and ours["step over torch's"].p10 > 1
+
+
+_TOOLS = {"by block": "torch.utils.checkpoint by block", "torch 1.0": "torch's min-cut"}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    points: dict[str, list[tuple[int, float]]] = {}
+    for key, row in found["variants"].items():
+        tool = "ours" if "ours" in key else _TOOLS.get(key, "torch's activation_memory_budget")
+        points.setdefault(tool, []).append((round(row["peak"] * found["eager bytes"]), row["flops"]))
+    own = points.pop("ours")
+    title = f"{NAMES[found['model']]}: memory against recompute"
+    text = draw_frontier(own, points, eager_peak_bytes=found["eager bytes"], title=title, cost="extra FLOPs")
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--draw", type=Path, help="folder for a picture of each model")
+    arguments = parser.parse_args()
+    for name in arguments.models:
+        found = measure(name, arguments.rounds)
+        show(found)
+        if arguments.draw:
+            draw(found, arguments.draw / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

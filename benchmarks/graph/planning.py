@@ -1,0 +1,111 @@
+"""Planning: how long it takes to find separators, to plan a step, and to trace and plan a GPT of 24 layers.
+
+    PYTHONPATH=. python benchmarks/graph/planning.py
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from subjects import subject
+
+from tests.model.remat import flows
+from torchckpt import graph
+from torchckpt.model.remat.dataflow import Dataflow
+from torchckpt.model.remat.memory import simulate
+from torchckpt.model.remat.planner import fit
+from torchckpt.model.remat.separators import separators
+
+__all__ = ["FLOWS", "count", "measure", "show"]
+
+FLOWS: dict[str, Callable[[int], Dataflow]] = {
+    "transformer": lambda size: flows.transformer(size // 40),
+    "ResNet": lambda size: flows.resnet(size // 15),
+    "perceptron": lambda size: flows.mlp(size // 5),
+    "random": lambda size: flows.random_step(size // 3),
+}
+"""Steps of about that many operations."""
+
+BOUNDS = {400: 1.0, 4_000: 5.0, 40_000: 60.0}
+"""Seconds asked for, by operations."""
+
+_SHARES = (0.7, 0.5, 0.35)
+
+
+def measure(rounds: int = 3) -> dict[str, Any]:
+    """Seconds, the least of ``rounds``; of 40,000 operations, of one."""
+    plans = [_planned(kind, size, share, rounds if size < 10_000 else 1)
+             for size in BOUNDS for kind in FLOWS for share in _SHARES]
+    chain = [[node - 1, node - 3] if node > 3 else [] for node in range(3000)]
+    return {
+        "plans": plans,
+        "separators of 3,000 nodes": _least(lambda: separators(chain), 20),
+        "GPT-24": _gpt24(rounds),
+    }
+
+
+def count(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Without seconds."""
+    found = [_planned(kind, size, share, 1) for size in sizes for kind in FLOWS for share in _SHARES]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+def _planned(kind: str, size: int, share: float, rounds: int) -> dict[str, Any]:
+    flow = FLOWS[kind](size)
+    budget = int(share * simulate(flow, flow.eager).peak_bytes)
+    found = fit(flow, budget)
+    return {
+        "kind": kind,
+        "operations": len(flow.operations),
+        "size": size,
+        "share": share,
+        "fits": found.peak_bytes <= budget,
+        "extra": found.seconds / flow.seconds - 1,
+        "seconds": _least(lambda: fit(FLOWS[kind](size), budget), rounds) - _least(lambda: FLOWS[kind](size), rounds),
+    }
+
+
+def _gpt24(rounds: int) -> dict[str, float]:
+    """A first trace imports what tracing needs; it is not that which is asked for."""
+    one = subject("gpt24")
+    graph.rematerialize(subject("gpt6").module, *one.inputs)
+    capture = _least(lambda: graph.rematerialize(one.module, *one.inputs), rounds)
+    both = _least(lambda: graph.rematerialize(one.module, *one.inputs, budget=0.5), rounds)
+    return {"trace": capture, "trace and plan": both}
+
+
+def _least(run: Callable[[], object], rounds: int) -> float:
+    return min(_seconds(run) for _ in range(rounds))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = perf_counter()
+    run()
+    return perf_counter() - begin
+
+
+def show(found: dict[str, Any]) -> None:
+    print("| operations | asked for | " + " | ".join(FLOWS) + " |\n|---|---|" + "---|" * len(FLOWS))
+    for size, bound in BOUNDS.items():
+        rows = [row for row in found["plans"] if row["size"] == size]
+        cells = [_cell([row for row in rows if row["kind"] == kind]) for kind in FLOWS]
+        print(f"| {size} | {bound:g} s | {' | '.join(cells)} |")
+    print(f"\nseparators of 3,000 nodes: {found['separators of 3,000 nodes'] * 1e3:.2f} ms")
+    print("GPT-24: " + ", ".join(f"{what} {seconds:.2f} s" for what, seconds in found["GPT-24"].items()))
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    parts = [f"{row['seconds']:.2f} s ({row['extra']:+.1%}{'' if row['fits'] else ', least'})" for row in rows]
+    return f"{rows[0]['operations']}: {', '.join(parts)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    show(measure(parser.parse_args().rounds))
+
+
+if __name__ == "__main__":
+    main()

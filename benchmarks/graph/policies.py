@@ -1,0 +1,107 @@
+"""Policies: ours beside the 'speed' and 'memory' of TensorFlow's memory-saving gradients, on the same graphs.
+
+    PYTHONPATH=. python benchmarks/graph/policies.py
+"""
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from typing import Any
+
+from subjects import NAMES, Subject, flops, is_same, peak_bytes, subject
+from turns import in_turn, ratios
+
+from torchckpt import graph
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.graph import Plan
+from torchckpt.model.remat.dataflow import Dataflow
+from torchckpt.model.remat.late import late
+from torchckpt.model.remat.separators import separating_storages
+
+__all__ = ["MODELS", "count", "measure", "seed_memory", "seed_speed", "show"]
+
+MODELS = ("gpt6", "resnet20", "unet")
+_SMALLEST_BYTES = 4096  # of 1024 elements; smaller values are no candidates
+
+
+def seed_speed(flow: Dataflow) -> frozenset[int]:
+    """Outputs of convolutions and products of matrices."""
+    return frozenset(s for operation in flow.operations[: flow.forward] if operation.flops for s in operation.writes)
+
+
+def seed_memory(flow: Dataflow) -> frozenset[int]:
+    """Of the values that separate the forward, each n-th, so that about the square root of all values are kept."""
+    small = frozenset(storage for storage, size in enumerate(flow.sizes_bytes) if size < _SMALLEST_BYTES)
+    values = [s for one in flow.operations[: flow.forward] for s in one.writes if s not in small]
+    separating = separating_storages(flow, small)
+    step = max(1, math.ceil(len(separating) / math.sqrt(len(values))))
+    return frozenset(separating[step::step] if step > 1 else separating)
+
+
+def measure(name: str, rounds: int, device: str = "cpu", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Of the seed's two, of ours by the same names, and of ours in one byte less than the seed's: peak, FLOPs, time."""
+    one = subject(name, device, sizes)
+    made = _variants(one)
+    rows = {key: _counted(one, call) for key, call in made.items()}
+    if rounds:
+        runs = {"eager": one.step(), **{key: one.step(call) for key, call in made.items()}}
+        steps = ratios(in_turn(runs, rounds), "eager")
+        rows = {key: {**row, "step": steps[key]} for key, row in rows.items()}
+    return {"model": name, "eager bytes": one.eager_peak_bytes, "rows": rows}
+
+
+def count(name: str, sizes: dict[str, Any] | None) -> dict[str, Any]:
+    return measure(name, 0, sizes=sizes)
+
+
+def _variants(one: Subject) -> dict[str, Any]:
+    eager = graph.rematerialize(one.module, *one.inputs).plan
+    found = {}
+    for policy, kept_by in (("speed", seed_speed), ("memory", seed_memory)):
+        schedule = tuple(late(eager.flow, kept_by(eager.flow)))
+        plan = replace(eager, schedule=schedule)
+        found[f"seed's {policy}"] = graph.rematerialize(one.module, *one.inputs, keep=plan)
+        found[f"ours {policy}"] = graph.rematerialize(one.module, *one.inputs, keep=policy)
+        found[f"ours below the bytes of seed's {policy}"] = _below(one, plan)
+    return found
+
+
+def _below(one: Subject, plan: Plan) -> Any:
+    try:
+        return graph.rematerialize(one.module, *one.inputs, budget=plan.peak_bytes - 1)
+    except BudgetInfeasible as error:
+        return graph.rematerialize(one.module, *one.inputs, keep=error.plan)
+
+
+def _counted(one: Subject, call: Any) -> dict[str, Any]:
+    step = one.step(call)
+    return {
+        "peak": peak_bytes(step) / one.eager_peak_bytes,
+        "flops": flops(step) / one.eager_flops - 1,
+        "share": call.plan.recompute_share,
+        "bit-equal": is_same(one.result(call), one.result()),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"\n{NAMES[found['model']]}: eager {found['eager bytes'] / 1e6:.1f} MB\n")
+    print("| variant | peak / eager | extra FLOPs | planned extra time | step / eager | bit-equal |")
+    print("|---|---|---|---|---|---|")
+    for key, row in found["rows"].items():
+        step = row.get("step", "")
+        counted = f"{row['peak']:.1%} | {row['flops']:+.1%} | {row['share']:+.1%}"
+        print(f"| {key} | {counted} | {step} | {row['bit-equal']} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    for name in arguments.models:
+        show(measure(name, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()

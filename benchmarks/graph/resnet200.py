@@ -1,0 +1,94 @@
+"""ResNet-200 on CIFAR, batch 64, in a tenth of eager's bytes: what does the step cost, and what of it is what?
+
+    PYTHONPATH=. python benchmarks/graph/resnet200.py
+"""
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from subjects import Subject, flops, is_same, peak_bytes, subject
+from turns import in_turn, ratios
+
+from torchckpt import graph
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.graph import Plan
+
+__all__ = ["measure", "show"]
+
+SHARES = (0.2, 0.15, 0.125, 0.1)
+
+
+def measure(rounds: int, device: str = "cpu", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    one = subject("resnet200", device, sizes)
+    calls = _calls(one)
+    rows = {name: _counted(one, call) for name, call in calls.items()}
+    if rounds:
+        runs = {"eager": one.step(), **{name: one.step(call) for name, call in calls.items()}}
+        steps = ratios(in_turn(runs, rounds), "eager")
+        rows = {name: {**row, "step": steps[name]} for name, row in rows.items()}
+    return {"eager bytes": one.eager_peak_bytes, "rows": rows}
+
+
+def _calls(one: Subject) -> dict[str, Any]:
+    """The same graph without recomputation too: what of the time is not recomputation."""
+    found: dict[str, Any] = {
+        "keeps all": graph.rematerialize(one.module, *one.inputs),
+        'keep="memory"': graph.rematerialize(one.module, *one.inputs, keep="memory"),
+    }
+    for share in SHARES:
+        budget = int(share * one.eager_peak_bytes)
+        found[f"{share:.1%}"] = _within(one, budget)
+        found[f"{share:.1%}, profiled"] = _within(one, budget, costs="profile")
+    return found
+
+
+def _within(one: Subject, budget: int, **options: Any) -> Any:
+    try:
+        return graph.rematerialize(one.module, *one.inputs, budget=budget, **options)
+    except BudgetInfeasible as error:
+        return graph.rematerialize(one.module, *one.inputs, keep=error.plan)
+
+
+def _counted(one: Subject, call: Any) -> dict[str, Any]:
+    step = one.step(call)
+    return {
+        "peak": peak_bytes(step) / one.eager_peak_bytes,
+        "flops": flops(step) / one.eager_flops - 1,
+        "share": call.plan.recompute_share,
+        "bit-equal": is_same(one.result(call), one.result()),
+        "repeats": repeats(call.plan),
+    }
+
+
+def repeats(plan: Plan) -> dict[str, float]:
+    """Planned seconds of repeats by the kind of operation, as shares of the eager step."""
+    found: Counter[str] = Counter()
+    seen: set[int] = set()
+    for index in plan.schedule:
+        if index in seen:
+            operation = plan.flow.operations[index].repeat
+            found[operation.name.rstrip("_0123456789")] += operation.seconds / plan.flow.seconds
+        seen.add(index)
+    return dict(found.most_common(4))
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"\nResNet-200: eager {found['eager bytes'] / 1e6:.1f} MB\n")
+    print("| variant | peak / eager | extra FLOPs | planned extra time | step / eager | of it | bit-equal |")
+    print("|---|---|---|---|---|---|---|")
+    for name, row in found["rows"].items():
+        most = ", ".join(f"{kind} {share:.1%}" for kind, share in row["repeats"].items())
+        told = f"{row['peak']:.1%} | {row['flops']:+.1%} | {row['share']:+.1%} | {row.get('step', '')}"
+        print(f"| {name} | {told} | {most} | {row['bit-equal']} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    show(measure(parser.parse_args().rounds))
+
+
+if __name__ == "__main__":
+    main()

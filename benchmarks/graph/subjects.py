@@ -1,0 +1,135 @@
+"""Subjects: the models that are measured, each with its loss as one module, and what is read off a step of it."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import flop_counter
+
+from tests.graph.allocations import measured_peak
+from tests.graph.eager import Result, assert_same, step
+from tests.models import BENCHMARK, MODELS, Case
+
+__all__ = ["NAMES", "Call", "Subject", "WithLoss", "flops", "is_same", "likeness", "peak_bytes", "subject"]
+
+Call = Callable[..., Tensor]
+"""Runs a model and its loss on the model's inputs."""
+
+NAMES = {
+    "gpt6": "GPT-6",
+    "gpt24": "GPT-24",
+    "resnet20": "ResNet-20",
+    "resnet110": "ResNet-110",
+    "resnet200": "ResNet-200",
+    "mlp24": "MLP-24",
+    "unet": "U-Net",
+    "lstm50": "LSTM, 50 steps",
+    "moe": "mixture of experts",
+}
+"""What tables call the models."""
+
+
+class WithLoss(nn.Module):
+    """The loss is part of what is planned: its bytes are the step's too."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.loss(self.model(*inputs))
+
+
+@dataclass
+class Subject:
+    """A step of one model: a forward, the loss, a backward."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+
+    def step(self, call: Call | None = None, module: nn.Module | None = None) -> Callable[[], None]:
+        """A step by ``call``, of the module or of a copy of it; the gradients of the step before are freed."""
+        module = module or self.module
+
+        def run() -> None:
+            module.zero_grad(set_to_none=True)
+            (call or module)(*self.inputs).backward()
+
+        return run
+
+    @cached_property
+    def eager_peak_bytes(self) -> int:
+        return peak_bytes(self.step())
+
+    @cached_property
+    def eager_flops(self) -> int:
+        return flops(self.step())
+
+    def result(self, call: Call | None = None, module: nn.Module | None = None) -> Result:
+        """Loss, gradients, buffers and states of generators after a step from seed 0."""
+        return step(module or self.module, self.inputs, lambda loss: loss, call=call)
+
+
+def subject(name: str, device: str = "cpu", sizes: Mapping[str, Any] | None = None) -> Subject:
+    """Of ``tests/models``, in the sizes of a benchmark unless told."""
+    case: Case = MODELS[name](device=device, **(BENCHMARK.get(name, {}) if sizes is None else sizes))
+    return Subject(name, WithLoss(case.model, case.loss), case.inputs)
+
+
+def peak_bytes(run: Callable[[], None]) -> int:
+    """What ``run()`` allocates above what is there, at most; it has been run before, so that what lasts is there."""
+    run()
+    if not torch.cuda.is_available():
+        return measured_peak(run)
+    before = _settled()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _settled() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def flops(run: Callable[[], None]) -> int:
+    """Of products, convolutions and attention, as torch counts them; it leaves out the attention of a CPU."""
+    own: dict[Any, Any] = {_ATTENTION: _attention_flops, _ATTENTION_BACKWARD: _attention_backward_flops}
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=own) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+    return int(flop_counter.sdpa_backward_flop_count(grad, query, key, value))
+
+
+def is_same(received: Result, expected: Result) -> bool:
+    """To the bit: the loss, gradients, buffers, states of generators."""
+    try:
+        assert_same(received, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def likeness(received: Result, expected: Result) -> str:
+    """Of the gradients: "equal" to the bit, "close", or "wrong"; of a copy of the module too, whose names differ."""
+    pairs = [pair for pair in zip(received.gradients.values(), expected.gradients.values()) if pair != (None, None)]
+    if any(a is None or b is None or not torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in pairs):
+        return "wrong"
+    return "equal" if all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None) else "close"
