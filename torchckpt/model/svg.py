@@ -17,30 +17,23 @@ from dataclasses import dataclass
 from torchckpt.model.action import Kind
 from torchckpt.model.axis import Axis
 from torchckpt.model.canvas import Canvas
+from torchckpt.model.look import CHARACTER, STYLE, clipped
 from torchckpt.model.timeline import Event, Timeline
 from torchckpt.model.units import Units, label, number, percent, row_name
 
 __all__ = ["compare", "svg"]
 
-# Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
-_COLOURS = {"F": "#56b4e9", "B": "#0072b2", "I": "#0072b2", "W": "#009e73", "R": "#e69f00"}
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
-_STYLE = """
-text{font:11px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:#374151}
-.name{font-size:14px;font-weight:600;fill:#111827} .facts{font-size:13px}
-.end{text-anchor:end} .middle{text-anchor:middle}
-.paper{fill:#fff} .idle{fill:#eef0f3} .grid{stroke:#d5d9e0;stroke-width:1} .axis{stroke:#6b7280;stroke-width:1}
-.arrival{stroke:#111827;stroke-width:1.3} .budget{stroke:#c0392b;stroke-width:1.6;stroke-dasharray:6 4}
-.curve{fill:none;stroke:#9ca3af;stroke-width:1} .largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
-.light{fill:#fff} .dark{fill:#111827}
-""" + " ".join(f".{kind}{{fill:{colour}}}" for kind, colour in _COLOURS.items())
+_STYLE = STYLE + """
+.idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
+.largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
+"""
 _ON_DARK = "BIW"
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 76.0, 24.0
 _TITLE, _ARRIVALS, _MEMORY, _TIMES = 32.0, 5.0, 72.0, 34.0
 _FEW_RANKS = 8  # of more, only the curve that peaks is drawn
 _LONGEST = 50  # name
-_DIGIT = 0.62  # the width of a character, in font sizes
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ def _most_labels_fit(timeline: Timeline, time: Axis, height: float) -> bool:
 
 
 def _fits(text: str, width: float, height: float) -> bool:
-    return height >= 11 and len(text) * _DIGIT * _size(height) <= width - 2
+    return height >= 11 and len(text) * CHARACTER * _size(height) <= width - 2
 
 
 def _size(height: float) -> float:
@@ -129,8 +122,7 @@ def _facts(timeline: Timeline, first: Timeline | None, units: Units) -> str:
 
 def _panel(canvas: Canvas, timeline: Timeline, title: tuple[str, str], layout: _Layout, top: float) -> float:
     """Draw ``timeline`` from ``top`` on; where the next panel begins."""
-    name = title[0] if len(title[0]) <= _LONGEST else title[0][: _LONGEST - 3] + "..."
-    canvas.words(_LEFT, top + 22, name, class_="name")
+    canvas.words(_LEFT, top + 22, clipped(title[0], _LONGEST), class_="name")
     canvas.words(_WIDTH - _RIGHT, top + 22, title[1], class_="facts end")
     rows = top + _TITLE
     memory = rows + len(timeline.schedule.ranks) * (layout.row_height + _ARRIVALS) + 14
