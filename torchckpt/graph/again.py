@@ -6,9 +6,10 @@ generator's state was saved, and a second message a message too many.
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -20,15 +21,17 @@ from torchckpt.graph.private import (
     BATCH_NORM_BY_STATISTICS,
     is_collective,
     is_mutable,
+    without_modes,
 )
 from torchckpt.graph.rng import draws, generator_state, replayed, state_of
 
-__all__ = ["Again", "again_of", "forget_statistics", "runs_once"]
+__all__ = ["Again", "again_of", "forget_statistics", "round_scales", "runs_once"]
 
 Resolve = Callable[[Any], Any]
 """Of an argument in the joint graph, the argument in the graph that is made."""
 
 _DROPOUT: Any = torch.ops.aten.native_dropout.default
+_DROPOUT_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,36 @@ def forget_statistics(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=BATCH_NORM_BACKWARD):
         if node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def round_scales(graph: fx.Graph) -> None:
+    """Have dropouts on a CPU scale as eager does: by what the share that stays has been divided into in their dtype.
+
+    The kernels that are traced round later, or a double: for some probabilities, 0.15 among them, to another number.
+    """
+    for node in graph.find_nodes(op="call_function", target=_DROPOUT_BACKWARD):
+        gradient, mask, scale = node.args
+        if scale:
+            node.args = (gradient, mask, _scale(1.0 / scale, node.meta["val"]))
+    for node in graph.find_nodes(op="call_function", target=_DROPOUT):
+        _round_scale(node, outputs_of(node))
+
+
+def _round_scale(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
+    """Have the mask alone of a dropout in float32 where it would scale by another number than eager."""
+    data, probability, _ = node.args
+    like = node.meta["val"][0]
+    if like.dtype != torch.float32 or not {0, 1} <= set(outputs) or probability == 1:
+        return
+    share = 1.0 - cast(float, probability)
+    scale = _scale(share, like)
+    if scale == struct.unpack("f", struct.pack("f", 1.0 / share))[0]:
+        return
+    with node.graph.inserting_after(max(outputs.values())):
+        made = node.graph.call_function(_DROPOUT_BACKWARD, (data, outputs[1], scale))
+    with without_modes():
+        made.meta = {**outputs[0].meta, "val": torch.empty_like(outputs[0].meta["val"])}  # of another storage
+    outputs[0].replace_all_uses_with(made)
 
 
 def outputs_of(node: fx.Node) -> dict[int, fx.Node]:
@@ -117,7 +150,7 @@ def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
 
 def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
     data, probability = node.args[:2]
-    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)  # type: ignore[operator]
+    scale = 0.0 if probability == 1 else _scale(1.0 - cast(float, probability), node.meta["val"][0])
 
     def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
         masked = graph.call_function(torch.ops.aten.mul.Tensor, (resolve(data), resolve(mask)))
@@ -125,6 +158,14 @@ def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
         return (_like(scaled, output),)
 
     return Again((data, mask), (output,), emit)  # type: ignore[arg-type]
+
+
+def _scale(share: float, like: torch.Tensor) -> float:
+    """By what a dropout multiplies the ``share`` that stays. On a CPU it is rounded to the data's dtype."""
+    if like.device.type != "cpu":
+        return 1.0 / share
+    with without_modes():
+        return torch.ones((), dtype=like.dtype).div_(share).item()
 
 
 def _draw(node: fx.Node, state: fx.Node, outputs: dict[int, fx.Node]) -> Again:

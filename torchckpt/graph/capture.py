@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ __all__ = ["Capture", "Choose", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """The schedule of a joint graph."""
+
+_ONE_AT_A_TIME = threading.RLock()
+"""What torch keeps while it traces, its tracer and its notes, is not by thread."""
 
 
 class Capture:
@@ -92,9 +96,10 @@ class Capture:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what cannot be traced, and where; what is the function's own error passes through."""
+    """Say what cannot be traced, and where; what is the function's own error passes through. One thread at a time."""
     try:
-        yield
+        with _ONE_AT_A_TIME:
+            yield
     except CaptureError:
         raise
     except Exception as error:

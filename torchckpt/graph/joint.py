@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from torchckpt.graph.again import Again, again_of, forget_statistics, runs_once
+from torchckpt.graph.again import Again, again_of, forget_statistics, round_scales, runs_once
 from torchckpt.graph.private import mutated_inputs, storage_of
 from torchckpt.graph.rng import record_states
 from torchckpt.model.remat.dataflow import Dataflow, Operation
@@ -61,6 +61,7 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost, replay: b
     """
     module = fx.GraphModule(module, copied(module.graph))
     forget_statistics(module.graph)
+    round_scales(module.graph)
     module.graph.eliminate_dead_code()
     if replay:
         record_states(module.graph)
@@ -190,6 +191,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _allocated_bytes(tensor: Tensor) -> int:
+    if _is_sparse(tensor):  # an input: it is there
+        return 0
     size = tensor.untyped_storage().nbytes()
     return size if tensor.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 

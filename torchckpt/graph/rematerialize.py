@@ -15,6 +15,7 @@ from torchckpt.graph.capture import Capture
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.names import named_modules
+from torchckpt.graph.notes import is_tracing
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.plan import Plan
 
@@ -115,7 +116,10 @@ class Rematerialized(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call, and run nothing of it."""
-        self._call(args, kwargs)
+        if self._call(args, kwargs) is None:
+            rule = "a step is planned where something is differentiated"
+            works = "model.requires_grad_(), and no torch.no_grad() around"
+            raise_faults("rematerialize()", [Fault(rule, "a call in which nothing requires a gradient", works)])
         return self.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,13 +146,14 @@ class Rematerialized(nn.Module):
         return Rematerialized, (self.original, self._chooser, self._engine)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
-        """The call that fits these inputs; None where nothing is differentiated, so that nothing is saved."""
-        state = {**dict(self.original.named_parameters()), **dict(self.original.named_buffers())}
+        """The call that fits these inputs; None where it saves nothing: no derivative is wanted, or it is traced."""
+        state = _state(self.original)
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        tensors = _tensors(state, leaves)
+        if is_tracing() or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
-        key = (tuple(state), structure, _mode(self.original), *map(_kind, state.values()), *map(_kind, leaves))
+        kinds = (*map(_kind, state.values()), *map(_kind, leaves))
+        key = (tuple(state), structure, _mode(self.original), _places(tensors), kinds)
         if key not in self._calls:
             self._calls[key] = self._traced(tuple(state), args, kwargs)
         self.__dict__["_latest"] = self._calls[key]
@@ -171,20 +176,18 @@ class _Call:
         self._model, self._names = model, names
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
-        data = {len(names) + place: name for place, name in enumerate(_tensor_names(args, kwargs))}
-        tensors = self._tensors(args, kwargs)
-        self._capture = Capture(self._function, tensors, data, chooser.cost, chooser, chooser.replay)
+        tensors = _tensors(_state(model), leaves)
+        self._places = _places(tensors)
+        data = dict(zip(self._places[len(names) :], _tensor_names(args, kwargs)))
+        self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
         self.plan = chooser.plan
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._capture(self._tensors(args, kwargs))
-
-    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        state = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        return [*state.values(), *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))]
+        return self._capture(_once(_tensors(_state(self._model), pytree.tree_leaves((args, kwargs)))))
 
     def _function(self, *tensors: Tensor) -> Any:
-        state, data = dict(zip(self._names, tensors)), iter(tensors[len(self._names) :])
+        every = [tensors[place] for place in self._places]
+        state, data = dict(zip(self._names, every)), iter(every[len(self._names) :])
         leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with named_modules(self._model):
@@ -206,6 +209,27 @@ class _Compiled:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _tensors(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+
+
+def _places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of each tensor its place among those that differ.
+
+    One that comes twice is one input of the trace: its gradients are added up in eager's order.
+    """
+    places: dict[int, int] = {}
+    return tuple(places.setdefault(id(tensor), len(places)) for tensor in tensors)
+
+
+def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _tensor_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
