@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
@@ -41,14 +42,15 @@ def budget_bytes(budget: Budget, eager_peak_bytes: int) -> int:
     check_budget("budget_bytes()", budget)
     if isinstance(budget, str):
         found = _SIZE.fullmatch(budget)
-        return math.floor(float(found[1]) * _BY_CAPITALS[found[2].upper()]) if found else 0
+        return math.floor(Fraction(found[1]) * _BY_CAPITALS[found[2].upper()]) if found else 0
     return budget if isinstance(budget, int) else math.floor(budget * eager_peak_bytes)
 
 
 def written(amount_bytes: int) -> str:
     """The amount rounded up in a unit in which it is a budget: ``"14.27MB"``."""
     unit = next((unit for unit in ("GB", "MB", "kB") if amount_bytes >= _UNITS[unit]), "B")
-    return f"{math.ceil(amount_bytes / _UNITS[unit] * 100) / 100:g}{unit}"
+    whole, hundredths = divmod(-(-amount_bytes * 100 // _UNITS[unit]), 100)
+    return f"{whole}.{hundredths:02}".rstrip("0").rstrip(".") + unit
 
 
 def _is_budget(budget: object) -> bool:

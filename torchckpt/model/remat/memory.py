@@ -127,7 +127,7 @@ def _check(
     twice = [names[index] for step, index in enumerate(schedule)
              if not flow.operations[index].repeatable and firsts[index] != step]
     early = [names[index] for index in schedule[:boundary] if index >= flow.forward]
-    unread = [names[schedule[step]] for step in unwritten.values() if step < len(schedule)]
+    unread = [names[schedule[step]] for step in unwritten.values() if step in range(len(schedule))]
     for what, found in (
         ("runs every operation", missing),
         ("runs an operation that is not repeatable once", twice),
