@@ -43,7 +43,7 @@ _MEDIUM, _LARGE = 2_000, 10_000
 """Operations beyond which less is tried; beyond the latter, two evictions and nothing after them."""
 _STARTS = 3
 """Schedules that the local search starts from; it ends with the best of them."""
-_SEARCH_WORK = 12_000_000
+_SEARCH_WORK = 20_000_000
 """Of the local search, per operation: a change of a larger schedule takes longer."""
 
 
@@ -86,7 +86,7 @@ def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = 
     best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
     if tables.count > _LARGE:
         return solution(flow, best.schedule())
-    return solution(flow, _ruined(best, budget_bytes, _SEARCH_WORK // max(tables.count, 150) // 4))
+    return solution(flow, _ruin(best, budget_bytes, _SEARCH_WORK // max(tables.count, 150) // 4).schedule())
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
@@ -152,18 +152,18 @@ def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
     found = sorted([*found, *_reordered(best, budget_bytes, pinned)], key=key)
     work = _SEARCH_WORK // max(tables.count, 150)
     for stages in found[:_STARTS]:
-        _ruined(stages, budget_bytes, work // _STARTS // 2)
+        _ruin(stages, budget_bytes, work // _STARTS // 2)
     best = min(found[:_STARTS], key=key)
     return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
 
 
-def _ruined(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Schedule:
+def _ruin(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Stages:
     ruin = Ruin(stages, budget_bytes, seed)
     if stages.peak_bytes > budget_bytes:
         ruin.lower(work)
     if stages.peak_bytes <= budget_bytes:
         ruin.run(work)
-    return ruin.best
+    return stages
 
 
 def _candidates(
@@ -199,11 +199,10 @@ def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[St
 
 def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
     """Local search, in turns over the order of the first runs and over the repeats."""
-    flow = best.tables.flow
     for turn in (1, 2):
         if best.tables.count <= _SMALL and best.peak_bytes <= budget_bytes:
             best = _rearranged(best, budget_bytes, pinned)
-        best = stages_of(flow, _ruined(best, budget_bytes, work // 2, turn), pinned)
+        _ruin(best, budget_bytes, work // 2, turn)
     return best.schedule()
 
 

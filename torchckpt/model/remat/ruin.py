@@ -12,6 +12,8 @@ __all__ = ["Ruin"]
 _SLACK = 1.15
 """How much more a schedule may cost before it is pruned than the one that it is to replace."""
 
+_WARMTH = 0.03
+"""How much slower than the best, at the start of the search, a schedule may be that stays."""
 _LOWER = 0.97
 """Of its peak, what a schedule that does not fit is asked to fit next."""
 
@@ -19,23 +21,25 @@ _LOWER = 0.97
 class Ruin:
     """A local search after Schrimpf et al. (2000) from a schedule that fits; deterministic.
 
-    The steps are counted work, not time: the same schedule comes out on every machine.
+    At first, a schedule a little slower than the best one may stay as well. The steps are counted work, not time: the
+    same schedule comes out on every machine.
     """
 
     def __init__(self, stages: Stages, budget_bytes: int, seed: int = 0) -> None:
         self.stages, self.tables, self.budget_bytes = stages, stages.tables, budget_bytes
         self.random = Random(seed)
-        self.best_cost, self.best = stages.cost, stages.schedule()
+        self.best_cost, self.best = stages.cost, stages.copy()
         self.rounds = 0
 
     def run(self, work: int) -> None:
-        """Search until ``work`` is done; :attr:`best` is the fastest schedule met."""
+        """Search until ``work`` is done; the fastest schedule met is then in :attr:`stages`."""
         stages = self.stages
         end = stages.work + work
-        while stages.work < end and stages.cost > 0 and any(stages.repeats):
+        while stages.work < end and any(stages.repeats):
             self.rounds += 1
             stages.work += 10
-            self._round()
+            self._round(_WARMTH * (end - stages.work) / work)
+        stages.become(self.best)
 
     def lower(self, work: int) -> None:
         """Search for a schedule that fits, from one that does not."""
@@ -45,7 +49,7 @@ class Ruin:
             self.rounds += 1
             stages.work += 10
             self._lower_round()
-        self.best_cost, self.best = stages.cost, stages.schedule()
+        self.best_cost, self.best = stages.cost, stages.copy()
 
     def _lower_round(self) -> None:
         stages, peak = self.stages, self.stages.peak_bytes
@@ -58,17 +62,17 @@ class Ruin:
         else:
             stages.back(0)
 
-    def _round(self) -> None:
+    def _round(self, warmth: float) -> None:
         stages, cost = self.stages, self.stages.cost
         stages.log.clear()
         kept = self._ruin()
         fits = Eviction(stages, self.budget_bytes, self._taste(), frozenset(kept)).run(_SLACK * cost)
         if fits:
             prune(stages, self.budget_bytes)
-        if not fits or stages.cost > cost:
+        if not fits or stages.cost > max(cost, self.best_cost * (1 + warmth * self.random.random())):
             stages.back(0)
         elif stages.cost < self.best_cost * (1 - 1e-9):
-            self.best_cost, self.best = stages.cost, stages.schedule()
+            self.best_cost, self.best = stages.cost, stages.copy()
 
     def _ruin(self) -> set[int]:
         """Take repeats back; the storages that must not be dropped again in this round."""

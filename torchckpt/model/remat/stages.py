@@ -131,6 +131,20 @@ class Stages:
             self.change(undone)
             del log[mark:]
 
+    def copy(self) -> list[tuple[int, ...]]:
+        """The repeats of each stage, for :meth:`become`."""
+        return [tuple(repeats) for repeats in self.repeats]
+
+    def become(self, copied: list[tuple[int, ...]]) -> None:
+        """Have these repeats, and no others."""
+        changes = []
+        for stage, (now, then) in enumerate(zip(self.repeats, copied)):
+            if tuple(now) != then:
+                changes += [(stage, position, False) for position in now if position not in then]
+                changes += [(stage, position, True) for position in then if position not in now]
+        if changes:
+            self.change(changes)
+
     def useless(self, stage: int, position: int) -> bool:
         """Whether nobody reads what this repeat brings back."""
         for storage in self.tables.again_writes[position]:
