@@ -130,14 +130,17 @@ class Plan:
             ArgumentError: the text is none that it wrote.
         """
         try:
-            told = json.loads(text)
+            read = json.loads(text)
+            told = {_FORMAT: read}[read["format"]]
             operations = tuple(_operation(one) for one in told["flow"]["operations"])
             sets = {name: frozenset(told["flow"][name]) for name in _SETS}
             flow = Dataflow(operations, tuple(told["flow"]["sizes_bytes"]), told["flow"]["forward"], **sets)
             names = {name: tuple(storages) for name, storages in told["names"].items()}
-            return cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"])
-        except (ValueError, KeyError, TypeError) as error:
-            fault = Fault("a plan is read from what plan.to_json() wrote", f"{text[:60]!r} ({error!r})",
+            made = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"])
+            made.memory  # noqa: B018  # there is one if the schedule is one
+            return made
+        except (ValueError, LookupError, TypeError) as error:
+            fault = Fault("a plan is read from what plan.to_json() wrote", f"{text!r:.60} ({error!r})",
                           "Plan.from_json(plan.to_json())")
             raise ArgumentError(f"Plan.from_json(): {fault}") from error
 
