@@ -2,7 +2,8 @@
 
 A compiler that fuses moves work, and so memory: what it inlines into a later kernel keeps its inputs alive until then.
 So a plan is not taken at its word. Inductor is asked, before it makes code, for the peak of the kernels that it has
-decided on; where that is above the plan's, the call is planned again with so much in reserve.
+decided on; where that is above the plan's, the call is planned again with so much in reserve. What a kernel writes over
+its input, in place, counts twice in that peak: it is a bound, and near where products and convolutions are.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from torchckpt.errors import CaptureError, CheckpointError, Fault, raise_faults
 from torchckpt.graph.capture import explained
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.emit import emit
+from torchckpt.graph.fusion import Fusion
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.notes import hide_marks, restore_marks
@@ -161,10 +163,12 @@ class _Attempt:
         restore_marks(module.graph)
         updates = Updates(module.graph, num_fwd_outputs)
         joint = joint_of(refreshed(module), num_fwd_outputs + updates.values, self._cost)
-        schedule = self._planner(joint)
-        memory = simulate(joint.flow, schedule)
+        fusion = Fusion(joint)
+        schedule = self._planner(fusion.joint)
+        memory = simulate(fusion.joint.flow, schedule)
         self._planned_bytes, self._unseen_bytes = memory.peak_bytes, _unseen_bytes(joint, memory.saved)
-        forward, backward = emit(joint, schedule, memory.boundary)
+        expanded = fusion.expanded(schedule)
+        forward, backward = emit(joint, expanded, simulate(joint.flow, expanded).boundary)
         updates.write(forward.graph)
         return _plain(forward), _plain(backward)
 

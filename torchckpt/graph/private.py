@@ -36,6 +36,7 @@ __all__ = [
     "by_operator",
     "compiling",
     "constant_under_dynamo",
+    "input_place",
     "is_collective",
     "is_data_dependent",
     "is_mutable",
@@ -120,6 +121,11 @@ def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
         for place, what in enumerate(descriptions)
         if type(what).__name__ == "InputMutationAOTOutput"
     }
+
+
+def input_place(node: fx.Node) -> int | None:
+    """Of an input of a joint graph, its place among the tensors that the function was traced with."""
+    return getattr(node.meta.get("desc"), "idx", None)
 
 
 def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
@@ -378,4 +384,15 @@ def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> 
     origins = [node.node.get_origins() if node.is_extern() else () for node in nodes]  # the operator's comes last
     operators = [max(those) if those else None for those in origins]
     beside = [workspace_bytes(node) if node and isinstance(node.target, OpOverload) else 0 for node in operators]
-    return bool(graph.is_backward), max(during + more for (during, _), more in zip(alive, beside))
+    local = [_local_bytes(node) for node in nodes]
+    return bool(graph.is_backward), max(d + more - less for (d, _), more, less in zip(alive, beside, local))
+
+
+def _local_bytes(node: Any) -> int:
+    """Of what one loop of pointwise operations makes and reads: it stays in registers."""
+    if node.is_extern() or node.is_reduction():
+        return 0
+    names, scheduler = node.get_operation_names(), node.scheduler
+    removed = scheduler.can_buffer_be_removed_through_fusion
+    made = [buffer for buffer in node.get_outputs() if buffer.users and removed(buffer.get_name(), names)]
+    return sum(buffer.mpi_buffer.size_alloc for buffer in made)
