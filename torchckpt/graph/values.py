@@ -55,7 +55,7 @@ class Values:
     def marks(self) -> dict[str, frozenset[int]]:
         """Of each mark's name, the storages of the tensors that carry it."""
         found: dict[str, frozenset[int]] = {}
-        for node in self._joint.views:
+        for node in self._joint.storages:
             name = mark_of(node)
             if name is not None and node.target is torch.ops.aten.alias.default:
                 found[name] = found.get(name, frozenset()) | (self._joint.storages[node] & frozenset(self.made))
