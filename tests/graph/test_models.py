@@ -153,7 +153,8 @@ def test_speed_needs_a_product():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_memory(name):
-    checked(build(name), keep="memory")
+    plan = checked(build(name), keep="memory")
+    assert plan.peak_bytes <= plan.eager_peak_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)

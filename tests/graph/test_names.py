@@ -41,7 +41,8 @@ def test_gradients_belong_to_the_module_of_what_they_are_gradients_of():
 
 def test_names_of_a_plan_are_what_leaves_a_module():
     plan = plan_of(Net(), torch.randn(3, 4))
-    named = {name: [plan.flow.operations[plan.flow.writer[s]].name for s in found] for name, found in plan.names.items()}
+    writers, writer = plan.flow.operations, plan.flow.writer
+    named = {name: [writers[writer[storage]].name for storage in found] for name, found in plan.names.items()}
     assert named == {"body.0": ["addmm"], "body.1": ["tanh"], "body": ["tanh"], "head": ["addmm_1", "addmm_2"]}
 
 
