@@ -97,7 +97,7 @@ def every(value):
 
 
 def test_refusal_above_the_lower_bound():
-    with pytest.raises(BudgetInfeasible, match='works:    budget="40.08kB" or more$'):
+    with pytest.raises(BudgetInfeasible, match=r'budget="40\.08kB" or more$'):
         plan_of(chain, leaf(1000), keep=every, budget=0.5)
 
 

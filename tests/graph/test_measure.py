@@ -1,0 +1,123 @@
+"""Workspaces, by running each kind of operation once."""
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import fx
+
+from tests.graph.traced import joint_of
+from tests.helpers import leaf
+from torchckpt.graph import measure as module
+from torchckpt.graph.measure import Measure
+
+aten = torch.ops.aten
+
+
+def node_of(target, *args, **kwargs):
+    """Tensors among the arguments become nodes with them as values."""
+    graph = fx.Graph()
+
+    def placed(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    made = graph.call_function(target, tuple(map(placed, args)), kwargs)
+    made.meta["val"] = torch.empty(1)
+    return made
+
+
+def test_product_of_a_matrix_with_gaps_copies_it():
+    gaps, dense = torch.empty(500, 1000)[:, ::2], torch.empty(500, 500)
+    assert Measure().workspace_bytes(node_of(aten.mm.default, gaps, dense)) == 500 * 500 * 4
+    assert Measure().workspace_bytes(node_of(aten.mm.default, dense, dense)) == 0
+    assert Measure().workspace_bytes(node_of(aten.sin.default, gaps)) == 0
+
+
+def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
+    runs, run = [], Measure._run
+    monkeypatch.setattr(Measure, "_run", lambda self, node: runs.append(node) or run(self, node))
+    measure, x = Measure(), torch.empty(4, 4)
+    same = [node_of(aten.add.Tensor, torch.empty(4, 4), 1) for _ in range(2)]
+    others = [
+        node_of(aten.add.Tensor, x, 2), node_of(aten.add.Tensor, x.t(), 1), node_of(aten.add.Tensor, x.double(), 1),
+        node_of(aten.add.Tensor, x[:2], 1), node_of(aten.sub.Tensor, x, 1), node_of(aten.add.Tensor, x, 1, alpha=2),
+    ]
+    for node in [*same, *others, *same]:
+        measure.workspace_bytes(node)
+        measure.seconds(node)
+    assert runs == [same[0], *others]
+
+
+def test_seconds_are_taken_where_there_are_rounds():
+    node = node_of(aten.mm.default, torch.empty(50, 50), torch.empty(50, 50))
+    assert Measure().seconds(node) == 0.0
+    assert 0 < Measure(rounds=2).seconds(node) < 1
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        node_of(aten.embedding.default, torch.empty(0, 3), torch.empty(2, dtype=torch.int64)),
+        node_of(aten.view.default, torch.empty(4), [3]),
+        node_of(aten.add_.Tensor, torch.empty(4), 1),
+    ],
+    ids=["of no rows", "of another size", "mutable"],
+)
+def test_what_cannot_be_run_takes_nothing(node):
+    measure = Measure(rounds=1)
+    assert (measure.workspace_bytes(node), measure.seconds(node)) == (0, 0.0)
+
+
+def test_random_numbers_are_those_of_before():
+    before = torch.get_rng_state()
+    Measure().workspace_bytes(node_of(aten.bernoulli.default, torch.empty(100)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_inputs_are_zeros_that_kinds_share_until_they_are_forgotten():
+    measure, found = Measure(), []
+
+    def look(x, y):
+        found.append(weakref.ref(x))
+        assert x is y
+        assert not x.any()
+        return x
+
+    measure.workspace_bytes(node_of(look, torch.ones(3), torch.ones(3)))
+    assert found[0]() is not None
+    measure.forget_inputs()
+    gc.collect()
+    assert found[0]() is None
+
+
+def test_inputs_lie_in_memory_as_they_do_in_the_trace():
+    seen = []
+    gaps = torch.empty(6, 8)[:, ::2]
+    Measure().workspace_bytes(node_of(lambda x: seen.append((x.shape, x.stride(), x.untyped_storage().nbytes())), gaps))
+    assert seen == [((6, 4), (8, 2), 6 * 8 * 4)]
+
+
+def test_nothing_is_traced_or_differentiated_while_it_runs():
+    seen = []
+
+    def look(x):
+        seen.append((type(x), torch.is_grad_enabled(), x.requires_grad))
+        return x
+
+    node = node_of(look, torch.ones(2))
+    with torch._subclasses.FakeTensorMode():
+        Measure().workspace_bytes(node)
+    assert seen == [(torch.Tensor, False, False)]
+
+
+def test_workspaces_are_in_the_dataflow():
+    """The product with a transposed slice copies it."""
+    flow = joint_of(lambda x, w: (x[:, ::2] @ w).sum(), torch.randn(6, 8), leaf(4, 3)).flow
+    assert flow.operations[0].workspace_bytes == 6 * 4 * 4
+    assert module.__all__ == ["Measure"]
