@@ -141,6 +141,29 @@ def test_operation_without_a_derivative():
     assert "works:    torch.library.register_autograd(), or y.detach() where no gradient is wanted" in str(error)
 
 
+def test_tensor_that_is_no_input_and_no_buffer():
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.mask = torch.ones(3)
+
+        def forward(self, x):
+            return super().forward(x) * self.mask
+
+    with pytest.raises(CaptureError) as caught:
+        graph.rematerialize(Masked(), torch.randn(2, 3))
+    assert str(caught.value).startswith("a call reads no tensors but its inputs, parameters and buffers\n  received: ")
+    assert line("return super().forward(x) * self.mask", caught.value)
+    works = 'works:    self.register_buffer("mask", mask, persistent=False) in place of self.mask = mask'
+    assert str(caught.value).endswith(works)
+
+
+def test_tensor_that_is_made_inside_is_fine():
+    x = leaf(3)
+    called = capture(lambda x: x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3), x)
+    assert torch.equal(called([x]), x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3))
+
+
 @pytest.mark.parametrize(
     ("function", "inputs", "named", "what"),
     [

@@ -109,6 +109,9 @@ def explained() -> Iterator[None]:
         if "derivative" in str(error) or "autograd formula" in str(error):
             _raise("every operation between an input and a loss has a derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
+        if "convert all Tensors to FakeTensors" in str(error):
+            _raise("a call reads no tensors but its inputs, parameters and buffers", error,
+                   "self.register_buffer(\"mask\", mask, persistent=False) in place of self.mask = mask")
         raise
 
 
