@@ -121,7 +121,10 @@ def _raise(rule: str, error: Exception, works: str) -> NoReturn:
 
 
 def _place_of(error: Exception) -> str:
-    """Where the user's code was."""
+    """Where the user's code was, or the layer of torch's that it calls."""
     ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not frame.filename.startswith(ours)]
+    layers = os.path.join(ours[0], "nn")
+    frames = frames or [frame for frame in every if frame.filename.startswith(layers) and frame.name == "forward"]
     return f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""

@@ -1,0 +1,197 @@
+"""torch's private names: each does what is made of it here."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from tests.graph.allocations import live_bytes
+from tests.graph.traced import joint_of
+from tests.helpers import leaf
+from torchckpt.errors import CaptureError
+from torchckpt.graph.private import (
+    Boxed,
+    Differentiable,
+    allocations,
+    backward_node,
+    compiling,
+    is_collective,
+    is_data_dependent,
+    is_mutable,
+    is_random,
+    mutated_inputs,
+    require_supported_torch,
+    storage_of,
+    tangent_places,
+    without_modes,
+)
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("target", "random", "mutable"),
+    [
+        (aten.sin.default, False, False),
+        (aten.native_dropout.default, True, False),
+        (aten.bernoulli.p, True, False),
+        (aten.add_.Tensor, False, True),
+        (aten.add.out, False, True),
+        (torch.sin, False, False),
+        ("name", False, False),
+    ],
+    ids=str,
+)
+def test_operators(target, random, mutable):
+    assert (is_random(target), is_mutable(target), is_collective(target)) == (random, mutable, False)
+
+
+def test_collectives():
+    assert is_collective(torch.ops._c10d_functional.all_reduce.default)
+
+
+def test_storage_is_one_of_views_and_another_of_others():
+    x = torch.ones(4)
+    assert storage_of(x) == storage_of(x[1:]) == storage_of(x.view(2, 2))
+    assert storage_of(x) != storage_of(x.clone())
+    sparse = torch.eye(2).to_sparse()
+    assert storage_of(sparse) == storage_of(sparse) != storage_of(torch.eye(2).to_sparse().coalesce())
+
+
+@pytest.mark.parametrize(
+    ("version", "fine"),
+    [("2.11.0", True), ("2.13.0+cpu", True), ("3.0.0", True), ("2.11.0a0+git123", True), ("2.10.1", False),
+     ("1.13.1+cu117", False)],
+)
+def test_releases_of_torch(monkeypatch, version, fine):
+    monkeypatch.setattr(torch, "__version__", version)
+    if fine:
+        require_supported_torch()
+        return
+    with pytest.raises(CaptureError, match=f"needs torch 2.11 or newer\n  received: torch {version[:4]}"):
+        require_supported_torch()
+
+
+def test_boxed_code_takes_a_list_and_empties_it():
+    made = fx.Graph()
+    x, y = made.placeholder("x"), made.placeholder("y")
+    made.output((made.call_function(torch.add, (x, y)),))
+    made.set_codegen(Boxed())
+    module, arguments = fx.GraphModule(nn.Module(), made), [torch.ones(2), torch.ones(2)]
+    assert torch.equal(module.forward(arguments)[0], torch.full((2,), 2.0))
+    assert arguments == []
+
+
+def test_boxed_code_of_no_inputs_and_of_one():
+    for count in (0, 1):
+        made = fx.Graph()
+        inputs = [made.placeholder(f"x{place}") for place in range(count)]
+        made.output(tuple(inputs))
+        made.set_codegen(Boxed())
+        module, arguments = fx.GraphModule(nn.Module(), made), [3] * count
+        assert module.forward(arguments) == (3,) * count
+        assert arguments == []
+
+
+def test_boxed_code_frees_what_was_read_for_the_last_time():
+    made = fx.Graph()
+    node = made.placeholder("x")
+    for _ in range(5):
+        node = made.call_function(torch.sin, (node,))
+    made.output((node,))
+    made.set_codegen(Boxed())
+    module = fx.GraphModule(nn.Module(), made)
+    assert max(live_bytes(lambda: module.forward([torch.ones(1000)]))) == 8000
+
+
+def test_differentiable_traces_without_running_and_runs_what_was_made():
+    parted, runs = [], []
+
+    def partition(module, inputs, *, num_fwd_outputs, **ignored):
+        parted.append((module, num_fwd_outputs))
+        from torchckpt.graph.emit import emit
+        from torchckpt.graph.joint import joint_of as made
+        joint = made(module, num_fwd_outputs, lambda node: (0.0, 0, 0))
+        return emit(joint, joint.flow.eager, joint.flow.forward)
+
+    def function(x, y):
+        runs.append(1)
+        return (x * y).sin().sum(), y
+
+    called = Differentiable(function, partition, lambda gradients: [g if g is None else 2 * g for g in gradients])
+    x, y = leaf(3), torch.ones(3)
+    called.trace(x, y)
+    assert len(parted) == 1
+    assert parted[0][1] == 2
+    count = len(runs)
+    outputs = called(x, y)
+    assert len(runs) == count
+    assert torch.equal(outputs[0], (x * y).sin().sum())
+    assert torch.equal(torch.autograd.grad(outputs[0], x)[0], 2 * x.cos())
+
+
+def test_outputs_that_are_new_values_of_inputs():
+    graph = joint_of(nn.BatchNorm1d(3), leaf(4, 3)).module.graph
+    outputs = graph.output_node().args[0]
+    found = sorted(outputs[place].name for place in mutated_inputs(graph.output_node()))
+    assert found == ["add", "getitem_3", "getitem_4"]
+    assert mutated_inputs(joint_of(torch.sin, leaf(3)).module.graph.output_node()) == {}
+
+
+def test_tangents_are_those_of_outputs():
+    joint = joint_of(lambda x: (x.argmax(), x.sin(), x.cos()), leaf(3))
+    assert {node.name: place for node, place in tangent_places(joint.module.graph).items()} == {
+        "tangents_1": 1, "tangents_2": 2,
+    }
+
+
+def test_backward_node_is_that_of_a_traced_call():
+    from torchckpt import graph
+
+    model = nn.Linear(3, 3)
+    output = graph.rematerialize(model)(torch.ones(2, 3))
+    assert backward_node(output, 3) is output.grad_fn
+    assert backward_node(output, 4) is None
+    assert backward_node(model(torch.ones(2, 3)), 3) is None
+    assert backward_node(torch.ones(3), 0) is None
+
+
+def test_compiling_is_said_inside_alone():
+    assert not torch.compiler.is_compiling()
+    with compiling():
+        assert torch.compiler.is_compiling()
+    with pytest.raises(KeyError), compiling():
+        raise KeyError
+    assert not torch.compiler.is_compiling()
+
+
+def test_modes_are_off_inside():
+    with torch._subclasses.FakeTensorMode():
+        assert type(torch.ones(1)) is not torch.Tensor
+        with without_modes():
+            assert type(torch.ones(1)) is torch.Tensor
+
+
+def test_errors_of_values():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.ones(3)
+    for ask in (lambda: x.sum().item(), lambda: bool(x.sum() > 0), x.nonzero):
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # of a private class
+            ask()
+        assert is_data_dependent(caught.value)
+    assert not is_data_dependent(RuntimeError("data-dependent"))
+
+
+def test_allocations_are_bytes_taken_and_given_back():
+    def run():
+        x = torch.empty(1000)
+        y = torch.empty(10)
+        del x
+        return y
+
+    kept = []
+    assert allocations(lambda: kept.append(run())) == [4000, 40, -4000]
+    assert allocations(lambda: None) == []
+    with pytest.raises(KeyError):
+        allocations(lambda: {}["x"])
+    assert allocations(kept.clear) == [-40]
