@@ -49,6 +49,7 @@ class Chooser:
         self._caller, self._keep, self._budget, self._exact = caller, keep, budget, exact
         self._costs, self._measure = costs, Measure(rounds=3 if costs == "profile" else 0)
         self.replay = rng == "replay"
+        self._bytes: int | None = None  # of the first graph: a call that is planned again is not given more
 
     def cost(self, node: fx.Node) -> tuple[float, int, int]:
         """Seconds, FLOPs, bytes of workspace of an operation; see :data:`~torchckpt.graph.joint.Cost`."""
@@ -61,7 +62,9 @@ class Chooser:
         self._measure.forget_inputs()
         flow, values = joint.flow, Values(joint)
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
-        budget = None if self._budget is None else budget_bytes(self._budget, eager_peak_bytes)
+        if self._bytes is None and self._budget is not None:
+            self._bytes = budget_bytes(self._budget, eager_peak_bytes)
+        budget = self._bytes
         schedule = tuple(self._schedule(joint, budget))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from torchckpt.graph.again import outputs_of
@@ -112,8 +113,17 @@ class _Emitter:
         with self.graph.inserting_before(None) if last is None else self.graph.inserting_after(last):
             made = self.graph.placeholder(f"saved_{node.name}")
         made.meta = dict(node.meta)
-        self.crossing[made] = before._node(node)
+        self.crossing[made] = before._lasting(node)
         return made
+
+    def _lasting(self, node: fx.Node) -> fx.Node:
+        """What the backward finds of ``node``: of an input that is about to change, a copy."""
+        made = self._node(node)
+        if node not in self.joint.changed:
+            return made
+        copy = self.graph.call_function(torch.ops.aten.clone.default, (made,))
+        copy.meta = dict(node.meta)
+        return copy
 
     def _part(self, called: fx.Node, place: int, part: fx.Node) -> fx.Node:
         made = self.graph.call_function(operator.getitem, (called, place))

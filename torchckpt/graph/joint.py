@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from torchckpt.graph.again import Again, again_of, forget_statistics, round_scales, runs_once
-from torchckpt.graph.private import mutated_inputs, storage_of
-from torchckpt.graph.rng import record_states
+from torchckpt.graph.private import input_place, mutated_inputs, storage_of
+from torchckpt.graph.rng import record_states, refuse_generators
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
 __all__ = ["Cost", "Joint", "joint_of", "needed", "reached"]
@@ -35,7 +35,7 @@ class Joint:
 
     ``nodes`` holds of each operation its node, or None for the arrival of the gradients of the outputs; ``agains`` what
     a repeat of it runs in its place; ``storages`` of each tensor node its storage, of a sparse one those of its parts;
-    ``views`` are the nodes that write none.
+    ``views`` are the nodes that write none; ``changed`` are inputs that have another value after the forward.
     """
 
     module: fx.GraphModule
@@ -46,6 +46,7 @@ class Joint:
     storages: dict[fx.Node, frozenset[int]]
     views: frozenset[fx.Node]
     tangents: tuple[fx.Node, ...]
+    changed: frozenset[fx.Node] = frozenset()
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -62,13 +63,14 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost, replay: b
     module = fx.GraphModule(module, copied(module.graph))
     forget_statistics(module.graph)
     round_scales(module.graph)
+    refuse_generators(module.graph)
     module.graph.eliminate_dead_code()
     if replay:
         record_states(module.graph)
     builder = _Builder(module.graph, forward_outputs)
     flow, agains = builder.flow(cost)
     return Joint(module, forward_outputs, flow, builder.order, agains, builder.storages, frozenset(builder.views),
-                 tuple(builder.tangents))
+                 tuple(builder.tangents), frozenset(builder.changed))
 
 
 class _Builder:
@@ -82,6 +84,7 @@ class _Builder:
         outputs = list(cast(Iterable[Any], graph.output_node().args[0]))
         mutated = mutated_inputs(graph.output_node())
         self.new_values = [outputs[place] for place in mutated if place < forward_outputs]
+        self.changed = [node for node in graph.find_nodes(op="placeholder") if input_place(node) in mutated.values()]
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
         for node in graph.nodes:
             self._add(node)
@@ -121,7 +124,8 @@ class _Builder:
         seconds, flops, workspace_bytes = cost(node)
         reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
         repeat = None if again is None else self._repeat(node.name, again, cost)
-        once = runs_once(node) and again is None
+        changed = self._roots_of(self.changed).intersection(reads if repeat is None else repeat.reads)
+        once = bool(changed) or (runs_once(node) and again is None)  # what is changed holds another value afterwards
         return Operation(node.name, reads, writes, seconds, flops, workspace_bytes, not once, repeat)
 
     def _repeat(self, name: str, again: Again, cost: Cost) -> Operation:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.graph.private import allocations, is_collective, is_mutable, without_modes
+from torchckpt.graph.rng import generator_state, replayed
 
 __all__ = ["Measure"]
 
@@ -20,7 +21,7 @@ class Measure:
     """What operations take, by what they are called with: shapes, strides, dtypes, devices, constants.
 
     A kernel may copy its input to another layout, or hold one buffer for each thread: no shape tells, so it is run, on
-    zeros. Where a kernel refuses zeros it counts as taking nothing.
+    random numbers, and on zeros where they are integers. A kernel that refuses them counts as taking nothing.
 
     Args:
         rounds: how often an operation is timed; the least time counts. 0: it is run once, and not timed.
@@ -53,6 +54,8 @@ class Measure:
             return 0, 0.0
         with _aside():
             arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda used: self._real(used.meta.get("val")))
+            if node.target is replayed:
+                arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
             run = _bound(node.target, arguments, named)
             try:
                 least = min((_timed(run) for _ in range(self._rounds)), default=0.0)
@@ -61,15 +64,18 @@ class Measure:
                 return 0, 0.0
 
     def _real(self, value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, self._zeros, value)
+        return pytree.tree_map_only(Tensor, self._drawn, value)
 
-    def _zeros(self, like: Tensor) -> Tensor:
+    def _drawn(self, like: Tensor) -> Tensor:
         if like.layout != torch.strided:
             return torch.zeros(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
         key = _kind(like)
         if key not in self._inputs:
-            storage = torch.zeros(like.untyped_storage().nbytes(), dtype=torch.uint8, device=like.device)
-            self._inputs[key] = storage.view(like.dtype).as_strided(like.shape, like.stride())
+            size = like.untyped_storage().nbytes() // like.element_size()
+            storage = torch.zeros(size, dtype=like.dtype, device=like.device)
+            if like.dtype.is_floating_point:
+                storage.normal_()
+            self._inputs[key] = storage.as_strided(like.shape, like.stride())
         return self._inputs[key]
 
 

@@ -1,7 +1,7 @@
 """Names: which module runs what, noted while a call is traced, by hooks that are gone afterwards."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,8 +15,11 @@ __all__ = ["named_modules"]
 
 
 @contextmanager
-def named_modules(root: nn.Module) -> Iterator[None]:
-    """Note the qualified names of ``root``'s modules on what they run; ``root`` and its modules stay as they are."""
+def named_modules(root: nn.Module, at_end: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Note the qualified names of ``root``'s modules on what they run; ``root`` and its modules stay as they are.
+
+    ``at_end()`` is called when the forward of ``root`` is done, and its modules still hold what they were traced with.
+    """
     names = {module: name for name, module in root.named_modules() if name}
     entered: list[AbstractContextManager[None]] = []
     tracing = thread.tracing
@@ -29,6 +32,8 @@ def named_modules(root: nn.Module) -> Iterator[None]:
     def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
         if module in names and thread.tracing is tracing:
             entered.pop().__exit__(None, None, None)
+        elif module is root and thread.tracing is tracing:
+            at_end()
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:

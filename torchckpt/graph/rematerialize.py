@@ -1,7 +1,7 @@
 """rematerialize(): a module that trains within a byte budget, or with what it is told to keep."""
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import CaptureError, Fault, raise_faults
 from torchckpt.graph.backend import Backend
 from torchckpt.graph.capture import Capture
 from torchckpt.graph.choose import Chooser, Costs
@@ -183,15 +183,21 @@ class _Call:
         self.plan = chooser.plan
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._capture(_once(_tensors(_state(self._model), pytree.tree_leaves((args, kwargs)))))
+        state = _state(self._model)
+        outputs, replaced = self._capture(_once(_tensors(state, pytree.tree_leaves((args, kwargs)))))
+        for name, value in replaced.items():
+            owner, _, buffer = name.rpartition(".")
+            setattr(self._model.get_submodule(owner), buffer, value)
+        return outputs
 
     def _function(self, *tensors: Tensor) -> Any:
         every = [tensors[place] for place in self._places]
         state, data = dict(zip(self._names, every)), iter(every[len(self._names) :])
         leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        with named_modules(self._model):
-            return torch.func.functional_call(self._model, state, args, kwargs)
+        replaced: dict[str, Tensor] = {}
+        with named_modules(self._model, lambda: replaced.update(_replaced(self._model, state))):
+            return torch.func.functional_call(self._model, state, args, kwargs), replaced
 
 
 class _Compiled:
@@ -209,6 +215,18 @@ class _Compiled:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
+
+
+def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New values of the buffers that the forward has replaced, as by ``self.mean = ...``."""
+    now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
+    for name, buffer in now.items():
+        before = state[name]
+        if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
+            rule = "a buffer that is replaced in the forward keeps its shape and dtype"
+            received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
+            raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
+    return {name: buffer.detach() for name, buffer in now.items()}
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

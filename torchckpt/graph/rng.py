@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private import argument_of, is_random
 
-__all__ = ["draws", "generator_state", "record_states", "replayed", "state_of"]
+__all__ = ["draws", "generator_state", "record_states", "refuse_generators", "replayed", "state_of"]
 
 
 def generator_state(device: str) -> Tensor:
@@ -18,7 +19,7 @@ def generator_state(device: str) -> Tensor:
     return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
 
 
-def replayed(state: Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+def replayed(state: Tensor, device: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What ``target`` made when the generator had this state; the generator is afterwards as it was before."""
     before = generator_state(device)
     _set(device, state)
@@ -33,11 +34,18 @@ def draws(node: fx.Node) -> bool:
     return is_random(node.target) and argument_of(node, "dropout_p") != 0.0
 
 
+def refuse_generators(graph: fx.Graph) -> None:
+    """Raise a CaptureError if an operation draws from a generator of its own: its seed is no part of the graph."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("generator") is not None:
+            rule = "a trace draws from the default generator of a device"
+            works = "torch.manual_seed() before the step; or draw outside of the call, and pass the tensor"
+            raise CaptureError(str(Fault(rule, f"{node.name} with generator=", works)))
+
+
 def record_states(graph: fx.Graph) -> None:
     """Put in front of each random operation of ``graph`` a node that reads its generator's state."""
     for node in [node for node in graph.nodes if node.op == "call_function" and draws(node)]:
-        if node.kwargs.get("generator") is not None:
-            continue
         like = next(part for part in _parts(node.meta["val"]) if isinstance(part, Tensor))
         with graph.inserting_before(node):
             state = graph.call_function(generator_state, (str(like.device),))

@@ -190,6 +190,8 @@ class Eviction:
         if end < tables.earliest[writer]:
             return None
         found, cost, gain = [writer], tables.price[writer], self._gain(writer, end, stage)
+        if gain <= 0:  # nothing but storages of no size
+            return None
         power = self.taste.size
         value = (end - self.stages.before(storage, end)) ** self.taste.length
         if self.taste.noise:

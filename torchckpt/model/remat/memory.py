@@ -87,14 +87,17 @@ def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Reside
 
 
 def lower_bound_bytes(flow: Dataflow) -> int:
-    """Bytes that every schedule needs: of the operation that needs most, what it touches and the results before it."""
-    sizes, results = flow.sizes_bytes, 0
-    bound = 0
-    for operation in flow.operations:
+    """Bytes that every schedule needs, in whatever order: of the operation that needs most, what it touches.
+
+    With the results of the forward, for one of the backward; and all results at the end.
+    """
+    sizes = flow.sizes_bytes
+    forward = {s for operation in flow.operations[: flow.forward] for s in operation.writes if s in flow.results}
+    bound = sum(sizes[storage] for storage in flow.results if storage in flow.writer)
+    for index, operation in enumerate(flow.operations):
         touched = {*operation.reads, *operation.writes} - flow.given
-        own = sum(sizes[storage] for storage in touched if storage not in flow.results)
-        results += sum(sizes[storage] for storage in operation.writes if storage in flow.results)
-        bound = max(bound, own + results + operation.workspace_bytes)
+        alive = touched | forward if index >= flow.forward else touched
+        bound = max(bound, sum(sizes[storage] for storage in alive) + operation.workspace_bytes)
     return bound
 
 

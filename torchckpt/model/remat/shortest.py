@@ -35,6 +35,7 @@ class Shortest:
         self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.again_reads, tables.again_writes)]
         self.results = [extra - tables.flow.operations[index].workspace_bytes
                         for extra, index in zip(tables.first_extra_bytes, tables.order)]
+        self.needed = [_writers(tables, index) for index in tables.order]
         self.useful: dict[int, int] = {}
         self.sizes: dict[int, int] = {0: 0}
 
@@ -79,6 +80,8 @@ class Shortest:
             yield left & self._useful(after)
 
     def _may_start(self, done: int, position: int) -> bool:
+        if self.needed[position] & ~done:
+            return False
         return position < self.tables.forward or done & self.forward == self.forward
 
     def _may_repeat(self, done: int, position: int) -> bool:
@@ -123,6 +126,13 @@ class Shortest:
                         wanted.extend(self.tables.again_reads[writer])
             self.useful[done] = found
         return self.useful[done]
+
+
+def _writers(tables: Tables, index: int) -> int:
+    """The positions that write the results which an operation reads: a result is alive from then on, and not before."""
+    flow = tables.flow
+    writers = {flow.writer[storage] for storage in flow.operations[index].reads if storage in flow.results}
+    return _mask(iter([position for position, other in enumerate(tables.order) if other in writers]))
 
 
 def _mask(storages: Iterator[int] | tuple[int, ...] | frozenset[int]) -> int:
