@@ -80,16 +80,17 @@ def test_random_numbers_are_those_of_before():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_inputs_are_zeros_that_kinds_share_until_they_are_forgotten():
+def test_inputs_are_drawn_or_zeros_and_shared_by_kinds_until_they_are_forgotten():
     measure, found = Measure(), []
 
-    def look(x, y):
+    def look(x, y, n):
         found.append(weakref.ref(x))
         assert x is y
-        assert not x.any()
+        assert x.any()
+        assert not n.any()
         return x
 
-    measure.workspace_bytes(node_of(look, torch.ones(3), torch.ones(3)))
+    measure.workspace_bytes(node_of(look, torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.int64)))
     assert found[0]() is not None
     measure.forget_inputs()
     gc.collect()

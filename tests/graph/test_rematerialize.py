@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.distributed.ranks import on_ranks, one_rank
-from tests.graph.eager import assert_same, step
+from tests.graph.eager import assert_same, measured_peak, step
 from tests.helpers import assert_equal, in_threads, leaf
 from tests.models import MODELS
 from torchckpt import graph
@@ -549,6 +549,7 @@ def test_error_of_the_model_passes_and_leaves_nothing():
     compare(model, step, x)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch hides warnings of its own by catch_warnings(), which is not by thread
 def test_threads_that_call_at_once():
     """Each traces a model of its own, with regions and names, then all share one."""
     class Regions(nn.Module):
@@ -595,6 +596,29 @@ def test_inputs_and_outputs_die(model, backward):
             assert [one() for one in alive] == [None] * 3
     finally:
         gc.enable()
+
+
+class Tanh(nn.Module):
+    def forward(self, x):
+        for _ in range(4):
+            x = x.tanh()
+        return x
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_gradient_of_an_output_dies_when_eager_would_free_it(holds):
+    """All is as large as the input: what eager has at its peak, this has."""
+    model, x = Tanh(), leaf(1000)
+    step = graph.rematerialize(model, x)
+
+    def backward(call):
+        outputs = [call(x)]
+        loss = (outputs[0] if holds else outputs.pop()).mul(2).sum()
+        loss.backward()
+        x.grad = None
+
+    backward(model)
+    assert measured_peak(lambda: backward(step)) == measured_peak(lambda: backward(model))
 
 
 def test_example_dies(model):
