@@ -39,7 +39,7 @@ _TASTES = (
 )
 _TINY, _SMALL = 16, 200
 _TINY_STATES = 6000
-_MEDIUM, _LARGE = 2_000, 10_000
+_MEDIUM, _LARGE = 300, 10_000
 """Operations beyond which less is tried; beyond the latter, two evictions and nothing after them."""
 _STARTS = 3
 """Schedules that the local search starts from; it ends with the best of them."""
