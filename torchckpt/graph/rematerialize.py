@@ -38,6 +38,10 @@ def rematerialize(
     ``engine="eager"``, outputs, gradients, buffers and random numbers are those of the model, bit for bit, and the
     peak is the one that the plan says.
 
+    The trace is that of the modules as they are: parameters and buffers may change, and modes; another attribute that
+    the forward reads, and hooks, are what they were. Where torch traces another kernel than it runs (``nn.LSTM``,
+    bilinear upsampling), the last bits may differ.
+
     >>> step = graph.rematerialize(model, inputs, budget="6GiB")
     >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs
     >>> loss_of(step(inputs)).backward()    # as ever
@@ -53,7 +57,7 @@ def rematerialize(
             :class:`~torchckpt.graph.values.Value`. A plan, made before. Default: all but what is inside a
             :func:`region`; under a budget, what the planner says.
         budget: bytes that a forward and its backward may allocate above what is there before them: activations and
-            gradients. ``"6GiB"``; an int; or a float, a share of the peak that keeps everything. What ``keep`` names is
+            gradients. What a loss outside of the model allocates comes beside it: let the model return its loss. ``"6GiB"``; an int; or a float, a share of the peak that keeps everything. What ``keep`` names is
             kept beside. Default: none.
         engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
             may change the last bits.
