@@ -57,7 +57,8 @@ def rematerialize(
             :class:`~torchckpt.graph.values.Value`. A plan, made before. Default: all but what is inside a
             :func:`region`; under a budget, what the planner says.
         budget: bytes that a forward and its backward may allocate above what is there before them: activations and
-            gradients. What a loss outside of the model allocates comes beside it: let the model return its loss. ``"6GiB"``; an int; or a float, a share of the peak that keeps everything. What ``keep`` names is
+            gradients. What a loss outside of the model allocates comes beside it: let the model return its loss.
+            ``"6GiB"``; an int; or a float, a share of the peak that keeps everything. What ``keep`` names is
             kept beside. Default: none.
         engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
             may change the last bits.
