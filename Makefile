@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test gpu clean
+.PHONY: demo test slow gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
@@ -13,6 +13,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
 
 # On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:

@@ -175,7 +175,7 @@ def test_modules_reach_the_graph(nodes):
     assert found[:6] == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "layers.2.0", "layers.2.1"]
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_marks_reach_the_graph(inner):
     call, planners = planned(Marked(), "eager", inner)
     call(torch.randn(3, 4)).backward()
@@ -236,7 +236,7 @@ def test_unknown_sizes_are_refused():
         call(torch.randn(3, 32))
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_budget_that_cannot_be_held_is_an_error_of_its_own(inner):
     call = compiled(Perceptron(), backend(budget=1000, inner=inner))
     for _ in range(2):
@@ -278,6 +278,7 @@ def result(model, x, call):
     return step(model, (x,), lambda loss: loss, call=call)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_masks_that_are_drawn_again_are_those_of_the_forward():
     model, x = Perceptron(), torch.randn(100, 32)
@@ -286,6 +287,7 @@ def test_masks_that_are_drawn_again_are_those_of_the_forward():
     torch.testing.assert_close(received[:3], expected[:3])
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_masks_are_those_of_eager_where_inductor_draws_as_it_does():
     model, x = Perceptron(), torch.randn(100, 32)
@@ -294,6 +296,7 @@ def test_masks_are_those_of_eager_where_inductor_draws_as_it_does():
     torch.testing.assert_close(received[:3], result(model, x, model)[:3])
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_batch_norms_count_once():
     model, x = Convolutions(), torch.randn(2, 3, 8, 8)
@@ -315,6 +318,7 @@ class Remembering(nn.Module):
         return y.sum()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_buffer_that_changes_is_read_in_the_backward_as_it_was_before():
     model, x = Remembering(), torch.randn(5, 8)

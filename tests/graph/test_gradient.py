@@ -55,7 +55,12 @@ def ran(case, adjoint, asked, seed=0):
 
 
 @pytest.mark.parametrize("checkpoints", [None, "memory"])
-@pytest.mark.parametrize("name", ["gpt6", "resnet20", "unet", "nested_outputs", "sparse_embedding", "moe", "mlp24"])
+@pytest.mark.parametrize(
+    "name",
+    ["nested_outputs", "sparse_embedding", "moe", "mlp24", *(
+        pytest.param(name, marks=pytest.mark.slow) for name in ("gpt6", "resnet20", "unet")
+    )],
+)
 def test_all_bits_are_those_of_eager_and_all_bytes_those_of_the_simulation(name, checkpoints):
     case = MODELS[name]()
     expected = step(case.model, case.inputs, case.loss)

@@ -213,6 +213,7 @@ def test_plan_of_the_error_runs():
 # large ones -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_memory_of_a_deep_model(name):
     plan = checked(build(name), keep="memory")
