@@ -13,18 +13,19 @@ from subjects import NAMES, Subject, is_same, peak_bytes, subject
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 
-__all__ = ["BUDGETS", "count", "show"]
+__all__ = ["BUDGETS", "count", "show", "summary"]
 
 BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25)
 POLICIES = (None, "speed", "memory")
 
 
-def count(name: str, device: str = "cpu", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+def count(
+    name: str, device: str = "cpu", sizes: dict[str, Any] | None = None, budgets: tuple[float, ...] = BUDGETS
+) -> dict[str, Any]:
     """Of a model under every policy and budget: equal to the bit, planned and measured bytes; None if none fits."""
     one = subject(name, device, sizes)
-    expected = one.result()
     rows = {}
-    for key, options in _options(one):
+    for key, options in _options(one, budgets):
         try:
             made = graph.rematerialize(one.module, *one.inputs, **options)
         except BudgetInfeasible as error:
@@ -33,7 +34,7 @@ def count(name: str, device: str = "cpu", sizes: dict[str, Any] | None = None) -
         except ArgumentError:  # "speed", of a model without convolutions and products
             continue
         rows[key] = {
-            "bit-equal": is_same(one.result(made), expected),
+            "bit-equal": is_same(one.result(made), one.result()),
             "planned": made.plan.peak_bytes,
             "measured": peak_bytes(one.step(made)),
             "budget": options.get("budget"),
@@ -42,10 +43,10 @@ def count(name: str, device: str = "cpu", sizes: dict[str, Any] | None = None) -
     return {"model": name, "operations": operations, "eager bytes": one.eager_peak_bytes, "rows": rows}
 
 
-def _options(one: Subject) -> Iterator[tuple[str, dict[str, Any]]]:
+def _options(one: Subject, budgets: tuple[float, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     for policy in POLICIES:
         yield f"keep={policy!r}", {"keep": policy}
-    for share in BUDGETS:
+    for share in budgets:
         yield f"{share:.0%}", {"budget": int(share * one.eager_peak_bytes)}
 
 

@@ -63,21 +63,27 @@ def count(name: str, sizes: dict[str, Any], budgets: tuple[float, ...]) -> dict[
 
 def variants_of(one: Subject, budgets: tuple[float, ...]) -> dict[str, Variant]:
     """Such as ``torch 0.5``, ``ours at torch 0.5`` (in the bytes that torch then takes), ``ours 0.5``, ``by block``."""
-    found: dict[str, Variant] = {"by block": variant(one, None, by_block(one))}
+    found: dict[str, Variant] = {}
     route = route_of(one)
     ours: dict[int, Variant] = {}
 
     def fitted(budget: int) -> Variant:
+        least = found.get("ours 0.0")
+        if least is not None and budget <= least.told["planned bytes"]:
+            return least
         if budget not in ours:
             call, told = rematerialized(one, budget)
             ours[budget] = variant(one, call, **told)
         return ours[budget]
 
-    for share in (1.0, *budgets):
-        theirs = found[f"torch {share}"] = variant(one, budgeted(one, share, route), route=route)
+    others = {f"torch {share}": variant(one, budgeted(one, share, route), route=route) for share in (1.0, *budgets)}
+    others["by block"] = variant(one, None, by_block(one))
+    for key, theirs in others.items():
+        found[key] = theirs
         same_bytes = min(round(theirs.peak * one.eager_peak_bytes), one.eager_peak_bytes) + _LOSS_BYTES
-        found[f"ours at torch {share}"] = fitted(same_bytes)
-    found.update((f"ours {share}", fitted(max(1, int(share * one.eager_peak_bytes)))) for share in budgets)
+        found[f"ours at {key}"] = fitted(same_bytes)
+    for share in sorted(budgets):
+        found[f"ours {share}"] = fitted(max(1, int(share * one.eager_peak_bytes)))
     return found
 
 
@@ -97,14 +103,22 @@ def variant(one: Subject, call: Call | None, module: nn.Module | None = None, **
 
 
 def rematerialized(one: Subject, budget: int) -> tuple[Call, dict[str, Any]]:
-    """Ours within ``budget`` bytes, or with the least that there is."""
-    try:
-        made = graph.rematerialize(one.module, *one.inputs, budget=budget)
-    except BudgetInfeasible as error:
-        made = graph.rematerialize(one.module, *one.inputs, keep=error.plan)
+    """Ours within ``budget`` bytes; or, as the refusal of a budget says, within the least that was found."""
+    made = _within(one, budget)
     plan = made.plan
     fits = plan.peak_bytes <= budget
     return made, {"planned bytes": plan.peak_bytes, "budget bytes": budget, "fits": fits, "share": plan.recompute_share}
+
+
+def _within(one: Subject, budget: int) -> Any:
+    try:
+        return graph.rematerialize(one.module, *one.inputs, budget=budget)
+    except BudgetInfeasible as error:
+        plan = error.plan
+    try:
+        return graph.rematerialize(one.module, *one.inputs, budget=plan.peak_bytes + _LOSS_BYTES)
+    except BudgetInfeasible:
+        return graph.rematerialize(one.module, *one.inputs, keep=plan)
 
 
 def _counted(one: Subject, variants: dict[str, Variant]) -> dict[str, Any]:
@@ -124,13 +138,12 @@ def show(found: dict[str, Any]) -> None:
     print(f"\n{NAMES[found['model']]}: {told}; torch's graph: {variants['torch 1.0']['route']}\n")
     print("| budget | torch | ours in torch's bytes | step, ours / torch | ours in this share of eager's bytes |")
     print("|---|---|---|---|---|")
-    for key in [key for key in variants if key.startswith("torch")]:
+    for key in [key for key in variants if not key.startswith("ours")]:
         budget, ours = key.removeprefix("torch "), variants[f"ours at {key}"]
         share = variants.get(f"ours {budget}")
         over = str(ours.get("step over torch's", ""))
         cells = [_told(variants[key]), _told(ours), over, _told(share) if share else ""]
         print(f"| {budget} | {' | '.join(cells)} |")
-    print(f"| by block | {_told(variants['by block'])} | | | |")
     print(f"\n{verdict(found)}")
 
 

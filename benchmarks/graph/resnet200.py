@@ -20,9 +20,11 @@ __all__ = ["measure", "show"]
 SHARES = (0.2, 0.15, 0.125, 0.1)
 
 
-def measure(rounds: int, device: str = "cpu", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(
+    rounds: int, device: str = "cpu", sizes: dict[str, Any] | None = None, shares: tuple[float, ...] = SHARES
+) -> dict[str, Any]:
     one = subject("resnet200", device, sizes)
-    calls = _calls(one)
+    calls = _calls(one, shares)
     rows = {name: _counted(one, call) for name, call in calls.items()}
     if rounds:
         runs = {"eager": one.step(), **{name: one.step(call) for name, call in calls.items()}}
@@ -31,13 +33,13 @@ def measure(rounds: int, device: str = "cpu", sizes: dict[str, Any] | None = Non
     return {"eager bytes": one.eager_peak_bytes, "rows": rows}
 
 
-def _calls(one: Subject) -> dict[str, Any]:
+def _calls(one: Subject, shares: tuple[float, ...]) -> dict[str, Any]:
     """The same graph without recomputation too: what of the time is not recomputation."""
     found: dict[str, Any] = {
         "keeps all": graph.rematerialize(one.module, *one.inputs),
         'keep="memory"': graph.rematerialize(one.module, *one.inputs, keep="memory"),
     }
-    for share in SHARES:
+    for share in shares:
         budget = int(share * one.eager_peak_bytes)
         found[f"{share:.1%}"] = _within(one, budget)
         found[f"{share:.1%}, profiled"] = _within(one, budget, costs="profile")

@@ -13,20 +13,20 @@ import policies
 import resnet200
 import torch
 
-GPT = {"layers": 3, "width": 32, "heads": 2, "length": 32, "words": 17, "batch": 4}
-RESNET = {"depth": 20, "width": 4, "side": 16, "batch": 8}
-SIZES = {"gpt6": GPT, "resnet20": RESNET, "mlp24": {"width": 16, "batch": 256}}
+GPT = {"layers": 2, "width": 16, "heads": 2, "length": 32, "words": 17, "batch": 8}
+RESNET = {"depth": 8, "width": 4, "side": 16, "batch": 16}
+SIZES = {"gpt6": GPT, "resnet20": RESNET, "mlp24": {"layers": 12, "width": 16, "batch": 256}}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    frontiers = [frontier.count(name, sizes, budgets=(0.7, 0.4)) for name, sizes in SIZES.items()]
+    frontiers = [frontier.count(name, sizes, budgets=(0.6,)) for name, sizes in SIZES.items()]
     found = {
         "frontier": [{**one, "verdict": frontier.verdict(one)} for one in frontiers],
         "policies": [policies.count(name, SIZES[name]) for name in ("gpt6", "resnet20")],
-        "deep": resnet200.measure(0, sizes={"depth": 38, "width": 4, "side": 16, "batch": 4}),
-        "exactness": exactness.summary(exactness.count("resnet20", sizes=RESNET)),
-        "planning": planning.count((100,)),
+        "deep": resnet200.measure(0, sizes={"depth": 29, "width": 4, "side": 8, "batch": 8}, shares=(0.5,)),
+        "exactness": exactness.summary(exactness.count("resnet20", sizes=RESNET, budgets=(0.8, 0.7))),
+        "planning": planning.count((60,)),
     }
     print(json.dumps(found, indent=1))
 
