@@ -21,12 +21,12 @@ from torchckpt.graph.unread import Unread
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
 
-__all__ = ["Capture", "Choose", "explained"]
+__all__ = ["ONE_AT_A_TIME", "Capture", "Choose", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """The schedule of a joint graph."""
 
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
 """What torch keeps while it traces, its tracer and its notes, is not by thread."""
 
 
@@ -98,7 +98,7 @@ class Capture:
 def explained() -> Iterator[None]:
     """Say what cannot be traced, and where; what is the function's own error passes through. One thread at a time."""
     try:
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             yield
     except CaptureError:
         raise

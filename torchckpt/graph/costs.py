@@ -54,8 +54,8 @@ def flops_of(node: fx.Node) -> int:
     """Multiplications and additions of products and convolutions, as torch counts them; of others, none."""
     operator = str(getattr(node.target, "overloadpacket", ""))
     if operator in _ATTENTION:
-        shapes = [value.meta["val"].shape for value in node.all_input_nodes[: _ATTENTION[operator][1]]]
-        return int(_ATTENTION[operator][0](*shapes))
+        count_flops, inputs = _ATTENTION[operator]
+        return int(count_flops(*(value.meta["val"].shape for value in cast(Any, node.args[:inputs]))))
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0

@@ -50,7 +50,8 @@ class Measure:
         return self._found[key]
 
     def _run(self, node: fx.Node) -> tuple[int, float]:
-        if not callable(node.target) or is_collective(node.target) or is_mutable(node.target):
+        is_opaque = "rnn" in str(node.target)  # reads a buffer of a library's own making, and trusts it
+        if not callable(node.target) or is_opaque or is_collective(node.target) or is_mutable(node.target):
             return 0, 0.0
         with _aside():
             arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda used: self._real(used.meta.get("val")))
@@ -74,7 +75,7 @@ class Measure:
             size = like.untyped_storage().nbytes() // like.element_size()
             storage = torch.zeros(size, dtype=like.dtype, device=like.device)
             if like.dtype.is_floating_point:
-                storage.normal_()
+                storage.uniform_()
             self._inputs[key] = storage.as_strided(like.shape, like.stride())
         return self._inputs[key]
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault, raise_faults
 from torchckpt.graph.backend import Backend
-from torchckpt.graph.capture import Capture
+from torchckpt.graph.capture import ONE_AT_A_TIME, Capture
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.names import named_modules
@@ -117,7 +117,7 @@ class Rematerialized(nn.Module):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One for each kind of inputs so far: shapes, dtypes, mode."""
-        return tuple(call.plan for call in self._calls.values())
+        return tuple(call.plan for call in self._calls.values() if call.plan is not None)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call, and run nothing of it."""
@@ -147,20 +147,40 @@ class Rematerialized(nn.Module):
             return super().__getattr__(name)
         return getattr(original, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is set is set on the original, whose forward reads it; see there for what a trace has read before."""
+        if "original" in self.__dict__ and name not in self.__dict__ and name != "training":
+            setattr(self.original, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> Rematerialized:
+        """As the original does it, which may keep parts of itself in evaluation."""
+        self.original.train(mode)
+        return self
+
     def __reduce__(self) -> Any:
         return Rematerialized, (self.original, self._chooser, self._engine)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
         """The call that fits these inputs; None where it saves nothing: no derivative is wanted, or it is traced."""
+        if is_tracing():
+            return None
+        with ONE_AT_A_TIME:  # another thread's trace has tensors of its own in the model
+            return self._fitting(args, kwargs)
+
+    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
         state = _state(self.original)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = _tensors(state, leaves)
-        if is_tracing() or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
         kinds = (*map(_kind, state.values()), *map(_kind, leaves))
         key = (tuple(state), structure, _mode(self.original), _places(tensors), kinds)
         if key not in self._calls:
             self._calls[key] = self._traced(tuple(state), args, kwargs)
+        if self._calls[key].plan is None:  # no output has a derivative
+            return None
         self.__dict__["_latest"] = self._calls[key]
         return cast(_Call | _Compiled, self._calls[key])
 
@@ -185,10 +205,11 @@ class _Call:
         self._places = _places(tensors)
         data = dict(zip(self._places[len(names) :], _tensor_names(args, kwargs)))
         self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
-        self.plan = chooser.plan
+        self.plan: Plan | None = getattr(chooser, "plan", None)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = _state(self._model)
+        with ONE_AT_A_TIME:
+            state = _state(self._model)
         outputs, replaced = self._capture(_once(_tensors(state, pytree.tree_leaves((args, kwargs)))))
         for name, value in replaced.items():
             owner, _, buffer = name.rpartition(".")
@@ -216,7 +237,7 @@ class _Compiled:
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)
-        self.plan = backend.plans[-1]
+        self.plan: Plan | None = backend.plans[-1]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
