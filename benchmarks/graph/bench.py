@@ -21,6 +21,7 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
     for name in frontier.MODELS:
         found["frontier"].append(frontier.measure(name, rounds, device))
         frontier.show(found["frontier"][-1])
+    frontier.draw(found["frontier"][0], Path(__file__).with_name("frontier.svg"))
     for name in policies.MODELS:
         found["policies"].append(policies.measure(name, rounds, device))
         policies.show(found["policies"][-1])

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from subjects import NAMES, Subject, is_same, peak_bytes, subject
@@ -61,7 +61,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(found: Iterable[dict[str, Any]]) -> None:
     print("| model | operations | eager | bit-equal | planned against measured, at worst | over budget | no plan |")
     print("|---|---|---|---|---|---|---|")
     for one in found:
@@ -76,7 +76,7 @@ def show(found: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(NAMES))
-    show([count(name) for name in parser.parse_args().models])
+    show(map(count, parser.parse_args().models))
 
 
 if __name__ == "__main__":
