@@ -3,16 +3,27 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test slow gpu clean
+.PHONY: demo test lint test-levels test-kernel slow gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt_distributed.py --compare 8 --out demo
 
+# Two processes of tests on two cores; what each prints comes when it ends.
 test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 --output-sync=target lint test-kernel test-levels
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+
+LEVELS := tests/graph tests/model tests/models tests/command
+
+test-levels:
+	$(BIN)/python -m pytest -q $(LEVELS)
+
+test-kernel:
+	$(BIN)/python -m pytest -q tests $(LEVELS:%=--ignore=%)
 
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test

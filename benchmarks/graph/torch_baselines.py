@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.image import Basic, Bottleneck, UNet
 from tests.models.sequence import Block
-from torchckpt.graph.private import Boxed
+from torchckpt.graph.private.trace import Boxed
 
 __all__ = ["ROUTES", "budgeted", "by_block"]
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from tests.graph.allocations import live_bytes, measured_peak
 from tests.helpers import assert_equal
 
-__all__ = ["Result", "assert_same", "live_bytes", "measured_peak", "step"]
+__all__ = ["Result", "assert_same", "compare", "live_bytes", "measured_peak", "step"]
 
 
 class Result(NamedTuple):
@@ -56,6 +56,29 @@ def step(
 def assert_same(received: Result, expected: Result) -> None:
     """Raise AssertionError unless all is equal by ``torch.equal``: sparse is like sparse, coalesced; None like None."""
     assert_equal(*(pytree.tree_map_only(Tensor, _parts, result._asdict()) for result in (received, expected)))
+
+
+def compare(
+    model: nn.Module,
+    step: Callable[..., Any],
+    *args: Any,
+    loss: Callable[[Any], Tensor] = lambda outputs: outputs.sin().sum(),
+    **kwargs: Any,
+) -> None:
+    """One call and its backward in both, from one seed: outputs, gradients of parameters, buffers, random numbers."""
+    found = []
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    for call in (model, step):
+        torch.manual_seed(3)
+        for buffer, before in zip(model.buffers(), buffers):
+            buffer.copy_(before)
+        model.zero_grad()
+        outputs = call(*args, **kwargs)
+        loss(outputs).backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        found.append((outputs, grads, [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()))
+    model.zero_grad()
+    assert_equal(found[1], found[0])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
-from torchckpt.graph.costs import flops_of, given, profiled, roofline
+from torchckpt.graph.costs import Cost, flops_of, given, measured, profiled, roofline
 from torchckpt.graph.measure import Measure
 
 
@@ -53,15 +53,15 @@ def test_attention_has_those_of_its_two_products():
 
 def test_roofline_is_the_larger_of_bytes_and_flops(product, pointwise):
     """A byte takes a nanosecond, in which a processor does ten FLOPs."""
-    assert roofline(pointwise) == (80e-9, 0, 0)
-    assert roofline(product) == (max(24 + 48 + 32, 48 / 10) * 1e-9, 48, 0)
+    assert roofline(pointwise) == Cost(80e-9, 0)
+    assert roofline(product) == (max(24 + 48 + 32, 48 / 10) * 1e-9, 48, 0, (), False)
     large = node_of("mm", lambda x, w: (x @ w).sum(), torch.randn(100, 1000), leaf(1000, 100))
-    assert roofline(large) == (2 * 100 * 1000 * 100 / 10 * 1e-9, 2 * 100 * 1000 * 100, 0)
+    assert roofline(large) == (2 * 100 * 1000 * 100 / 10 * 1e-9, 2 * 100 * 1000 * 100, 0, (), False)
 
 
 @pytest.mark.parametrize("name", ["aten.mm", "aten.mm.default", "mm"])
 def test_given_by_the_name_of_the_operator_or_the_node(product, name):
-    assert given(product, {name: 7}) == (7.0, 48, 0)
+    assert given(product, {name: 7}) == Cost(7.0, 48)
 
 
 def test_given_for_others_is_counted(product, pointwise):
@@ -74,6 +74,10 @@ def test_node_comes_before_the_operator(product):
 
 
 def test_profiled_is_measured(product):
-    seconds, flops, workspace_bytes = profiled(product, Measure(rounds=2))
-    assert 0 < seconds < 1
-    assert (flops, workspace_bytes) == (48, 0)
+    cost = profiled(product, Measure(rounds=2))
+    assert 0 < cost.seconds < 1
+    assert cost[1:] == (48, 0, (2 * 4 * 4,), False)
+
+
+def test_measured_adds_what_no_shape_tells(pointwise):
+    assert measured(Cost(1.0, 2), pointwise, Measure()) == Cost(1.0, 2, 0, (40,), False)

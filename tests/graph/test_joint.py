@@ -7,13 +7,14 @@ from torch import fx, nn
 
 from tests.graph.traced import joint_of as traced
 from tests.helpers import leaf
+from torchckpt.graph.costs import Cost
 from torchckpt.graph.joint import copied, joint_of, needed, reached
 from torchckpt.model.remat.dataflow import Operation
 
 
 def cost(node):
     """One second, no FLOPs, no workspace."""
-    return 1.0, 0, 0
+    return Cost(1.0, 0)
 
 
 def bare(joint):

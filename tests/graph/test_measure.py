@@ -10,8 +10,7 @@ from torch import fx
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
-from torchckpt.graph import measure as module
-from torchckpt.graph.measure import Measure
+from torchckpt.graph.measure import Measure, Measured
 
 aten = torch.ops.aten
 
@@ -34,9 +33,9 @@ def node_of(target, *args, **kwargs):
 
 def test_product_of_a_matrix_with_gaps_copies_it():
     gaps, dense = torch.empty(500, 1000)[:, ::2], torch.empty(500, 500)
-    assert Measure().workspace_bytes(node_of(aten.mm.default, gaps, dense)) == 500 * 500 * 4
-    assert Measure().workspace_bytes(node_of(aten.mm.default, dense, dense)) == 0
-    assert Measure().workspace_bytes(node_of(aten.sin.default, gaps)) == 0
+    assert Measure().of(node_of(aten.mm.default, gaps, dense)).workspace_bytes == 500 * 500 * 4
+    assert Measure().of(node_of(aten.mm.default, dense, dense)).workspace_bytes == 0
+    assert Measure().of(node_of(aten.sin.default, gaps)).workspace_bytes == 0
 
 
 def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
@@ -49,15 +48,14 @@ def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
         node_of(aten.add.Tensor, x[:2], 1), node_of(aten.sub.Tensor, x, 1), node_of(aten.add.Tensor, x, 1, alpha=2),
     ]
     for node in [*same, *others, *same]:
-        measure.workspace_bytes(node)
-        measure.seconds(node)
+        measure.of(node)
     assert runs == [same[0], *others]
 
 
 def test_seconds_are_taken_where_there_are_rounds():
     node = node_of(aten.mm.default, torch.empty(50, 50), torch.empty(50, 50))
-    assert Measure().seconds(node) == 0.0
-    assert 0 < Measure(rounds=2).seconds(node) < 1
+    assert Measure().of(node).seconds == 0.0
+    assert 0 < Measure(rounds=2).of(node).seconds < 1
 
 
 @pytest.mark.parametrize(
@@ -71,36 +69,46 @@ def test_seconds_are_taken_where_there_are_rounds():
 )
 def test_what_cannot_be_run_takes_nothing(node):
     measure = Measure(rounds=1)
-    assert (measure.workspace_bytes(node), measure.seconds(node)) == (0, 0.0)
+    assert measure.of(node) == Measured()
 
 
 def test_random_numbers_are_those_of_before():
     before = torch.get_rng_state()
-    Measure().workspace_bytes(node_of(aten.bernoulli.default, torch.empty(100)))
+    Measure().of(node_of(aten.bernoulli.default, torch.empty(100)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_inputs_are_drawn_or_zeros_and_shared_by_kinds_until_they_are_forgotten():
-    measure, found = Measure(), []
+def test_inputs_are_drawn_or_zeros_and_die_at_once():
+    found = []
 
     def look(x, y, n):
         found.append(weakref.ref(x))
-        assert x is y
+        assert x is not y
         assert x.any()
         assert not n.any()
         return x
 
-    measure.workspace_bytes(node_of(look, torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.int64)))
-    assert found[0]() is not None
-    measure.forget_inputs()
+    measure = Measure()
+    measure.of(node_of(look, torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.int64)))
     gc.collect()
     assert found[0]() is None
+
+
+def test_storages_of_outputs_are_seen_and_those_of_inputs_are_not():
+    x = torch.empty(100, 10)
+    assert Measure().of(node_of(aten.mse_loss.default, x, x)).made_bytes == (4000,)  # a scalar in what it has reduced
+    assert Measure().of(node_of(lambda x: (x.sum(), x.view(-1), x + 1), x)).made_bytes == (4, 0, 4000)
+
+
+def test_operator_that_draws_and_does_not_say_so():
+    assert Measure().of(node_of(lambda x: torch.rand_like(x), torch.empty(3))).draws
+    assert not Measure().of(node_of(aten.sin.default, torch.empty(3))).draws
 
 
 def test_inputs_lie_in_memory_as_they_do_in_the_trace():
     seen = []
     gaps = torch.empty(6, 8)[:, ::2]
-    Measure().workspace_bytes(node_of(lambda x: seen.append((x.shape, x.stride(), x.untyped_storage().nbytes())), gaps))
+    Measure().of(node_of(lambda x: seen.append((x.shape, x.stride(), x.untyped_storage().nbytes())), gaps))
     assert seen == [((6, 4), (8, 2), 6 * 8 * 4)]
 
 
@@ -113,7 +121,7 @@ def test_nothing_is_traced_or_differentiated_while_it_runs():
 
     node = node_of(look, torch.ones(2))
     with torch._subclasses.FakeTensorMode():
-        Measure().workspace_bytes(node)
+        Measure().of(node)
     assert seen == [(torch.Tensor, False, False)]
 
 
@@ -121,4 +129,3 @@ def test_workspaces_are_in_the_dataflow():
     """The product with a transposed slice copies it."""
     flow = joint_of(lambda x, w: (x[:, ::2] @ w).sum(), torch.randn(6, 8), leaf(4, 3)).flow
     assert flow.operations[0].workspace_bytes == 6 * 4 * 4
-    assert module.__all__ == ["Measure"]

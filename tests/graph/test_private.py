@@ -9,21 +9,17 @@ from tests.graph.allocations import live_bytes
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.errors import CaptureError
-from torchckpt.graph.private import (
+from torchckpt.graph.private.operators import is_collective, is_mutable, is_random
+from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
+from torchckpt.graph.private.trace import (
     Boxed,
     Differentiable,
-    allocations,
     backward_node,
     compiling,
-    is_collective,
     is_data_dependent,
-    is_mutable,
-    is_random,
     mutated_inputs,
     require_supported_torch,
-    storage_of,
     tangent_places,
-    without_modes,
 )
 
 aten = torch.ops.aten
@@ -109,9 +105,10 @@ def test_differentiable_traces_without_running_and_runs_what_was_made():
 
     def partition(module, inputs, *, num_fwd_outputs, **ignored):
         parted.append((module, num_fwd_outputs))
+        from torchckpt.graph.costs import Cost
         from torchckpt.graph.emit import emit
         from torchckpt.graph.joint import joint_of as made
-        joint = made(module, num_fwd_outputs, lambda node: (0.0, 0, 0))
+        joint = made(module, num_fwd_outputs, lambda node: Cost(0.0, 0))
         return emit(joint, joint.flow.eager, joint.flow.forward)
 
     def function(x, y):

@@ -19,7 +19,7 @@ from torchckpt.graph.derivative import Derivative
 from torchckpt.graph.emit import emit_one
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
-from torchckpt.graph.private import storage_of
+from torchckpt.graph.private.runtime import storage_of
 from torchckpt.kernel.flags import thread
 
 __all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned", "unrecorded"]

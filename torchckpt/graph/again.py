@@ -14,18 +14,19 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from torchckpt.graph.private import (
+from torchckpt.graph.private.operators import (
     BATCH_NORM,
     BATCH_NORM_AGAIN,
     BATCH_NORM_BACKWARD,
     BATCH_NORM_BY_STATISTICS,
+    FUSED_LSTM,
     is_collective,
     is_mutable,
-    without_modes,
 )
+from torchckpt.graph.private.runtime import without_modes
 from torchckpt.graph.rng import draws, generator_state, replayed, state_of
 
-__all__ = ["Again", "again_of", "forget_statistics", "round_scales", "runs_once"]
+__all__ = ["Again", "again_of", "as_eager_runs", "forget_statistics", "runs_once", "under_autograd"]
 
 Resolve = Callable[[Any], Any]
 """Of an argument in the joint graph, the argument in the graph that is made."""
@@ -71,24 +72,62 @@ def forget_statistics(graph: fx.Graph) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def round_scales(graph: fx.Graph) -> None:
-    """Have dropouts on a CPU scale as eager does: by what the share that stays has been divided into in their dtype.
+def as_eager_runs(graph: fx.Graph) -> None:
+    """Have operations do what eager's do, where their kernels go by more than their arguments, or round otherwise.
 
-    The kernels that are traced round later, or a double: for some probabilities, 0.15 among them, to another number.
+    A dropout on a CPU scales by what the share that stays has been divided into in its dtype; the kernels that are
+    traced round later, or a double: for some probabilities, 0.15 among them, to another number. One that drops all
+    draws nothing. A fused LSTM makes what its backward reads where gradients are recorded alone. A batch norm of what
+    has gaps returns what has none on a CPU, and is traced with gaps: a view of it may have to be a copy.
     """
     for node in graph.find_nodes(op="call_function", target=_DROPOUT_BACKWARD):
         gradient, mask, scale = node.args
         if scale:
             node.args = (gradient, mask, _scale(1.0 / scale, node.meta["val"]))
     for node in graph.find_nodes(op="call_function", target=_DROPOUT):
-        _round_scale(node, outputs_of(node))
+        if node.args[1] == 1 and node.args[2] is not False:
+            _drop_all(node, outputs_of(node))
+        else:
+            _round_scale(node, outputs_of(node))
+    for node in graph.find_nodes(op="call_function", target=FUSED_LSTM):
+        node.args, node.target = (node.target, *node.args), under_autograd
+    if any(_has_gaps(node) for node in graph.find_nodes(op="call_function", target=BATCH_NORM)):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
+
+
+def under_autograd(target: Any, /, *args: Any) -> Any:
+    """``target``, where gradients are recorded, of tensors that have none: so nothing is."""
+    with torch.enable_grad():
+        return target(*(part.detach() if isinstance(part, torch.Tensor) else part for part in args))
+
+
+def _has_gaps(node: fx.Node) -> bool:
+    """Whether it is traced as neither contiguous nor channels last."""
+    made = node.meta["val"][0]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    formatted = made.is_contiguous(memory_format=formats.get(made.dim(), torch.contiguous_format))
+    return made.device.type == "cpu" and not (made.is_contiguous() or formatted)
+
+
+def _drop_all(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
+    graph, data = node.graph, node.args[0]
+    with graph.inserting_before(node):
+        nothing = graph.call_function(torch.ops.aten.mul.Scalar, (data, 0.0))
+        no_mask = graph.call_function(torch.ops.aten.zeros_like.default, (data,), {"dtype": torch.bool})
+    for place, output in outputs.items():
+        made = (nothing, no_mask)[place]
+        made.meta = dict(output.meta)
+        output.replace_all_uses_with(made)
+        graph.erase_node(output)
+    graph.erase_node(node)
 
 
 def _round_scale(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
     """Have the mask alone of a dropout in float32 where it would scale by another number than eager."""
     data, probability, _ = node.args
     like = node.meta["val"][0]
-    if like.dtype != torch.float32 or not {0, 1} <= set(outputs) or probability == 1:
+    if like.dtype != torch.float32 or not {0, 1} <= set(outputs):
         return
     share = 1.0 - cast(float, probability)
     scale = _scale(share, like)
@@ -150,7 +189,7 @@ def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
 
 def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
     data, probability = node.args[:2]
-    scale = 0.0 if probability == 1 else _scale(1.0 - cast(float, probability), node.meta["val"][0])
+    scale = _scale(1.0 - cast(float, probability), node.meta["val"][0])
 
     def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
         masked = graph.call_function(torch.ops.aten.mul.Tensor, (resolve(data), resolve(mask)))

@@ -17,21 +17,18 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, CheckpointError, Fault, raise_faults
+from torchckpt.graph.again import under_autograd
 from torchckpt.graph.capture import explained
 from torchckpt.graph.choose import Chooser, Costs
+from torchckpt.graph.costs import Cost
 from torchckpt.graph.emit import emit
 from torchckpt.graph.fusion import Fusion
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.notes import hide_marks, restore_marks
-from torchckpt.graph.private import (
-    break_of,
-    by_inductor,
-    by_operator,
-    outer_frame,
-    refreshed,
-    require_supported_torch,
-)
+from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
+from torchckpt.graph.private.inductor import by_inductor
+from torchckpt.graph.private.trace import require_supported_torch
 from torchckpt.graph.updates import Updates
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.dataflow import Schedule
@@ -52,7 +49,7 @@ class Planner(Protocol):
     plan: Plan
     replay: bool
 
-    def cost(self, node: fx.Node) -> tuple[float, int, int]: ...
+    def cost(self, node: fx.Node) -> Cost: ...
 
     def __call__(self, joint: Joint) -> Schedule: ...
 
@@ -172,13 +169,15 @@ class _Attempt:
         updates.write(forward.graph)
         return _plain(forward), _plain(backward)
 
-    def _cost(self, node: fx.Node) -> tuple[float, int, int]:
-        """What is no product and no convolution is fused, most of it, and has no workspace."""
-        seconds, flops, workspace_bytes = self._planner.cost(node)
-        return seconds, flops, self._reserve_bytes + (workspace_bytes if flops else 0)
+    def _cost(self, node: fx.Node) -> Cost:
+        """What is no product and no convolution is fused, most of it, and allocates what its shapes say."""
+        cost = self._planner.cost(node)
+        if cost.flops:
+            return cost._replace(workspace_bytes=self._reserve_bytes + cost.workspace_bytes)
+        return cost._replace(workspace_bytes=self._reserve_bytes, made_bytes=())
 
     def _workspace_bytes(self, node: fx.Node) -> int:
-        return self._planner.cost(node)[2]
+        return self._planner.cost(node).workspace_bytes
 
     def _watch(self, is_backward: bool, peak_bytes: int) -> None:
         needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
@@ -201,6 +200,8 @@ def _plain(module: fx.GraphModule) -> fx.GraphModule:
             node.target = node.name = node.name.removeprefix("saved_")
         elif node.target is torch.ops.aten.mul_.Tensor:
             node.target = torch.ops.aten.mul.Tensor
+        elif node.target is under_autograd:
+            node.target, node.args = node.args[0], node.args[1:]
     module.graph.set_codegen(fx.graph.CodeGen())
     module.recompile()
     return module

@@ -13,10 +13,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.costs import CostOf
 from torchckpt.graph.emit import emit
-from torchckpt.graph.joint import Cost, Joint, joint_of
+from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.notes import Tracing
-from torchckpt.graph.private import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
+from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
 from torchckpt.graph.unread import Unread
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
@@ -48,8 +49,8 @@ class Capture:
     joint: Joint
 
     def __init__(
-        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: Cost, choose: Choose,
-        replay: bool = False,
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
+        choose: Choose, replay: bool = False,
     ) -> None:
         require_supported_torch()
         self._function, self._data, self._cost, self._choose = function, data, cost, choose

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import fx
 
 from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
-from torchckpt.graph.costs import given, profiled, roofline
+from torchckpt.graph.costs import Cost, given, measured, profiled, roofline
 from torchckpt.graph.joint import Joint
 from torchckpt.graph.keep import Keep, check_keep, kept_by, schedule_of
 from torchckpt.graph.measure import Measure
@@ -51,15 +51,14 @@ class Chooser:
         self.replay = rng == "replay"
         self._bytes: int | None = None  # of the first graph: a call that is planned again is not given more
 
-    def cost(self, node: fx.Node) -> tuple[float, int, int]:
-        """Seconds, FLOPs, bytes of workspace of an operation; see :data:`~torchckpt.graph.joint.Cost`."""
+    def cost(self, node: fx.Node) -> Cost:
+        """Of an operation, with what it was seen to allocate."""
         if self._costs == "profile":
             return profiled(node, self._measure)
-        seconds, flops, _ = roofline(node) if isinstance(self._costs, str) else given(node, self._costs)
-        return seconds, flops, self._measure.workspace_bytes(node)
+        counted = roofline(node) if isinstance(self._costs, str) else given(node, self._costs)
+        return measured(counted, node, self._measure)
 
     def __call__(self, joint: Joint) -> Schedule:
-        self._measure.forget_inputs()
         flow, values = joint.flow, Values(joint)
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
         if self._bytes is None and self._budget is not None:

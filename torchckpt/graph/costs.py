@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -10,7 +10,22 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from torchckpt.graph.measure import Measure
 
-__all__ = ["flops_of", "given", "profiled", "roofline"]
+__all__ = ["Cost", "CostOf", "flops_of", "given", "measured", "profiled", "roofline"]
+
+
+class Cost(NamedTuple):
+    """Of an operation. Where it was run, ``made_bytes`` are the storages of the tensors that it returned, and ``draws``
+    tells of random numbers that it drew though its operator does not say so."""
+
+    seconds: float
+    flops: int
+    workspace_bytes: int = 0
+    made_bytes: tuple[int, ...] = ()
+    draws: bool = False
+
+
+CostOf: TypeAlias = Callable[[fx.Node], Cost]
+"""Of the node of an operation."""
 
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 20.0}
 """What a device computes while it moves a byte, in float32; a processor with AVX2, an H100 (its data sheet)."""
@@ -22,7 +37,7 @@ _ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
 """What torch does not count though it could: the formula, and of how many inputs' shapes."""
 
 
-def roofline(node: fx.Node) -> tuple[float, int, int]:
+def roofline(node: fx.Node) -> Cost:
     """Seconds and FLOPs, counted, and no workspace: nobody knows it who has not run it.
 
     The seconds are the larger of what an operation computes and what it moves (Williams 2009), on a device that moves
@@ -33,20 +48,26 @@ def roofline(node: fx.Node) -> tuple[float, int, int]:
     flops = flops_of(node)
     device = next((tensor.device.type for tensor in _tensors(node.meta.get("val"))), "cpu")
     seconds = max(moved_bytes, flops / _FLOPS_PER_BYTE.get(device, 20.0)) * 1e-9
-    return seconds, flops, 0
+    return Cost(seconds, flops)
 
 
-def profiled(node: fx.Node, measure: Measure) -> tuple[float, int, int]:
+def profiled(node: fx.Node, measure: Measure) -> Cost:
     """Measured: the least time of a few runs."""
-    return measure.seconds(node), flops_of(node), measure.workspace_bytes(node)
+    return measured(Cost(measure.of(node).seconds, flops_of(node)), node, measure)
 
 
-def given(node: fx.Node, seconds: Mapping[str, float]) -> tuple[float, int, int]:
+def measured(cost: Cost, node: fx.Node, measure: Measure) -> Cost:
+    """``cost``, with what no shape tells."""
+    found = measure.of(node)
+    return cost._replace(workspace_bytes=found.workspace_bytes, made_bytes=found.made_bytes, draws=found.draws)
+
+
+def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
     """Told: by the name of the operator (``aten.mm``, ``aten.mm.default``) or of the node; counted where it is not."""
     operator = str(node.target)
     for name in (node.name, operator, operator.rpartition(".")[0]):
         if name in seconds:
-            return float(seconds[name]), flops_of(node), 0
+            return Cost(float(seconds[name]), flops_of(node))
     return roofline(node)
 
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.capture import explained
-from torchckpt.graph.functional import Functional, backward_of, functional
-from torchckpt.graph.private import require_supported_torch
+from torchckpt.graph.private.functional import Functional, backward_of, functional
+from torchckpt.graph.private.trace import require_supported_torch
 from torchckpt.graph.subject import Marks, Subject
 
 __all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]

@@ -14,7 +14,7 @@ from torch import fx
 
 from torchckpt.graph.again import outputs_of
 from torchckpt.graph.joint import Joint
-from torchckpt.graph.private import Boxed
+from torchckpt.graph.private.trace import Boxed
 from torchckpt.model.remat.dataflow import Schedule
 
 __all__ = ["emit", "emit_one"]

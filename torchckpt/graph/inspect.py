@@ -11,8 +11,8 @@ from torch import fx
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.adjoint import FORWARD_OUTPUTS
-from torchckpt.graph.costs import roofline
-from torchckpt.graph.joint import Cost, joint_of, needed
+from torchckpt.graph.costs import CostOf, measured, roofline
+from torchckpt.graph.joint import joint_of, needed
 from torchckpt.graph.measure import Measure
 from torchckpt.model.remat.memory import Memory
 from torchckpt.model.remat.memory import simulate as run_on_paper
@@ -44,9 +44,7 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     _require_values("simulate()", gm)
     returned, forward = _returned(gm)
     flat = fx.GraphModule(gm, _returning(gm.graph, returned))
-    measure = Measure()
-    joint = joint_of(flat, forward, _cost(measure) if workspaces else roofline)
-    measure.forget_inputs()
+    joint = joint_of(flat, forward, _measured_cost() if workspaces else roofline)
     return run_on_paper(joint.flow, joint.flow.eager)
 
 
@@ -117,9 +115,6 @@ def _is_view(target: Any) -> bool:
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
-def _cost(measure: Measure) -> Cost:
-    def cost(node: fx.Node) -> tuple[float, int, int]:
-        seconds, flops, _ = roofline(node)
-        return seconds, flops, measure.workspace_bytes(node)
-
-    return cost
+def _measured_cost() -> CostOf:
+    measure = Measure()
+    return lambda node: measured(roofline(node), node, measure)

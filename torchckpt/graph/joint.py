@@ -8,22 +8,21 @@ graphs of a schedule of them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from torchckpt.graph.again import Again, again_of, forget_statistics, round_scales, runs_once
-from torchckpt.graph.private import input_place, mutated_inputs, storage_of
+from torchckpt.graph.again import Again, again_of, as_eager_runs, forget_statistics, runs_once
+from torchckpt.graph.costs import Cost, CostOf
+from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.trace import input_place, mutated_inputs
 from torchckpt.graph.rng import record_states, refuse_generators
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
-__all__ = ["Cost", "Joint", "joint_of", "needed", "reached"]
-
-Cost = Callable[[fx.Node], tuple[float, int, int]]
-"""Of the node of an operation: seconds, FLOPs, bytes of workspace."""
+__all__ = ["Joint", "joint_of", "needed", "reached"]
 
 TANGENTS = "tangents"
 _CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator gives whole blocks
@@ -54,7 +53,7 @@ class Joint:
         return tuple(cast(Iterable[Any], self.module.graph.output_node().args[0]))
 
 
-def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost, replay: bool = False) -> Joint:
+def joint_of(module: fx.GraphModule, forward_outputs: int, cost: CostOf, replay: bool = False) -> Joint:
     """Of a joint graph whose first ``forward_outputs`` outputs are the forward's.
 
     Args:
@@ -62,19 +61,20 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: Cost, replay: b
     """
     module = fx.GraphModule(module, copied(module.graph))
     forget_statistics(module.graph)
-    round_scales(module.graph)
+    as_eager_runs(module.graph)
     refuse_generators(module.graph)
     module.graph.eliminate_dead_code()
     if replay:
         record_states(module.graph)
-    builder = _Builder(module.graph, forward_outputs)
-    flow, agains = builder.flow(cost)
+    builder = _Builder(module.graph, forward_outputs, cost)
+    flow, agains = builder.flow()
     return Joint(module, forward_outputs, flow, builder.order, agains, builder.storages, frozenset(builder.views),
                  tuple(builder.tangents), frozenset(builder.changed))
 
 
 class _Builder:
-    def __init__(self, graph: fx.Graph, forward_outputs: int) -> None:
+    def __init__(self, graph: fx.Graph, forward_outputs: int, cost: CostOf) -> None:
+        self._cost, self._costs = cost, dict[fx.Node, Cost]()
         self.sizes: list[int] = []
         self.storages: dict[fx.Node, frozenset[int]] = {}
         self.writes: dict[fx.Node, tuple[int, ...]] = {}  # of each operation
@@ -89,15 +89,15 @@ class _Builder:
         for node in graph.nodes:
             self._add(node)
         after = reached(self.tangents)
-        forward = needed([*_nodes(self.outputs), *(n for n in self.writes if runs_once(n) and n not in after)])
+        forward = needed([*_nodes(self.outputs), *(n for n in self.writes if self._runs_once(n) and n not in after)])
         first = [node for node in self.writes if node in forward]
         arrival = [None] if self.tangents else []
         self.forward = len(first)
         self.order: tuple[fx.Node | None, ...] = (*first, *arrival, *(n for n in self.writes if n not in forward))
 
-    def flow(self, cost: Cost) -> tuple[Dataflow, dict[int, Again]]:
+    def flow(self) -> tuple[Dataflow, dict[int, Again]]:
         agains = {index: again for index, node in enumerate(self.order) if node and (again := again_of(node))}
-        operations = [self._operation(node, cost, agains.get(index)) for index, node in enumerate(self.order)]
+        operations = [self._operation(node, agains.get(index)) for index, node in enumerate(self.order)]
         self._keep_order(operations)
         there = [node for node in self.storages if node.op in ("placeholder", "get_attr")]
         given = self._roots_of(there) - self._roots_of(self.tangents)
@@ -111,24 +111,28 @@ class _Builder:
         """Have each operation that runs once read a token of the one before: draws and messages stay in their order."""
         before: tuple[int, ...] = ()
         for index, node in enumerate(self.order):
-            if node is not None and runs_once(node):
+            if node is not None and self._runs_once(node):
                 operation, token = operations[index], len(self.sizes)
                 self.sizes.append(0)
                 reads, writes = (*operation.reads, *before), (*operation.writes, token)
                 operations[index] = replace(operation, reads=reads, writes=writes)
                 before = (token,)
 
-    def _operation(self, node: fx.Node | None, cost: Cost, again: Again | None) -> Operation:
+    def _operation(self, node: fx.Node | None, again: Again | None) -> Operation:
         if node is None:
             return Operation(TANGENTS, (), self._reads_of(self.tangents), 0.0, repeatable=False)
-        seconds, flops, workspace_bytes = cost(node)
+        cost = self._costs[node]
         reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
-        repeat = None if again is None else self._repeat(node.name, again, cost)
+        repeat = None if again is None else self._repeat(node.name, again)
         changed = self._roots_of(self.changed).intersection(reads if repeat is None else repeat.reads)
-        once = bool(changed) or (runs_once(node) and again is None)  # what is changed holds another value afterwards
-        return Operation(node.name, reads, writes, seconds, flops, workspace_bytes, not once, repeat)
+        # What is changed holds another value afterwards.
+        once = bool(changed) or (self._runs_once(node) and again is None)
+        return Operation(node.name, reads, writes, cost.seconds, cost.flops, cost.workspace_bytes, not once, repeat)
 
-    def _repeat(self, name: str, again: Again, cost: Cost) -> Operation:
+    def _runs_once(self, node: fx.Node) -> bool:
+        return runs_once(node) or self._costs[node].draws
+
+    def _repeat(self, name: str, again: Again) -> Operation:
         """By what it runs, in a graph of its own; intermediate values count as workspace."""
         graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 
@@ -143,34 +147,47 @@ class _Builder:
 
         again.emit(graph, resolve)
         made = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-        seconds, flops, workspaces = zip(*map(cost, made))
+        costs = [self._cost(node) for node in made]
+        seconds, flops = sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
         reads, writes = self._reads_of(again.reads), self._reads_of(again.writes)
-        return Operation(name, reads, writes, sum(seconds), sum(flops), max(workspaces))
+        return Operation(name, reads, writes, seconds, flops, max(cost.workspace_bytes for cost in costs))
 
     def _add(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if node.op == "output" or (value is None and node.op != "call_function"):
             return
-        parts = list(_tensors(value))
         if _is_sparse(value) and node.op == "call_function":  # made of tensors that there are
             self.storages[node] = self._roots_of(node.all_input_nodes)
             self.views.add(node)
             return
+        parts = list(_tensors(value))
         keys = [storage_of(part) for part in parts]
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
+        is_called = node.op == "call_function" and not self._is_part(node)
+        if is_called and (fresh or not parts):
+            self._costs[node] = self._cost(node)
         for key in fresh:
             self._known[key] = len(self.sizes)
-            self.sizes.append(next(_allocated_bytes(part) for part, other in zip(parts, keys) if other == key))
+            self.sizes.append(self._allocated_bytes(node, parts, keys.index(key)))
         if isinstance(value, Tensor):
             self.storages[node] = frozenset({self._known[keys[0]]})
-        if node.op != "call_function":
-            return
-        if node.target is operator.getitem and node.all_input_nodes[0] not in self.views:
-            return
-        if fresh or not parts:
+        if node in self._costs:
             self.writes[node] = tuple(self._known[key] for key in fresh)
-        else:
+        elif is_called:
             self.views.add(node)
+
+    def _allocated_bytes(self, node: fx.Node, parts: list[Tensor], place: int) -> int:
+        """Of a storage: what was seen in a run, for a loss may be a part of what it reduces; else what is traced."""
+        part = parts[place]
+        if _is_sparse(part):  # an input: it is there
+            return 0
+        seen = self._costs[node].made_bytes if node in self._costs else ()
+        size = (seen[place] if len(seen) == len(parts) else 0) or part.untyped_storage().nbytes()
+        return size if part.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether ``node`` is one of the outputs of an operation."""
+        return node.target is operator.getitem and node.all_input_nodes[0] not in self.views
 
     def _reads_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         return tuple(sorted(self._roots_of(nodes)))
@@ -192,13 +209,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, Tensor):
             yield part
-
-
-def _allocated_bytes(tensor: Tensor) -> int:
-    if _is_sparse(tensor):  # an input: it is there
-        return 0
-    size = tensor.untyped_storage().nbytes()
-    return size if tensor.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
 
 def _is_sparse(value: Any) -> bool:

@@ -1,20 +1,36 @@
-"""Measure: run each kind of operation once, for what it allocates for itself and how long it takes."""
+"""Measure: run each kind of operation once, for what it allocates, how long it takes, and whether it draws."""
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchckpt.graph.private import allocations, is_collective, is_mutable, without_modes
+from torchckpt.graph.private.operators import is_collective, is_mutable
+from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
 from torchckpt.graph.rng import generator_state, replayed
 
-__all__ = ["Measure"]
+__all__ = ["Measure", "Measured"]
+
+_DTYPES = "dtypes"
+"""Where the nodes of operations keep those that were seen."""
+
+
+class Measured(NamedTuple):
+    """Of a kind of operation: what it allocates at its highest point beside its outputs, the least time of its runs,
+    the storage and dtype of each tensor that it returns, and whether it draws random numbers and does not say so."""
+
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+    made_bytes: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype | None, ...] = ()
+    draws: bool = False
 
 
 class Measure:
@@ -29,65 +45,94 @@ class Measure:
 
     def __init__(self, rounds: int = 0) -> None:
         self._rounds = rounds
-        self._found: dict[Hashable, tuple[int, float]] = {}
-        self._inputs: dict[Hashable, Tensor] = {}
+        self._found: dict[Hashable, Measured] = {}
 
-    def workspace_bytes(self, node: fx.Node) -> int:
-        """What it has allocated at its highest point, beside its outputs."""
-        return self._of(node)[0]
-
-    def seconds(self, node: fx.Node) -> float:
-        return self._of(node)[1]
-
-    def forget_inputs(self) -> None:
-        """Free the tensors that operations were run on; what was found stays."""
-        self._inputs.clear()
-
-    def _of(self, node: fx.Node) -> tuple[int, float]:
+    def of(self, node: fx.Node) -> Measured:
         key = _signature(node)
         if key not in self._found:
             self._found[key] = self._run(node)
+        node.meta[_DTYPES] = self._found[key].dtypes
         return self._found[key]
 
-    def _run(self, node: fx.Node) -> tuple[int, float]:
-        is_opaque = "rnn" in str(node.target)  # reads a buffer of a library's own making, and trusts it
+    def _run(self, node: fx.Node) -> Measured:
+        is_opaque = "rnn" in str(node.target) and "backward" in str(node.target)  # trusts a buffer of its library's
         if not callable(node.target) or is_opaque or is_collective(node.target) or is_mutable(node.target):
-            return 0, 0.0
+            return Measured()
         with _aside():
-            arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda used: self._real(used.meta.get("val")))
+            arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda used: _real(_likely(used)))
             if node.target is replayed:
                 arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
-            run = _bound(node.target, arguments, named)
+            run, device = _bound(node.target, arguments, named), _device(node)
+            given = set(map(storage_of, _tensors((arguments, named))))
+            before = generator_state(device)
             try:
-                least = min((_timed(run) for _ in range(self._rounds)), default=0.0)
-                return _workspace_bytes(run, _device(node)), least
-            except (RuntimeError, IndexError, ValueError):
-                return 0, 0.0
+                seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
+                workspace_bytes, made = _allocated(run, device)
+            except Exception:  # what a kernel of the user's raises on made-up numbers is no error of the step's
+                return Measured()
+            parts = _tensors(made)
+            sizes = tuple(0 if storage_of(part) in given else _storage_bytes(part) for part in parts)
+            draws = not torch.equal(before, generator_state(device))
+            dtypes = tuple(getattr(part, "dtype", None) for part in made)
+            return Measured(workspace_bytes, seconds, sizes, dtypes, draws)
 
-    def _real(self, value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, self._drawn, value)
 
-    def _drawn(self, like: Tensor) -> Tensor:
-        if like.layout != torch.strided:
-            return torch.zeros(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
-        key = _kind(like)
-        if key not in self._inputs:
-            size = like.untyped_storage().nbytes() // like.element_size()
-            storage = torch.zeros(size, dtype=like.dtype, device=like.device)
-            if like.dtype.is_floating_point:
-                storage.uniform_()
-            self._inputs[key] = storage.as_strided(like.shape, like.stride())
-        return self._inputs[key]
+def _likely(node: fx.Node) -> Any:
+    """The value of a node in the trace, of the dtype that was seen where it is made.
+
+    Statistics of a layer norm are traced in the dtype of its data; a CPU makes them in that of its weights.
+    """
+    value: Any = node.meta.get("val")
+    seen = _seen_dtype(node)
+    return value if seen is None or value.dtype == seen else value.to(seen)
+
+
+def _seen_dtype(node: fx.Node) -> torch.dtype | None:
+    if not isinstance(node.meta.get("val"), Tensor):
+        return None
+    source, place = cast(tuple[fx.Node, int], node.args) if node.target is operator.getitem else (node, 0)
+    if seen := source.meta.get(_DTYPES):
+        return cast("torch.dtype | None", seen[place])
+    read = node.all_input_nodes  # of a view, what it is a view of
+    is_alike = len(read) == 1 and getattr(read[0].meta.get("val"), "dtype", None) == node.meta["val"].dtype
+    return _seen_dtype(read[0]) if is_alike else None
+
+
+def _real(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, _drawn, value)
+
+
+def _drawn(like: Tensor) -> Tensor:
+    if not _is_strided(like):
+        return torch.zeros(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
+    size = like.untyped_storage().nbytes() // like.element_size()
+    storage = torch.zeros(size, dtype=like.dtype, device=like.device)
+    if like.dtype.is_floating_point:
+        storage.uniform_()
+    return storage.as_strided(like.shape, like.stride())
 
 
 def _bound(target: Callable[..., Any], arguments: Any, named: Any) -> Callable[[], Any]:
     return lambda: target(*arguments, **named)
 
 
-def _workspace_bytes(run: Callable[[], Any], device: str) -> int:
+def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
+    """At the highest point beside the outputs; and the outputs."""
     results: list[Any] = []
     changes = allocations(lambda: results.append(run()), device)
-    return max(accumulate(changes), default=0) - sum(changes)
+    return max(accumulate(changes), default=0) - sum(changes), pytree.tree_leaves(results)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [part for part in pytree.tree_leaves(value) if isinstance(part, Tensor)]
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if _is_strided(tensor) else 0
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -99,7 +144,7 @@ def _timed(run: Callable[[], Any]) -> float:
 
 
 def _signature(node: fx.Node) -> Hashable:
-    kinds: Callable[[fx.Node], Any] = lambda used: _Kinds(used.meta.get("val"))  # noqa: E731
+    kinds: Callable[[fx.Node], Any] = lambda used: _Kinds(_likely(used))  # noqa: E731
     arguments = fx.node.map_arg((node.args, node.kwargs), kinds)
     return node.target, repr(arguments)
 
@@ -115,14 +160,13 @@ class _Kinds:
 
 
 def _kind(tensor: Tensor) -> Hashable:
-    if tensor.layout != torch.strided:
+    if not _is_strided(tensor):
         return tuple(tensor.shape), tensor.dtype, tensor.device
     return tuple(tensor.shape), tensor.stride(), tensor.untyped_storage().nbytes(), tensor.dtype, tensor.device
 
 
 def _device(node: fx.Node) -> str:
-    tensors = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, Tensor))
-    return next((tensor.device.type for tensor in tensors), "cpu")
+    return next((tensor.device.type for tensor in _tensors(node.meta.get("val"))), "cpu")
 
 
 @contextmanager

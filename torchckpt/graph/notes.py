@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.traceback import annotate
 
-from torchckpt.graph.private import constant_under_dynamo
+from torchckpt.graph.private.dynamo import constant_under_dynamo
 from torchckpt.kernel.flags import thread
 
 __all__ = [

@@ -1,7 +1,7 @@
 """rematerialize(): a module that trains within a byte budget, or with what it is told to keep."""
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -13,9 +13,19 @@ from torchckpt.errors import CaptureError, Fault, raise_faults
 from torchckpt.graph.backend import Backend
 from torchckpt.graph.capture import ONE_AT_A_TIME, Capture
 from torchckpt.graph.choose import Chooser, Costs
+from torchckpt.graph.guard import (
+    argument_names,
+    attributes_of,
+    changed,
+    guard_of,
+    leaving_no_tensors,
+    places_of,
+    warn_of_retraces,
+)
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.names import named_modules
 from torchckpt.graph.notes import is_tracing
+from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.plan import Plan
 
@@ -38,9 +48,10 @@ def rematerialize(
     ``engine="eager"``, outputs, gradients, buffers and random numbers are those of the model, bit for bit, and the
     peak is the one that the plan says.
 
-    The trace is that of the modules as they are: parameters and buffers may change, and modes; another attribute that
-    the forward reads, and hooks, are what they were. Where torch traces another kernel than it runs (``nn.LSTM``,
-    bilinear upsampling), the last bits may differ.
+    Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules that
+    are constants; of other objects it is not seen that they change. The forward's Python runs for a trace alone: what
+    it counts is not counted, and what it returns is all that comes out. Where torch traces another kernel than it runs
+    (``nn.GRU``, ``prod``), the last bits may differ.
 
     >>> step = graph.rematerialize(model, inputs, budget="6GiB")
     >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs
@@ -105,6 +116,7 @@ class Rematerialized(nn.Module):
         chooser()  # its arguments are checked at once
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
         self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None, _backend=None)
+        self.__dict__["_ignored"] = set[str]()  # attributes that the forward itself sets
 
     @property
     def plan(self) -> Plan:
@@ -159,30 +171,48 @@ class Rematerialized(nn.Module):
         self.original.train(mode)
         return self
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Called where it is a part of another module, which then goes on with its modules."""
+        self.original._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rematerialized:
+        self.original._apply(fn, recurse)
+        return self
+
     def __reduce__(self) -> Any:
         return Rematerialized, (self.original, self._chooser, self._engine)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
-        """The call that fits these inputs; None where it saves nothing: no derivative is wanted, or it is traced."""
-        if is_tracing():
+        """The call that fits these inputs; None where it saves nothing: no derivative is wanted, or it is traced, or
+        transformed by torch.func."""
+        if is_tracing() or is_transformed():
             return None
         with ONE_AT_A_TIME:  # another thread's trace has tensors of its own in the model
             return self._fitting(args, kwargs)
 
     def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
         state = _state(self.original)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = _tensors(state, leaves)
+        tensors = _tensors(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
-        kinds = (*map(_kind, state.values()), *map(_kind, leaves))
-        key = (tuple(state), structure, _mode(self.original), _places(tensors), kinds)
-        if key not in self._calls:
-            self._calls[key] = self._traced(tuple(state), args, kwargs)
-        if self._calls[key].plan is None:  # no output has a derivative
+        guard = guard_of(self.original, state, args, kwargs, self._ignored)
+        if guard not in self._calls:
+            before = attributes_of(self.original)
+            call = self._traced(tuple(state), args, kwargs)
+            self._ignored.update(changed(before, attributes_of(self.original)))
+            guard = guard_of(self.original, state, args, kwargs, self._ignored)
+            self._calls[guard] = call
+            warn_of_retraces(self.original, tuple(self._calls), args, kwargs)
+        if self._calls[guard].plan is None:  # no output has a derivative
             return None
-        self.__dict__["_latest"] = self._calls[key]
-        return cast(_Call | _Compiled, self._calls[key])
+        self.__dict__["_latest"] = self._calls[guard]
+        return cast(_Call | _Compiled, self._calls[guard])
 
     def _traced(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled:
         if self._engine == "eager":
@@ -202,9 +232,11 @@ class _Call:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
         tensors = _tensors(_state(model), leaves)
-        self._places = _places(tensors)
-        data = dict(zip(self._places[len(names) :], _tensor_names(args, kwargs)))
-        self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
+        self._places = places_of(tensors)
+        paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
+        data = dict(zip(self._places[len(names) :], paths))
+        with leaving_no_tensors(model):
+            self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
         self.plan: Plan | None = getattr(chooser, "plan", None)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,36 +295,5 @@ def _tensors(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
     return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
 
 
-def _places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of each tensor its place among those that differ.
-
-    One that comes twice is one input of the trace: its gradients are added up in eager's order.
-    """
-    places: dict[int, int] = {}
-    return tuple(places.setdefault(id(tensor), len(places)) for tensor in tensors)
-
-
 def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _tensor_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
-    """Of each tensor among the arguments, how to write it: ``args[0]``, ``kwargs['mask']``."""
-    for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
-        if isinstance(leaf, Tensor):
-            yield pytree.keystr(path).replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1)
-
-
-def _mode(model: nn.Module) -> Hashable:
-    """What the trace depends on beside its inputs."""
-    devices = ("cpu", "cuda")
-    autocast = tuple((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices)
-    return autocast, tuple(module.training for module in model.modules())
-
-
-def _kind(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        lies = leaf.stride() if leaf.layout == torch.strided else leaf.layout
-        return type(leaf), tuple(leaf.shape), lies, leaf.dtype, leaf.device, leaf.requires_grad
-    # 1, 1.0 and True are equal, and not the same; a nan is not even equal to itself.
-    return type(leaf), leaf if isinstance(leaf, Hashable) and not isinstance(leaf, float) else repr(leaf)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torchckpt.graph.joint import Joint, reached
-from torchckpt.graph.private import backward_node, tangent_places
+from torchckpt.graph.private.trace import backward_node, tangent_places
 
 __all__ = ["Unread"]
 

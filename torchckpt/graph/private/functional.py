@@ -1,7 +1,4 @@
-"""Functional: a function of tensors as one graph of operators that change nothing, traced on tensors without data.
-
-Beside :mod:`~torchckpt.graph.private` the one module that names what is private to torch.
-"""
+"""Functional: a function of tensors as one graph of operators that change nothing, traced on tensors without data."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private import compiling
+from torchckpt.graph.private.trace import compiling, eager_kernels
 
 __all__ = ["Functional", "backward_of", "functional"]
 
@@ -56,7 +53,7 @@ def functional(
     fakes = [mode.from_tensor(tensor.detach()) for tensor in tensors]
     for fake, required in zip(fakes, requires_grad):
         fake.requires_grad_(required)
-    with compiling(), mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
+    with compiling(), eager_kernels(), mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
         with torch.autograd.set_multithreading_enabled(False):
             module = make_fx(run)(*fakes)
     copy_fwd_metadata_to_bw_nodes(module)

@@ -1,0 +1,71 @@
+"""Dynamo: graphs that ``torch.compile`` hands to a backend."""
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import CodeGen
+
+from torchckpt.graph.private.trace import Boxed, Partition, eager_kernels, marked_boxed
+
+__all__ = ["break_of", "by_operator", "constant_under_dynamo", "outer_frame", "refreshed"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_under_dynamo(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result``, which would import Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where Dynamo broke the graph after ``module``; None where the graph is that of the whole call."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frames = list(reason.user_stack)
+    return str(reason.reason), f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""
+
+
+def outer_frame() -> str | None:
+    """Of a graph that Dynamo compiles now: the code that has called its function; None where ``torch.compile`` has."""
+    here, frame = os.path.dirname(os.path.dirname(__file__)), sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((os.path.dirname(torch.__file__), here)):
+        if os.path.basename(frame.f_code.co_filename) == "eval_frame.py":
+            return None
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f'{frame.f_code.co_filename}:{frame.f_lineno}: "{line}"'
+
+
+def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+    """What runs a graph of Dynamo's by the two that ``partition`` makes of its joint graph, as they are."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    with eager_kernels():
+        compiled: Callable[..., Any] = aot_autograd(fw_compiler=_boxed, partition_fn=partition)(module, inputs)
+    return compiled
+
+
+def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    module.graph.set_codegen(Boxed())
+    module.recompile()
+    forward = module.forward
+    return marked_boxed(lambda arguments: forward(arguments))
+
+
+def refreshed(module: fx.GraphModule) -> fx.GraphModule:
+    """With the fake tensors that its nodes make now: passes that take views and copies out leave those of before."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    module.graph.set_codegen(CodeGen())
+    mode = next(value.fake_mode for value in values if isinstance(value, Tensor))  # type: ignore[attr-defined]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)
+    return module

@@ -1,0 +1,55 @@
+"""Operators: those that are told apart, and what their schemas say."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+__all__ = [
+    "BATCH_NORM",
+    "BATCH_NORM_AGAIN",
+    "BATCH_NORM_BACKWARD",
+    "BATCH_NORM_BY_STATISTICS",
+    "FUSED_LSTM",
+    "argument_of",
+    "is_collective",
+    "is_mutable",
+    "is_random",
+]
+
+BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
+
+BATCH_NORM_AGAIN: Any = torch.ops.aten._native_batch_norm_legit.no_stats
+
+BATCH_NORM_BY_STATISTICS: Any = torch.ops.aten._native_batch_norm_legit_no_training.default
+
+BATCH_NORM_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default
+
+FUSED_LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+
+
+def is_random(target: object) -> bool:
+    """Whether an operator draws from a generator."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """What the operator of ``node`` gets for its parameter ``name``, its default included; None if it has none."""
+    parameters = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    for place, parameter in enumerate(parameters):
+        if parameter.name == name:
+            given = node.args[place] if place < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
+def is_collective(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.namespace in _COLLECTIVES
+
+
+def is_mutable(target: object) -> bool:
+    """Whether an operator writes to what it is given."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
