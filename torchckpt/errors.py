@@ -29,7 +29,7 @@ class ArgumentError(CheckpointError, ValueError):
 class BudgetInfeasible(CheckpointError, RuntimeError):
     """No schedule was found whose peak stays within the budget.
 
-    ``least_bytes`` is the least peak that was found, and ``plan`` the plan that reaches it.
+    ``least_bytes`` is the least budget that was found to hold, and ``plan`` the plan that does it.
     """
 
     def __init__(self, message: str, least_bytes: int, plan: object) -> None:

@@ -195,10 +195,10 @@ def test_budget_that_is_too_small_has_the_least_that_is_not(name):
     with pytest.raises(BudgetInfeasible, match=r"works:    budget=") as caught:
         graph.rematerialize(WithLoss(case), *case.inputs, budget=0.1)
     least = caught.value
-    assert least.least_bytes == least.plan.peak_bytes
-    assert least.plan.lower_bound <= least.least_bytes <= least.plan.eager_peak_bytes
+    assert least.least_bytes == least.plan.peak_bytes + 64
+    assert least.plan.lower_bound + 64 <= least.least_bytes <= least.plan.eager_peak_bytes + 64
     assert least.plan.budget_bytes < least.least_bytes
-    plan = checked(case, budget=least.least_bytes + 64)
+    plan = checked(case, budget=least.least_bytes)
     assert plan.peak_bytes <= least.least_bytes
 
 

@@ -98,6 +98,27 @@ def test_what_is_d_regions_deep_runs_d_plus_1_times(depth, tensors):
     assert_equal(adjoint(tensors[0])[1], gradients(lambda x: nested(x, depth).sum(), tensors[:1]))
 
 
+def nest(x, depth, width):
+    """Regions one in the other, each of ``width`` operations before and after the one inside."""
+    with region(f"{depth} left"):
+        for _ in range(width):
+            x = x.sin()
+        x = nest(x, depth - 1, width) if depth > 1 else x.sigmoid()
+        for _ in range(width):
+            x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_nothing_that_is_d_regions_deep_runs_more_than_d_plus_1_times(depth, width, tensors):
+    """With several operations to a region, of which each reads what leaves the one inside."""
+    adjoint = gradient(lambda x: nest(x, depth, width).sum(), tensors[0])
+    assert counted(adjoint)["sigmoid"] <= depth + 1
+    assert counted(adjoint)["sin"] <= sum(2 * width * (level + 1) for level in range(1, depth + 1))
+    assert_equal(adjoint(tensors[0])[1], gradients(lambda x: nest(x, depth, width).sum(), tensors[:1]))
+
+
 def test_of_nested_regions_the_outer_is_recomputed_with_its_inner_and_the_inner_again_for_its_own_gradient(tensors):
     def function(x):
         with region("outer"):

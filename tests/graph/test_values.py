@@ -93,7 +93,7 @@ def test_depths(inside):
     values, operations = of(function, leaf(3))
     depth = {name: values.depths[operation.writes[0]] for name, operation in operations.items()
              if operation.writes and operation.writes[0] in values.depths}
-    level = dict(zip(operations, values.levels))
+    level = {name: len(regions) for name, regions in zip(operations, values.regions)}
     expected = {
         "one": (["sin", "exp"], [0, 0], [0, 1]),  # exp goes from region to region
         "two": (["tanh"], [2], [2]),
@@ -105,8 +105,28 @@ def test_depths(inside):
     assert [level[name] for name in names] == levels
 
 
+def test_homes():
+    """What leaves a region is at home in the one that reads it; of what is one region deep it need not be told."""
+    def function(x):
+        with region("one"):
+            b = x.exp()
+            with region("two"):
+                c = b.tanh().cos()
+                with region("three"):
+                    d = c.sin().sinh()
+            e = c.neg() * d
+        return e.sum()
+
+    values, operations = of(function, leaf(3))
+    one, two, three = ("one#0",), ("one#0", "two#1"), ("one#0", "two#1", "three#2")
+    assert {name: values.homes.get(operations[name].writes[0]) for name in ("exp", "tanh", "cos", "sin", "sinh")} == {
+        "exp": None, "tanh": (two, two), "cos": (two, one), "sin": (three, three), "sinh": (three, one),
+    }
+
+
 def test_values_between_regions_and_around():
     values, operations = of(lambda x: x.sin().exp().sum(), leaf(3))
     assert {*values.depths.values()} == {0}
-    assert values.levels == (0,) * len(operations)
+    assert values.regions == ((),) * len(operations)
+    assert values.homes == {}
     assert values.paths == ("",) * len(operations)

@@ -87,13 +87,15 @@ class Chooser:
         return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
 
     def _refuse(self, budget: int) -> None:
+        """With what the caller's loss takes in every figure, so that each is a budget that could be given."""
         plan = self.plan
-        works = f'budget="{written(plan.peak_bytes + _RESERVED_BYTES)}" or more'
-        works += " (nothing can be below the lower bound: a smaller batch can)" if budget < plan.lower_bound else ""
+        sizes = [size + _RESERVED_BYTES for size in (plan.peak_bytes, plan.lower_bound, plan.eager_peak_bytes)]
+        least, lower, eager = map(written, sizes)
+        works = f'budget="{least}" or more'
+        works += " (nothing can be below the lower bound: a smaller batch can)" if budget < sizes[1] else ""
         rule = f"{self._caller}: a budget holds what the step cannot do without"
-        received = f"{written(budget)}; the least found is {written(plan.peak_bytes)}, "
-        received += f"no schedule needs less than {written(plan.lower_bound)}, eager {written(plan.eager_peak_bytes)}"
-        raise BudgetInfeasible(str(Fault(rule, received, works)), plan.peak_bytes, plan)
+        received = f"{written(budget)}; the least found is {least}, no schedule needs less than {lower}, eager {eager}"
+        raise BudgetInfeasible(str(Fault(rule, received, works)), sizes[0], plan)
 
 
 def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:

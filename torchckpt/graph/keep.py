@@ -64,8 +64,8 @@ def schedule_of(joint: Joint, keep: Keep) -> Schedule:
     if keep == "memory" and not kept:
         return least(flow).schedule
     if keep is None:
-        return late(flow, kept | _marked(values), values.depths, values.levels)
-    schedule = late(flow, kept, values.depths, values.levels)
+        return late(flow, kept | _marked(values), values.homes, values.regions)
+    schedule = late(flow, kept, values.homes, values.regions)
     return undo(flow, schedule, simulate(flow, schedule).peak_bytes)
 
 

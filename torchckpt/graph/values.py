@@ -10,6 +10,7 @@ from torch import fx
 
 from torchckpt.graph.joint import Joint
 from torchckpt.graph.notes import mark_of, module_of, regions_of
+from torchckpt.model.remat.late import Home, Region
 
 __all__ = ["Value", "Values"]
 
@@ -82,14 +83,26 @@ class Values:
         """
         found = {}
         for storage, (writer, readers) in self._uses.items():
-            path, others = self._regions[writer], [self._regions[reader] for reader in readers]
+            path, others = self.regions[writer], [self.regions[reader] for reader in readers]
             found[storage] = min([len(path), *(_common(path, other) for other in others if _enters(path, other))])
         return found
 
     @cached_property
-    def levels(self) -> tuple[int, ...]:
-        """Of each operation, how many regions deep it is."""
-        return tuple(map(len, self._regions))
+    def homes(self) -> dict[int, Home]:
+        """Of each storage that is dropped more than one region deep."""
+        found = {}
+        for storage, depth in self.depths.items():
+            if depth > 1:
+                writer, readers = self._uses[storage]
+                inside = self.regions[writer][:depth]
+                around = min([depth, *(_common(inside, self.regions[reader]) for reader in readers)])
+                found[storage] = Home(inside, inside[:around])
+        return found
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Of each operation, the regions that it is in."""
+        return tuple(() if node is None else regions_of(node) for node in self._joint.nodes)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -107,10 +120,6 @@ class Values:
         operator = str(self._joint.nodes[index].target).removesuffix(".default")  # type: ignore[union-attr]
         size, shape = self._flow.sizes_bytes[storage], tuple(like.shape)
         return Value(node.name, self.paths[index], marks, operator, shape, like.dtype, size, operation.flops)
-
-    @cached_property
-    def _regions(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(() if node is None else regions_of(node) for node in self._joint.nodes)
 
     @cached_property
     def _uses(self) -> dict[int, tuple[int, list[int]]]:

@@ -8,7 +8,7 @@ import pytest
 from tests.model.remat.flows import chain, resnet, transformer, unet
 from tests.model.remat.random_flows import random_flow
 from torchckpt.model.remat.dataflow import Dataflow, Operation
-from torchckpt.model.remat.late import late
+from torchckpt.model.remat.late import Home, late
 from torchckpt.model.remat.memory import simulate
 
 
@@ -43,29 +43,44 @@ def test_chain(kept, backward):
     assert drawn(flow, late(flow, kept)) == f"a1 a2 a3 a4 {backward}"
 
 
+A, AB, ABC = ("A",), ("A", "B"), ("A", "B", "C")
+
+
 def test_chain_in_regions_one_in_the_other():
-    """a1 in one region, a2 in two, a3 in three: what is d deep runs d + 1 times, and once more in the forward."""
+    """a1 in one region, a2 in two, a3 in three: what is d deep runs d + 1 times, with that of the forward."""
     flow = powers(4)
-    depths = {1: 1, 2: 2, 3: 3}
-    levels = (1, 2, 3, 0, 0, 3, 2, 1)
-    assert drawn(flow, late(flow, set(), depths, levels)) == "a1 a2 a3 a4 a1 a2 a3 d4 a2 d3 d2 d1"
+    homes = {2: Home(AB, AB), 3: Home(ABC, ABC)}
+    regions = (A, AB, ABC, (), (), ABC, AB, A)
+    assert drawn(flow, late(flow, set(), homes, regions)) == "a1 a2 a3 a4 a1 a2 a3 d4 a2 d3 d2 d1"
 
 
-def test_values_of_one_depth_are_kept_until_they_are_used():
+def test_values_of_one_region_are_there_until_they_are_used():
     flow = powers(4)
     flat = "a1 a2 a3 a4 a1 a2 a3 d4 d3 d2 d1"
-    assert drawn(flow, late(flow, set(), {1: 1, 2: 1, 3: 1}, (1, 1, 1, 0, 0, 1, 1, 1))) == flat
-    assert drawn(flow, late(flow, set(), {1: 1, 2: 2, 3: 2}, (1, 2, 2, 0, 2, 2, 2, 1))) == flat
+    assert drawn(flow, late(flow, set(), {}, (A, A, A, (), (), A, A, A))) == flat
+    deep = {2: Home(AB, AB), 3: Home(AB, AB)}
+    assert drawn(flow, late(flow, set(), deep, (A, AB, AB, (), AB, AB, AB, A))) == flat
 
 
-def test_without_levels_what_is_deep_is_dropped_after_each_operation():
+def test_value_that_leaves_a_region_is_there_for_the_region_around_and_made_again_for_its_own():
+    """a2 is made in B and read by d3 and d4, which are in A alone: once for both of them."""
     flow = powers(4)
-    assert drawn(flow, late(flow, {1}, {2: 2, 3: 2})) == "a1 a2 a3 a4 a2 a3 d4 a2 d3 d2 d1"
+    regions = (A, AB, A, A, A, A, AB, A)
+    homes = {2: Home(AB, A)}
+    assert drawn(flow, late(flow, {1}, homes, regions)) == "a1 a2 a3 a4 a2 a3 d4 d3 d2 d1"
+    assert drawn(flow, late(flow, {1}, {2: Home(AB, AB)}, regions)) == "a1 a2 a3 a4 a2 a3 d4 a2 d3 d2 d1"
+
+
+def test_outside_of_what_it_is_for_a_value_goes_at_once():
+    flow = powers(4)
+    homes = {2: Home(AB, AB), 3: Home(AB, AB)}
+    assert drawn(flow, late(flow, {1}, homes, ((),) * 8)) == "a1 a2 a3 a4 a2 a3 d4 a2 d3 d2 d1"
 
 
 def test_kept_whatever_its_depth():
     flow = powers(4)
-    assert drawn(flow, late(flow, {1, 2, 3}, {1: 1, 2: 2, 3: 3}, (1, 2, 3, 0, 0, 3, 2, 1))) == drawn(flow, flow.eager)
+    homes, regions = {2: Home(AB, AB), 3: Home(ABC, ABC)}, (A, AB, ABC, (), (), ABC, AB, A)
+    assert drawn(flow, late(flow, {1, 2, 3}, homes, regions)) == drawn(flow, flow.eager)
 
 
 def test_what_no_repeat_writes_is_kept():
