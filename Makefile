@@ -20,10 +20,10 @@ lint:
 LEVELS := tests/graph tests/model tests/models tests/command
 
 test-levels:
-	$(BIN)/python -m pytest -q $(LEVELS)
+	$(BIN)/python -m pytest $(LEVELS)
 
 test-kernel:
-	$(BIN)/python -m pytest -q tests $(LEVELS:%=--ignore=%)
+	$(BIN)/python -m pytest tests $(LEVELS:%=--ignore=%)
 
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.profile import Profile, profile
+from torchckpt.model.remat.steps import Steps
 from torchckpt.model.remat.tables import Tables
 
 __all__ = ["Stages"]
@@ -36,6 +37,7 @@ class Stages:
         self.births: list[set[int]] = [set() for _ in tables.sizes]
         self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
         self.inside = list(tables.plain_bytes)
+        self._steps: dict[int, Steps] = {}
         self.cost = 0.0
         self.work = 0
         self.log: list[tuple[int, int, bool]] = []
@@ -112,12 +114,12 @@ class Stages:
 
     def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
         """Several at once: each a stage, a position, and whether it is added."""
-        stale: set[int] = set()
+        stale: dict[int, set[int]] = {}  # stages, and the storages that may leave them now, or leave them no more
         for change in changes:
             self.log.append(change)
             self._change(*change, stale)
-        for stage in stale:
-            inside = self._inside(stage)
+        for stage, storages in stale.items():
+            inside = self._inside(stage, storages)
             if inside != self.inside[stage]:
                 self.during.add(stage, stage + 1, inside - self.inside[stage])
                 self.inside[stage] = inside
@@ -156,7 +158,7 @@ class Stages:
                 return False
         return True
 
-    def _change(self, stage: int, position: int, added: bool, stale: set[int]) -> None:
+    def _change(self, stage: int, position: int, added: bool, stale: dict[int, set[int]]) -> None:
         tables, sign = self.tables, 1 if added else -1
         self.work += 2
         self.cost += sign * tables.price[position]
@@ -164,11 +166,15 @@ class Stages:
             insort(self.repeats[stage], position)
         else:
             self.repeats[stage].remove(position)
-        stale.add(stage)
+        here = stale.setdefault(stage, set())
+        if stage in self._steps:
+            self._steps[stage].change(position, added)
         for storage in tables.again_writes[position]:
-            stale.add(self._touch(storage, stage, 0, sign))
+            here.add(storage)
+            stale.setdefault(self._touch(storage, stage, 0, sign), set()).add(storage)
         for storage in tables.again_reads[position]:
-            stale.add(self._touch(storage, stage, sign, 0))
+            here.add(storage)
+            stale.setdefault(self._touch(storage, stage, sign, 0), set()).add(storage)
 
     def _touch(self, storage: int, stage: int, reads: int, births: int) -> int:
         """Change how ``stage`` touches ``storage``; the stage that touched it before, for what leaves that one."""
@@ -204,41 +210,22 @@ class Stages:
             self.during.add(stage, stage + 1, point * size)
         return before
 
-    def _inside(self, stage: int) -> int:
-        """The most alive at once in ``stage``, of what it touches: its steps, simulated."""
-        tables, repeats = self.tables, self.repeats[stage]
+    def _inside(self, stage: int, storages: Iterable[int]) -> int:
+        """The most alive at once in ``stage``, of what it touches; ``storages`` may leave it now, or no more."""
+        repeats = self.repeats[stage]
         if not repeats:
-            return tables.plain_bytes[stage]
-        end = len(repeats)
-        self.work += end // 4
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for step, position in enumerate(repeats):
-            for storage in tables.again_reads[position]:
-                first.setdefault(storage, 0)
-                last[storage] = step
-            for storage in tables.again_writes[position]:
-                first[storage] = last[storage] = step
-        for storage in tables.first_reads[stage]:
-            first.setdefault(storage, 0)
-            last[storage] = end
-        for storage in tables.first_writes[stage]:
-            first[storage] = last[storage] = end
-        if stage == tables.forward - 1:
-            for storage in tables.held:
-                first.setdefault(storage, 0)
-                last[storage] = end
-        changes = [0] * (end + 2)
-        for storage, step in first.items():
-            size = tables.sizes[storage]
-            changes[step] += size
-            if not self._stays(storage, stage):
-                changes[last[storage] + 1] -= size
-        alive = peak = 0
-        for step, position in enumerate(repeats):
-            alive += changes[step]
-            peak = max(peak, alive + tables.again_extra_bytes[position])
-        return max(peak, alive + changes[end] + tables.first_extra_bytes[stage])
+            self._steps.pop(stage, None)
+            return self.tables.plain_bytes[stage]
+        self.work += len(repeats) // 4
+        steps = self._steps.get(stage)
+        if steps is None:
+            steps = self._steps[stage] = Steps(self.tables, stage)
+            for position in repeats:
+                steps.change(position, added=True)
+            storages = steps.storages()
+        for storage in storages:
+            steps.leave(storage, self._stays(storage, stage))
+        return steps.peak_bytes(repeats)
 
     def _stays(self, storage: int, stage: int) -> bool:
         """Whether it is still alive when ``stage`` ends, for a later one."""
