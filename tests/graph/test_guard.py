@@ -4,11 +4,15 @@ from __future__ import annotations
 import enum
 import re
 import warnings
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.graph.eager import compare
 from tests.helpers import assert_equal, leaf
@@ -23,14 +27,24 @@ class Net(nn.Module):
         super().__init__()
         self.rise, self.act, self.drop, self.fall = nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4)
         self.temperature, self.powers, self.function = 1.0, [1, 2], torch.sin
-        self.words = ["word"] * 100
+        self.words, self.table, self.config = ["word"] * 100, {"scale": 2.0}, SimpleNamespace(shift=0.0)
+        self.handles = []
 
     def forward(self, x):
-        h = self.function(self.drop(self.act(self.rise(x))))
+        h = self.function(self.drop(self.act(self.rise(x)))) * self.table["scale"] + self.config.shift
         return sum(self.fall(h) ** power for power in self.powers) / self.temperature
 
 
+def triple(module, inputs, output):
+    return output * 3 if isinstance(module, nn.Linear) else None
+
+
 CHANGES = {
+    "a partial function": lambda net: setattr(net, "function", partial(nn.functional.softplus, beta=2.0)),
+    "a method": lambda net: setattr(net.act, "forward", MethodType(lambda self, x: x * 2, net.act)),
+    "a dict": lambda net: net.table.update(scale=3.0),
+    "an object in place of another": lambda net: setattr(net, "config", SimpleNamespace(shift=1.0)),
+    "a hook of all modules": lambda net: net.handles.append(register_module_forward_hook(triple)),
     "a constant": lambda net: setattr(net, "temperature", 0.5),
     "a list of constants": lambda net: net.powers.append(3),
     "a function": lambda net: setattr(net, "function", torch.cos),
@@ -49,8 +63,12 @@ def test_what_the_forward_reads_and_that_changes_is_traced_anew(change, traces):
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(net, x, keep="memory")
     change(net)
-    compare(net, step, x)
-    compare(net, step, x)
+    try:
+        compare(net, step, x)
+        compare(net, step, x)
+    finally:
+        for handle in net.handles:
+            handle.remove()
     assert len(traces) == 2
 
 
@@ -100,6 +118,31 @@ def test_what_the_forward_itself_counts_is_no_reason_to_trace_again(traces):
     assert len(traces) == 1
 
 
+class Frozen(nn.Module):
+    """Sets the mode of a part at each call, and a name that another module has for something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.scale = nn.BatchNorm1d(4), nn.Dropout(0.5), 1.0
+
+    def forward(self, x):
+        self.norm.eval()
+        self.norm.scale = len(x)
+        return self.drop(self.norm(x)) * self.scale
+
+
+def test_what_a_forward_sets_on_one_module_counts_on_others(traces):
+    net, x = Frozen(), torch.randn(5, 4)
+    step = graph.rematerialize(net, x)
+    compare(net, step, x)
+    net.scale = 3.0
+    compare(net, step, x)
+    step.eval()
+    compare(net, step, x)
+    assert_equal(step(x), step(x))
+    assert len(traces) <= 4
+
+
 # arguments ------------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +185,7 @@ class Batch:
 
 @pytest.mark.parametrize(
     ("argument", "received"),
-    [(Batch(torch.ones(3)), "Batch"), ({1, 2}, "set"), (memoryview(b"ab"), "memoryview"), (nn.Linear(2, 2), "Linear")],
+    [(Batch(torch.ones(3)), "Batch"), ({torch.ones(1)}, "set"), (memoryview(b"a"), "memory"), (nn.ReLU(), "ReLU")],
 )
 def test_argument_that_is_neither_a_tensor_nor_a_constant(argument, received):
     step, text = graph.rematerialize(Reduced(3, 2)), rf"received: args\[1\]\['how'\] is a .*{received}"
@@ -201,6 +244,9 @@ LEAVINGS = {
     "detached": ("last", lambda module, y: setattr(module, "last", y.detach())),
     "in a dict": ("last", lambda module, y: setattr(module, "last", {"y": [y]})),
     "in a list that there is": ("seen", lambda module, y: module.seen.append(y)),
+    "in a set": ("last", lambda module, y: setattr(module, "last", {y})),
+    "in a queue": ("last", lambda module, y: setattr(module, "last", deque([y]))),
+    "on an object": ("last", lambda module, y: setattr(module, "last", SimpleNamespace(y=y))),
 }
 
 
@@ -217,6 +263,53 @@ def test_tensor_of_before_that_a_forward_replaces():
     net(x)
     with pytest.raises(CaptureError, match="received: after the forward, last of Leaving holds one"):
         graph.rematerialize(net, x)
+
+
+class Lazy(nn.Linear):
+    def __init__(self, make):
+        super().__init__(3, 3)
+        self.make = make
+        self.register_buffer("empty", None)
+
+    def forward(self, x):
+        self.make(self)
+        return super().forward(x)
+
+
+MAKINGS = {
+    "a buffer": lambda module: module.register_buffer("shift", torch.ones(3), persistent=False),
+    "a buffer that was None": lambda module: setattr(module, "empty", torch.ones(3)),
+    "a module": lambda module: setattr(module, "inner", nn.Linear(3, 3)),
+    "a parameter": lambda module: setattr(module, "gain", nn.Parameter(torch.ones(3))),
+}
+
+
+@pytest.mark.parametrize("make", MAKINGS.values(), ids=MAKINGS)
+def test_what_a_forward_makes_on_its_module(make):
+    """The model can be called afterwards as before."""
+    net, x = nn.Sequential(Lazy(make)), torch.randn(2, 3)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(CaptureError, match=r"the forward of Lazy makes \w+\n  works:    make it in __init__"):
+        graph.rematerialize(net, x)
+    assert_equal(dict(net.state_dict()), state)
+    assert net[0].empty is None
+    assert type(net(x)) is torch.Tensor
+
+
+def test_parameter_without_a_shape():
+    with pytest.raises(CaptureError, match=r"weight has none yet\n  works:    model\(\*inputs\), once"):
+        graph.rematerialize(nn.LazyLinear(3), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_output_in_what_torch_cannot_look_into(alone):
+    class Returning(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return Batch(y) if alone else (y.sum(), Batch(y))
+
+    with pytest.raises(CaptureError, match=r"received: a .*Batch.*\n  works:    torch.export.register_dataclass"):
+        graph.rematerialize(Returning(3, 3), torch.randn(2, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")

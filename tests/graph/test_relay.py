@@ -119,6 +119,17 @@ def test_nothing_that_is_d_regions_deep_runs_more_than_d_plus_1_times(depth, wid
     assert_equal(adjoint(tensors[0])[1], gradients(lambda x: nest(x, depth, width).sum(), tensors[:1]))
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_what_leaves_all_regions_is_there_for_them_too(depth, tensors):
+    """Read outside, by a square's gradient, before the gradient of the outermost region is."""
+    def nested(x, left):
+        return region(lambda x: nested(x, left - 1))(x).sin() if left else x.tanh().sin()
+
+    adjoint = gradient(lambda x: nested(x, depth).square().sum(), tensors[0])
+    assert counted(adjoint)["tanh"] <= depth + 1
+    assert_equal(adjoint(tensors[0])[1], gradients(lambda x: nested(x, depth).square().sum(), tensors[:1]))
+
+
 def test_of_nested_regions_the_outer_is_recomputed_with_its_inner_and_the_inner_again_for_its_own_gradient(tensors):
     def function(x):
         with region("outer"):

@@ -128,10 +128,15 @@ def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) ->
 def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
     reserve_bytes = 0
     for _ in range(_ATTEMPTS):
+        attempt = _Attempt(planner, reserve_bytes)
         try:
-            return _Attempt(planner, reserve_bytes).compiled(copy.deepcopy(module), inputs)
+            run = attempt.compiled(copy.deepcopy(module), inputs)
         except _Exceeds as found:
             reserve_bytes += found.excess_bytes
+        else:
+            if hasattr(planner, "plan"):
+                planner.plan = planner.plan.lowered(attempt.spare_bytes)
+            return run
     rule = "what Inductor allocates is what is planned, or less"
     received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
     raise CaptureError(str(Fault(rule, received, 'a larger budget; or inner="eager"')))
@@ -150,6 +155,12 @@ class _Attempt:
 
     def __init__(self, planner: Planner, reserve_bytes: int) -> None:
         self._planner, self._reserve_bytes = planner, reserve_bytes
+        self._planned_bytes = self._needed_bytes = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """What was planned and is not needed, as Inductor counts it: it fuses more than was thought."""
+        return self._planned_bytes - self._needed_bytes
 
     def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return by_inductor(module, inputs, self._partition, hide_marks, self._watch, self._workspace_bytes)
@@ -181,6 +192,7 @@ class _Attempt:
 
     def _watch(self, is_backward: bool, peak_bytes: int) -> None:
         needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
+        self._needed_bytes = max(self._needed_bytes, needed_bytes)
         if needed_bytes > self._planned_bytes:
             raise _Exceeds(needed_bytes - self._planned_bytes)
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.costs import CostOf
 from torchckpt.graph.emit import emit
+from torchckpt.graph.guard import constant_of
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.notes import Tracing
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
@@ -73,6 +74,12 @@ class Capture:
             leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
             leaves = [tracing.unmarked(leaf) for leaf in leaves]
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
+        opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and constant_of(leaf) is None]
+        if opaque:
+            raise CaptureError(str(Fault(
+                "outputs are tensors and constants, in containers that torch can look into", f"a {type(opaque[0])}",
+                "torch.export.register_dataclass(Outputs); or its tensors, in a tuple or a dict",
+            )))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 

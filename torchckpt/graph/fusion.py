@@ -34,11 +34,14 @@ class Fusion:
         for index, reader in sorted(_inlined(joint).items()):
             self._members[reader] = self._members.pop(index) + self._members[reader]
         self._kept = sorted(self._members)
-        operations = tuple(_merged(flow, self._members[index]) for index in self._kept)
+        operations = [_merged(flow, self._members[index]) for index in self._kept]
         forward = sum(index < flow.forward for index in self._kept)
+        for place, taken in _in_place(joint, self._kept, operations).items():
+            workspace_bytes = operations[place].workspace_bytes - flow.sizes_bytes[taken]
+            operations[place] = replace(operations[place], workspace_bytes=workspace_bytes)
         agains = {place: joint.agains[index] for place, index in enumerate(self._kept) if index in joint.agains}
         nodes = tuple(joint.nodes[index] for index in self._kept)
-        made = replace(flow, operations=operations, forward=forward)
+        made = replace(flow, operations=tuple(operations), forward=forward)
         self.joint = replace(joint, flow=made, nodes=nodes, agains=agains)
 
     def expanded(self, schedule: Schedule) -> Schedule:
@@ -61,6 +64,28 @@ def _inlined(joint: Joint) -> dict[int, int]:
         near = len(read) == 1 and kernels[read[0]] == kernels[index] and not lasting & set(operation.writes)
         if near and _is_pointwise(nodes[index]) and operation.repeatable and operation.again is None:
             found[index] = read[0]
+    return found
+
+
+def _in_place(joint: Joint, kept: list[int], operations: list[Operation]) -> dict[int, int]:
+    """Of each operation of the backward that writes over a storage which nobody reads after it, that storage.
+
+    A compiler does so where sizes are the same, and with what its kernels have made, not with what they are given.
+    """
+    flow = joint.flow
+    readers: dict[int, list[int]] = {}
+    for place, operation in enumerate(operations):
+        for storage in operation.reads:
+            readers.setdefault(storage, []).append(place)
+    made = {storage for index in range(flow.forward, len(joint.nodes)) if joint.nodes[index] is not None
+            for storage in flow.operations[index].writes} - flow.results
+    found = {}
+    for place, operation in enumerate(operations):
+        if kept[place] >= flow.forward and _is_pointwise(joint.nodes[kept[place]]) and len(operation.writes) == 1:
+            size, read_last = flow.sizes_bytes[operation.writes[0]], made.intersection(operation.reads)
+            alike = [s for s in sorted(read_last) if flow.sizes_bytes[s] == size and readers[s][-1] == place]
+            if alike:
+                found[place] = alike[0]
     return found
 
 

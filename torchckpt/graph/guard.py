@@ -1,27 +1,29 @@
 """Guard: what a trace of a module depends on beside the values of tensors; a call with another guard is traced anew."""
 from __future__ import annotations
 
+import collections
 import copy
 import enum
+import functools
 import types
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.runtime import global_hooks
 
 __all__ = [
-    "Attributes",
-    "Constant",
     "Guard",
     "argument_names",
-    "attributes_of",
     "changed",
+    "constant_of",
     "guard_of",
     "leaving_no_tensors",
     "places_of",
@@ -29,23 +31,14 @@ __all__ = [
 ]
 
 
-class Constant(NamedTuple):
-    """1, 1.0 and True are equal, and not the same; nor are 0.0 and -0.0: floats are kept as they are written."""
-
-    kind: type
-    value: Hashable
-
-
-Attributes = tuple[tuple[tuple[str, Constant], ...], ...]
-"""Of each module those that hold constants, by name."""
-
 _CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout,
+    type(None), bool, int, float, complex, str, bytes, slice, range, enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType,
 )
+_PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _RETRACES = 8
-_MOST_PARTS = 64  # a longer list is data, such as a vocabulary, and would be looked through at each call
+_MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked through at each call
 
 
 class Guard(NamedTuple):
@@ -54,50 +47,87 @@ class Guard(NamedTuple):
 
     around: Hashable
     modules: Hashable
-    attributes: Attributes
+    attributes: tuple[Hashable, ...]
     state: tuple[str, ...]
     structure: Hashable
     places: tuple[int, ...]
     kinds: tuple[Hashable, ...]
 
+    def without(self, model: nn.Module, ignored: Collection[tuple[str, str]]) -> Guard:
+        """One in which these attributes do not count."""
+        paths = [path for path, _ in model.named_modules()]
+        kept = (
+            tuple(one for one in those if (path, one[0]) not in ignored)  # type: ignore[attr-defined]
+            for path, those in zip(paths, self.attributes)
+        )
+        return self._replace(attributes=tuple(kept))
 
-def guard_of(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any, ignored: Collection[str]) -> Guard:
+
+def guard_of(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any) -> Guard:
     """Of a call of ``model``.
 
-    Args:
-        ignored: attributes that do not count.
-
     Raises:
-        CaptureError: an argument is neither a tensor nor a constant.
+        CaptureError: an argument is neither a tensor nor a constant, or a parameter has no shape yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     kinds = (*map(_kind, state.values()), *map(_kind, leaves))
     if None in kinds:
-        path, leaf = next((path, leaf) for path, leaf in argument_names(args, kwargs) if _kind(leaf) is None)
-        raise CaptureError(str(Fault(
-            "arguments are tensors and constants, in containers that torch can look into", f"{path} is a {type(leaf)}",
-            "torch.from_numpy(array); torch.export.register_dataclass(Batch); its tensors, one by one",
-        )))
-    tensors = [*state.values(), *_tensors(leaves)]
+        _refuse_argument(state, args, kwargs)
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in model.modules())
-    attributes = attributes_of(model, ignored)
-    return Guard(_around(), modules, attributes, tuple(state), structure, places_of(tensors), kinds)
+    attributes = tuple(tuple(_attributes(module)) for module in model.modules())
+    places = places_of([*state.values(), *_tensors(leaves)])
+    return Guard(_around(), modules, attributes, tuple(state), structure, places, kinds)
 
 
-def attributes_of(model: nn.Module, ignored: Collection[str] = ()) -> Attributes:
-    """Constants, and tuples and lists of them. Of other objects it is not seen that they change."""
-    return tuple(
-        tuple(
-            (name, constant) for name, value in module.__dict__.items()
-            if name not in _OF_EVERY_MODULE and name not in ignored and (constant := _constant(value)) is not None
-        )
-        for module in model.modules()
-    )
+def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoReturn:
+    lazy = next((name for name, tensor in state.items() if is_lazy(tensor)), None)
+    if lazy is not None:
+        rule = "a parameter has a shape when the call is traced"
+        raise CaptureError(str(Fault(rule, f"{lazy} has none yet", "model(*inputs), once, before rematerialize()")))
+    path, leaf = next((path, leaf) for path, leaf in argument_names(args, kwargs) if _kind(leaf) is None)
+    raise CaptureError(str(Fault(
+        "arguments are tensors and constants, in containers that torch can look into", f"{path} is a {type(leaf)}",
+        "torch.from_numpy(array); torch.export.register_dataclass(Batch); its tensors, one by one",
+    )))
 
 
-def changed(before: Attributes, after: Attributes) -> set[str]:
-    """The names of attributes that differ, or that are there once."""
-    return {name for first, second in zip(before, after) for name, _ in set(first) ^ set(second)}
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    for name, value in module.__dict__.items():
+        if name not in _OF_EVERY_MODULE:
+            constant = constant_of(value)
+            if constant is not None:
+                yield name, constant
+            elif not _holds_tensors(value):
+                yield name, _Itself(value)
+
+
+class _Itself:
+    """An object that is no constant: it is seen that another takes its place, and not that it changes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    return any(isinstance(part, Tensor) for part in parts)
+
+
+def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str]]:
+    """The attributes, by module and name, that a forward has set: they differ, or are there once."""
+    if before.modules != after.modules:
+        return set()
+    pairs = zip(model.named_modules(), before.attributes, after.attributes)
+    names = {(path, name) for (path, _), one, other in pairs for name, _ in set(one) ^ set(other)}  # type: ignore[call-overload]
+    return {(path, name) for path, name in names if name != "training"}
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -123,35 +153,80 @@ def leaving_no_tensors(model: nn.Module) -> Iterator[None]:
     trace; weights that the old weight and spectral norm make of parameters are made again at each call.
 
     Raises:
-        CaptureError: it is something else that was left.
+        CaptureError: it is something else that was left, or a parameter, a buffer or a module was made.
     """
-    before, left = _tensors_of(model), []
+    tensors = _tensors_of(model)
+    own = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
     try:
         yield
-    finally:
-        for (place, name), (_, tensors) in _tensors_of(model).items():
-            module, (value, known) = model.get_submodule(place), before.get((place, name), (None, ()))
-            if {id(tensor) for tensor in tensors} <= {id(tensor) for tensor in known}:
-                continue
-            is_made_of_parameters = any(parameter.startswith(f"{name}_") for parameter in module._parameters)
-            if not (is_made_of_parameters or (known and all(isinstance(tensor, nn.Parameter) for tensor in known))):
-                left.append(f"{name} of {type(module).__name__} {place!r} holds one".replace(" ''", ""))
-            del module.__dict__[name]
-            module.__dict__.update({name: value} if (place, name) in before else {})
-    if left:
-        rule = "a call that is recomputed returns what it makes, and leaves no tensor on its modules"
-        works = f"return output, {left[0].split()[0]}"
-        raise CaptureError(str(Fault(rule, f"after the forward, {left[0]}", works)))
+    except CaptureError:
+        _put_back(model, tensors, own)
+        raise
+    except Exception as error:
+        left = _put_back(model, tensors, own)
+        if left is not None:
+            raise CaptureError(str(left)) from error
+        raise
+    left = _put_back(model, tensors, own)
+    if left is not None:
+        raise CaptureError(str(left))
 
 
-def _tensors_of(model: nn.Module) -> dict[tuple[str, str], tuple[Any, tuple[Tensor, ...]]]:
+_OWN = ("_parameters", "_buffers", "_modules")
+_Tensors = dict[tuple[str, str], tuple[Any, tuple[Tensor, ...]]]
+
+
+def _put_back(model: nn.Module, tensors: _Tensors, own: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Fault | None:
+    """Have the modules hold what they held; what is wrong with what they did."""
+    left = None
+    for module, kinds in own:
+        for kind, before in kinds.items():
+            now = getattr(module, kind)
+            made = [name for name, value in now.items() if before.get(name) is None and value is not None]
+            if any(now.get(name) is not value for name, value in before.items()) or len(now) != len(before):
+                now.clear()
+                now.update(before)
+            if made:
+                rule = "the parameters, buffers and modules of a call that is traced are there before it"
+                works = "make it in __init__(); or model(*inputs), once, before rematerialize()"
+                left = Fault(rule, f"the forward of {type(module).__name__} makes {made[0]}", works)
+    return left or _taken_back(model, tensors)
+
+
+def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
+    left = None
+    for (place, name), (_, tensors) in _tensors_of(model).items():
+        module, (value, known) = model.get_submodule(place), before.get((place, name), (None, ()))
+        if {id(tensor) for tensor in tensors} <= {id(tensor) for tensor in known}:
+            continue
+        is_made_of_parameters = any(parameter.startswith(f"{name}_") for parameter in module._parameters)
+        if not (is_made_of_parameters or (known and all(isinstance(tensor, nn.Parameter) for tensor in known))):
+            rule = "a call that is recomputed returns what it makes, and leaves no tensor on its modules"
+            received = f"after the forward, {name} of {type(module).__name__} {place!r} holds one".replace(" ''", "")
+            left = left or Fault(rule, received, f"return output, {name}")
+        del module.__dict__[name]
+        module.__dict__.update({name: value} if (place, name) in before else {})
+    return left
+
+
+def _tensors_of(model: nn.Module) -> _Tensors:
     """By module and attribute: its value, and the tensors in it; not of parameters and buffers."""
     return {
-        (place, name): (copy.copy(value) if isinstance(value, (list, dict)) else value, tuple(_tensors(value)))
+        (place, name): (copy.copy(value) if isinstance(value, _CONTAINERS) else value, tuple(_tensors(_parts(value))))
         for place, module in model.named_modules()
         for name, value in module.__dict__.items()
-        if name not in _OF_EVERY_MODULE and isinstance(value, (Tensor, list, tuple, dict))
+        if name not in _OF_EVERY_MODULE and not isinstance(value, (*_CONSTANTS, nn.Module))
     }
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+def _parts(value: Any) -> Any:
+    """What may be tensors in it: of a container of any depth, of another object its attributes."""
+    if isinstance(value, (set, frozenset, collections.deque)):
+        return list(value)
+    return value if isinstance(value, (Tensor, list, tuple, dict)) else list(getattr(value, "__dict__", {}).values())
 
 
 def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwargs: Any) -> None:
@@ -170,12 +245,13 @@ def _differences(
     model: nn.Module, before: Guard, after: Guard, names: Iterator[tuple[str, Any]]
 ) -> Iterator[tuple[str, Hashable, Hashable]]:
     first, second = before.kinds[len(before.state) :], after.kinds[len(after.state) :]
-    pairs = [(name, old, new) for (name, _), old, new in zip(names, first, second)]
+    pairs: list[tuple[str, Any, Any]] = [(name, old, new) for (name, _), old, new in zip(names, first, second)]
     for (place, _), olds, news in zip(model.named_modules(), before.attributes, after.attributes):
-        pairs += [(f"{place}.{name}".lstrip("."), old, new) for (name, old), (_, new) in zip(olds, news)]
+        both = zip(dict(olds).items(), dict(news).items())  # type: ignore[call-overload]
+        pairs += [(f"{place}.{name}".lstrip("."), old, new) for (name, old), (_, new) in both]
     for name, one, other in pairs:
-        if isinstance(one, Constant) and isinstance(other, Constant) and one != other:
-            yield name, one.value, other.value
+        if one != other and all(isinstance(those, tuple) and len(those) == 2 for those in (one, other)):
+            yield name, one[1], other[1]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -186,7 +262,8 @@ def _around() -> Hashable:
     autocast = tuple((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
     attention: Any = torch.backends.cuda
     kernels = attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
-    return autocast, kernels, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
+    return autocast, kernels, modes, global_hooks()
 
 
 def _hooks(module: nn.Module) -> Hashable:
@@ -195,17 +272,37 @@ def _hooks(module: nn.Module) -> Hashable:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """None of what is neither a tensor nor a constant."""
+    """None of what is neither a tensor nor a constant, or a tensor without a shape."""
     if isinstance(leaf, Tensor):
+        if is_lazy(leaf):
+            return None
         lies = leaf.stride() if leaf.layout == torch.strided else leaf.layout
         return type(leaf), tuple(leaf.shape), lies, leaf.dtype, leaf.device, leaf.requires_grad
-    return _constant(leaf)
+    return constant_of(leaf)
 
 
-def _constant(value: Any) -> Constant | None:
-    if isinstance(value, (tuple, list)):
-        parts = tuple(map(_constant, value[:_MOST_PARTS]))
-        return None if None in parts or len(value) > _MOST_PARTS else Constant(type(value), parts)
-    if not isinstance(value, _CONSTANTS):
+def constant_of(value: Any) -> tuple[type, Hashable] | None:
+    """What is equal for constants that are the same: 1, 1.0 and True are not, nor are 0.0 and -0.0. None of others."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if isinstance(value, (float, complex)):
+        return kind, repr(value)
+    if isinstance(value, (tuple, list, dict, set, frozenset, functools.partial)):
+        return _container(value)
+    if isinstance(value, types.MethodType):
+        return kind, (value.__func__, id(value.__self__))
+    return (kind, value) if isinstance(value, _CONSTANTS) and isinstance(value, Hashable) else None
+
+
+def _container(value: Any) -> tuple[type, Hashable] | None:
+    if isinstance(value, functools.partial):
+        parts: list[Any] = [value.func, value.args, value.keywords]
+    else:
+        parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+    if len(parts) > _MOST_PARTS:
         return None
-    return Constant(type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    found: tuple[Hashable, ...] = tuple(map(constant_of, parts))
+    if None in found:
+        return None
+    return type(value), frozenset(found) if isinstance(value, (set, frozenset)) else found

@@ -55,17 +55,18 @@ class Measure:
         return self._found[key]
 
     def _run(self, node: fx.Node) -> Measured:
-        is_opaque = "rnn" in str(node.target) and "backward" in str(node.target)  # trusts a buffer of its library's
-        if not callable(node.target) or is_opaque or is_collective(node.target) or is_mutable(node.target):
+        if not callable(node.target) or is_collective(node.target) or is_mutable(node.target):
             return Measured()
+        device = _device(node)
         with _aside():
-            arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda used: _real(_likely(used)))
-            if node.target is replayed:
-                arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
-            run, device = _bound(node.target, arguments, named), _device(node)
-            given = set(map(storage_of, _tensors((arguments, named))))
-            before = generator_state(device)
             try:
+                value = _followed if "rnn" in str(node.target) else lambda used: _real(_likely(used))
+                arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
+                if node.target is replayed:
+                    arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
+                run = _bound(node.target, arguments, named)
+                given = set(map(storage_of, _tensors((arguments, named))))
+                before = generator_state(device)
                 seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
                 workspace_bytes, made = _allocated(run, device)
             except Exception:  # what a kernel of the user's raises on made-up numbers is no error of the step's
@@ -75,6 +76,22 @@ class Measure:
             draws = not torch.equal(before, generator_state(device))
             dtypes = tuple(getattr(part, "dtype", None) for part in made)
             return Measured(workspace_bytes, seconds, sizes, dtypes, draws)
+
+
+def _followed(node: fx.Node) -> Any:
+    """What a recurrent layer has made, for its backward trusts the buffer of its library's; of others :func:`_real`."""
+    views = [node]
+    while views[-1].op == "call_function" and len(views[-1].all_input_nodes) == 1:
+        views.append(views[-1].all_input_nodes[0])
+    layer = views.pop()
+    name = str((layer.target, *layer.args[:1])) if layer.op == "call_function" else ""
+    if "rnn" not in name or "backward" in name:
+        return _real(_likely(node))
+    made: dict[fx.Node, Any] = {}
+    for one in (layer, *reversed(views)):
+        given = fx.node.map_arg(one.args, lambda used: made[used] if used in made else _real(_likely(used)))
+        made[one] = cast(Callable[..., Any], one.target)(*given)
+    return made[node]
 
 
 def _likely(node: fx.Node) -> Any:

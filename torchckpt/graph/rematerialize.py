@@ -15,7 +15,6 @@ from torchckpt.graph.capture import ONE_AT_A_TIME, Capture
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.guard import (
     argument_names,
-    attributes_of,
     changed,
     guard_of,
     leaving_no_tensors,
@@ -59,8 +58,8 @@ def rematerialize(
 
     Args:
         model: stays as it is; the result shares its parameters, buffers and mode.
-        example: inputs to plan for, at once. Nothing is run on them (by Inductor a forward, which leaves no trace).
-            Without an example the first call plans.
+        example: inputs to plan for, at once. Nothing is run on them (by Inductor a forward, which leaves no trace);
+            but each kind of operation once, on made-up numbers. Without an example the first call plans.
         keep: what to save for the backward. ``"collection"``: what is marked by :func:`mark`. ``"speed"``: outputs of
             convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
             inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
@@ -116,7 +115,7 @@ class Rematerialized(nn.Module):
         chooser()  # its arguments are checked at once
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
         self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None, _backend=None)
-        self.__dict__["_ignored"] = set[str]()  # attributes that the forward itself sets
+        self.__dict__["_ignored"] = set[tuple[str, str]]()  # attributes that the forward itself sets
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +180,10 @@ class Rematerialized(nn.Module):
         """Called where it is a part of another module, which then goes on with its modules."""
         self.original._load_from_state_dict(*args, **kwargs)
 
+    def apply(self, fn: Any) -> Rematerialized:
+        self.original.apply(fn)
+        return self
+
     def _apply(self, fn: Any, recurse: bool = True) -> Rematerialized:
         self.original._apply(fn, recurse)
         return self
@@ -201,18 +204,18 @@ class Rematerialized(nn.Module):
         tensors = _tensors(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
-        guard = guard_of(self.original, state, args, kwargs, self._ignored)
-        if guard not in self._calls:
-            before = attributes_of(self.original)
+        guard = guard_of(self.original, state, args, kwargs)
+        key = guard.without(self.original, self._ignored) if self._ignored else guard
+        call = self._calls.get(key)
+        if call is None:
             call = self._traced(tuple(state), args, kwargs)
-            self._ignored.update(changed(before, attributes_of(self.original)))
-            guard = guard_of(self.original, state, args, kwargs, self._ignored)
-            self._calls[guard] = call
+            self._ignored.update(changed(self.original, guard, guard_of(self.original, state, args, kwargs)))
+            self._calls[guard.without(self.original, self._ignored)] = call
             warn_of_retraces(self.original, tuple(self._calls), args, kwargs)
-        if self._calls[guard].plan is None:  # no output has a derivative
+        if call.plan is None:  # no output has a derivative
             return None
-        self.__dict__["_latest"] = self._calls[guard]
-        return cast(_Call | _Compiled, self._calls[guard])
+        self.__dict__["_latest"] = call
+        return cast(_Call | _Compiled, call)
 
     def _traced(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled:
         if self._engine == "eager":

@@ -152,3 +152,10 @@ def test_plan_of_no_schedule(plan, change, cause):
     with pytest.raises(ArgumentError, match=cause) as caught:
         Plan.from_json(json.dumps({**json.loads(plan.to_json()), **change}))
     assert caught.value.__cause__ is not None
+
+
+def test_lowered_is_the_same_with_less_in_each_operation(plan):
+    less = plan.lowered(1)
+    assert less.peak_bytes == plan.peak_bytes - 1
+    assert (less.schedule, less.recomputed) == (plan.schedule, plan.recomputed)
+    assert Plan.from_json(less.to_json()) == less

@@ -118,9 +118,10 @@ def _in_formulas() -> list[Any]:
 
     sizes = [f"{kind}{size}d" for size in (1, 2, 3) for kind in ("upsample_nearest", "_upsample_nearest_exact")]
     sizes += ["upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]
-    sizes += ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"]
-    others = ["lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink", "multi_margin_loss"]
-    return [getattr(torch.ops.aten, name) for name in (*sizes, *others)]
+    sizes += ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"]
+    others = ["lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink"]
+    others += ["multi_margin_loss", "multilabel_margin_loss_forward"]
+    return [getattr(torch.ops.aten, name) for name in (*sizes, *others) if hasattr(torch.ops.aten, name)]
 
 
 class Boxed(CodeGen):

@@ -74,8 +74,8 @@ class _Nest:
         found = set()
         for storage in back:
             inside, around = self._homes.get(storage, ((), ()))
-            region = inside if self._is_in(inside, index) else around
-            if self._is_in(region, index):
+            region = inside if self._is_in(inside, index) or inside == around else around
+            if self._is_in(region, index) or (region != inside and self._is_ahead(region, index)):
                 found.add(storage)
                 if inside:
                     self._held[storage] = region
@@ -88,7 +88,13 @@ class _Nest:
 
     def _ends(self, storage: int, region: Region, index: int) -> bool:
         inside = self._homes[storage].inside
-        return not self._is_in(region, index) or (region != inside and self._is_in(inside, index))
+        if region == inside:
+            return not self._is_in(inside, index)
+        return self._is_in(inside, index) or not (self._is_in(region, index) or self._is_ahead(region, index))
+
+    def _is_ahead(self, region: Region, index: int) -> bool:
+        """Whether it is an outermost region and comes yet: what leaves it was needed before it, with all inside."""
+        return len(region) <= 1 and (not region or index <= self._spans.get(region, (0, 0))[1])
 
     def _is_in(self, region: Region, index: int) -> bool:
         first, last = self._spans.get(region, (0, 0))

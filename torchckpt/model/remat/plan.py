@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from os import PathLike
@@ -60,6 +60,11 @@ class Plan:
     def lower_bound(self) -> int:
         """Bytes that no schedule of the step can do without."""
         return lower_bound_bytes(self.flow)
+
+    def lowered(self, spare_bytes: int) -> Plan:
+        """With so many bytes less in each operation: a compiler was seen to need less than was planned."""
+        operations = tuple(_lowered(operation, spare_bytes) for operation in self.flow.operations)
+        return replace(self, flow=replace(self.flow, operations=operations))
 
     @property
     def recompute_flops(self) -> int:
@@ -182,3 +187,8 @@ def _operation(told: dict[str, Any]) -> Operation:
     again = told.pop("again")
     reads, writes = tuple(told.pop("reads")), tuple(told.pop("writes"))
     return Operation(reads=reads, writes=writes, again=again and _operation(again), **told)
+
+
+def _lowered(operation: Operation, spare_bytes: int) -> Operation:
+    again = None if operation.again is None else _lowered(operation.again, spare_bytes)
+    return replace(operation, workspace_bytes=operation.workspace_bytes - spare_bytes, again=again)
