@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from fewest import fewest_flops
 from subjects import NAMES, Subject, flops, is_same, peak_bytes, subject
 from turns import in_turn, ratios
 
@@ -17,6 +18,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.graph import Plan
 from torchckpt.model.remat.dataflow import Dataflow
 from torchckpt.model.remat.late import late
+from torchckpt.model.remat.memory import simulate
 from torchckpt.model.remat.separators import separating_storages
 
 __all__ = ["MODELS", "count", "measure", "seed_memory", "seed_speed", "show"]
@@ -48,7 +50,14 @@ def measure(name: str, rounds: int, device: str = "cpu", sizes: dict[str, Any] |
         runs = {"eager": one.step(), **{key: one.step(call) for key, call in made.items()}}
         steps = ratios(in_turn(runs, rounds), "eager")
         rows = {key: {**row, "step": steps[key]} for key, row in rows.items()}
-    return {"model": name, "eager bytes": one.eager_peak_bytes, "rows": rows}
+    return {"model": name, "eager bytes": one.eager_peak_bytes, "fewest": _fewest(one), "rows": rows}
+
+
+def _fewest(one: Subject) -> float:
+    """The extra FLOPs that no schedule below the bytes of the seed's 'memory' can do without, as a share of eager's."""
+    flow = graph.rematerialize(one.module, *one.inputs).plan.flow
+    peak = simulate(flow, late(flow, seed_memory(flow))).peak_bytes
+    return fewest_flops(flow, peak - 1) / sum(operation.flops for operation in flow.operations)
 
 
 def count(name: str, sizes: dict[str, Any] | None) -> dict[str, Any]:
@@ -92,6 +101,7 @@ def show(found: dict[str, Any]) -> None:
         step = row.get("step", "")
         counted = f"{row['peak']:.1%} | {row['flops']:+.1%} | {row['share']:+.1%}"
         print(f"| {key} | {counted} | {step} | {row['bit-equal']} |")
+    print(f"\nBelow the bytes of the seed's 'memory' no schedule has less than {found['fewest']:+.1%} FLOPs.")
 
 
 def main() -> None:

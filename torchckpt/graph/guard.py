@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.runtime import global_hooks
 
 __all__ = [
     "Guard",
@@ -73,8 +72,9 @@ def guard_of(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: A
     kinds = (*map(_kind, state.values()), *map(_kind, leaves))
     if None in kinds:
         _refuse_argument(state, args, kwargs)
-    modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in model.modules())
-    attributes = tuple(tuple(_attributes(module)) for module in model.modules())
+    parts = list(model.modules())
+    modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
+    attributes = tuple(map(_attributes, parts))
     places = places_of([*state.values(), *_tensors(leaves)])
     return Guard(_around(), modules, attributes, tuple(state), structure, places, kinds)
 
@@ -91,14 +91,18 @@ def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoR
     )))
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    found: list[tuple[str, Hashable]] = []
     for name, value in module.__dict__.items():
-        if name not in _OF_EVERY_MODULE:
-            constant = constant_of(value)
-            if constant is not None:
-                yield name, constant
-            elif not _holds_tensors(value):
-                yield name, _Itself(value)
+        if name in _OF_EVERY_MODULE:
+            continue
+        kind = type(value)
+        constant = (kind, value) if kind in _PLAIN else constant_of(value)
+        if constant is not None:
+            found.append((name, constant))
+        elif not _holds_tensors(value):
+            found.append((name, _Itself(value)))
+    return tuple(found)
 
 
 class _Itself:
@@ -263,10 +267,11 @@ def _around() -> Hashable:
     attention: Any = torch.backends.cuda
     kernels = attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
-    return autocast, kernels, modes, global_hooks()
+    return autocast, kernels, modes
 
 
 def _hooks(module: nn.Module) -> Hashable:
+    """Not those of all modules, which profilers and counters come and go with."""
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return tuple(map(tuple, kinds)) if any(kinds) else ()
 

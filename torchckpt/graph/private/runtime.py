@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["allocations", "global_hooks", "is_transformed", "storage_of", "without_modes"]
+__all__ = ["allocations", "is_transformed", "storage_of", "without_modes"]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -24,13 +24,6 @@ def is_transformed() -> bool:
     from torch.autograd import forward_ad
 
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def global_hooks() -> tuple[int, ...]:
-    """Those of all modules, by number."""
-    from torch.nn.modules import module
-
-    return *module._global_forward_pre_hooks, *module._global_forward_hooks, *module._global_backward_hooks
 
 
 def without_modes() -> AbstractContextManager[Any]:
