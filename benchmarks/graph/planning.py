@@ -36,8 +36,8 @@ _SHARES = (0.7, 0.5, 0.35)
 
 
 def measure(rounds: int = 3) -> dict[str, Any]:
-    """Seconds of the processor; of ``rounds`` the least, for thousands of operations the only one."""
-    plans = [_planned(kind, size, share, rounds if size < 1000 else 1)
+    """Seconds of the processor; of ``rounds`` the least, for tens of thousands of operations the only one."""
+    plans = [_planned(kind, size, share, rounds if size < 10_000 else 1)
              for size in BOUNDS for kind in FLOWS for share in _SHARES]
     chain = [[node - 1, node - 3] if node > 3 else [] for node in range(3000)]
     return {

@@ -17,7 +17,7 @@ from torchckpt.graph import Plan
 
 __all__ = ["measure", "show"]
 
-SHARES = (0.2, 0.15, 0.125, 0.1)
+SHARES = (0.1,)
 
 
 def measure(
@@ -89,7 +89,9 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    show(measure(parser.parse_args().rounds))
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of eager's peak (default: 0.1)")
+    arguments = parser.parse_args()
+    show(measure(arguments.rounds, shares=tuple(arguments.shares)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torchckpt.graph.again import Again, again_of, as_eager_runs, forget_statistics, runs_once
 from torchckpt.graph.costs import Cost, CostOf
 from torchckpt.graph.private.runtime import storage_of
-from torchckpt.graph.private.trace import input_place, mutated_inputs
+from torchckpt.graph.private.trace import input_place, mutated_inputs, uncompiled
 from torchckpt.graph.rng import record_states, refuse_generators
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
@@ -59,7 +59,7 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: CostOf, replay:
     Args:
         replay: let random operations be repeated, each from the state that its generator had.
     """
-    module = fx.GraphModule(module, copied(module.graph))
+    module = uncompiled(module, copied(module.graph))
     forget_statistics(module.graph)
     as_eager_runs(module.graph)
     refuse_generators(module.graph)

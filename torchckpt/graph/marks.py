@@ -28,7 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def mark(value: T, name: str = "") -> T:
     """Keep ``value``: its tensors are the members of the 'collection'.
 
-    The identity, but where a call is traced by the graph level.
+    The identity; in a trace of the graph level, an alias. Read what is returned: of a value that is read both marked
+    and not, gradients are added up in another order than in eager, and their last bits may differ.
 
     >>> h = graph.mark(self.attention(x), "attn_out")
 

@@ -47,10 +47,12 @@ def rematerialize(
     ``engine="eager"``, outputs, gradients, buffers and random numbers are those of the model, bit for bit, and the
     peak is the one that the plan says.
 
-    Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules that
-    are constants; of other objects it is not seen that they change. The forward's Python runs for a trace alone: what
-    it counts is not counted, and what it returns is all that comes out. Where torch traces another kernel than it runs
-    (``nn.GRU``, ``prod``), the last bits may differ.
+    Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules. Of an
+    object that is no constant it is seen that another takes its place, and not that it changes. The forward's Python
+    runs for a trace alone: what it counts or seeds is not counted or seeded, and what it returns is all that comes out.
+
+    Where torch traces another kernel than it runs (``nn.GRU``, ``prod``), the last bits may differ. An output that no
+    loss reads has a gradient of zeros: where its derivative is infinite, as a root's at 0, that makes nan.
 
     >>> step = graph.rematerialize(model, inputs, budget="6GiB")
     >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs

@@ -28,6 +28,7 @@ __all__ = [
     "mutated_inputs",
     "require_supported_torch",
     "tangent_places",
+    "uncompiled",
 ]
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -124,6 +125,14 @@ def _in_formulas() -> list[Any]:
     return [getattr(torch.ops.aten, name) for name in (*sizes, *others) if hasattr(torch.ops.aten, name)]
 
 
+def uncompiled(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of ``graph`` that is compiled when it is called."""
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
+
+
 class Boxed(CodeGen):
     """A graph's code as a function of one list, which it empties: what was in it dies after its last use."""
 
@@ -152,9 +161,11 @@ class Differentiable:
 
     def trace(self, *tensors: Tensor) -> None:
         """Trace, and run nothing: no random number is drawn, no buffer written."""
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
         self._tracing = True
         try:
-            with compiling(), eager_kernels():
+            with compiling(), eager_kernels(), _use_lazy_graph_module(True):  # no code of what is not run
                 self._run(*tensors)
         except _Traced:
             return

@@ -40,7 +40,7 @@ _TASTES = (
 _TINY, _SMALL = 16, 200
 _TINY_STATES = 6000
 _MEDIUM, _LARGE = 300, 10_000
-"""Operations beyond which less is tried; beyond the latter, two evictions and nothing after them."""
+"""Operations beyond which less is tried; beyond the latter, three evictions and nothing after them."""
 _STARTS = 3
 """Schedules that the local search starts from; it ends with the best of them."""
 _SEARCH_WORK = 20_000_000
@@ -176,8 +176,6 @@ def _candidates(
         tastes, shares = tastes[:4] if tables.count <= _LARGE else tastes[:2], shares[-2:-1]
     for taste in tastes:
         yield _evicted(Stages(tables), budget_bytes, taste)
-    if tables.count > _LARGE:
-        return
     separating = separating_storages(flow)
     counts = {round(math.sqrt(len(separating)) * share) for share in shares} - {0}
     for count in sorted(counts):
