@@ -331,12 +331,12 @@ def test_a_buffer_that_changes_is_read_in_the_backward_as_it_was_before():
 
 
 @needs_compiler
-@pytest.mark.parametrize("budget", [None, pytest.param(0.75, marks=pytest.mark.slow)])
-def test_kernels_stay_within_the_plan_and_near_it(budget):
+@pytest.mark.parametrize(("budget", "near"), [(None, 1.1), pytest.param(0.9, 1.3, marks=pytest.mark.slow)])
+def test_kernels_stay_within_the_plan_and_near_it(budget, near):
     model, x = Perceptron(), torch.randn(2000, 32)
     made = graph.backend(budget=budget)
     call = compiled(model, made)
     call(x).backward()
     model.zero_grad()
     measured = measured_peak(lambda: call(x).backward())
-    assert measured <= made.plans[0].peak_bytes <= 1.1 * measured
+    assert measured <= made.plans[0].peak_bytes <= near * measured
