@@ -30,13 +30,13 @@ class Steps:
         for storage in (*reads, *(tables.held if stage == tables.forward - 1 else ())):
             self._use(storage, stage, True)
         for storage in writes:
-            self._bear(storage, stage, True)
+            self._use(storage, stage, True, bears=True)
 
     def change(self, position: int, added: bool) -> None:
         for storage in self._tables.again_reads[position]:
             self._use(storage, position, added)
         for storage in self._tables.again_writes[position]:
-            self._bear(storage, position, added)
+            self._use(storage, position, added, bears=True)
 
     def leave(self, storage: int, stays: bool) -> None:
         """``storage`` is needed by a later stage, or is not."""
@@ -60,26 +60,21 @@ class Steps:
             alive -= go[position]
         return max(peak, alive + come[self._stage] + self._tables.first_extra_bytes[self._stage])
 
-    def _use(self, storage: int, step: int, added: bool) -> None:
+    def _use(self, storage: int, step: int, added: bool, bears: bool = False) -> None:
         self._count(storage, -1)
         uses = self._uses.setdefault(storage, [])
         if added:
             insort(uses, step)
         else:
             uses.remove(step)
+        if bears and added:
+            self._born[storage] = step
+        elif bears:
+            del self._born[storage]
         if not uses:
             del self._uses[storage]
             self._leaving.discard(storage)
         self._count(storage, 1)
-
-    def _bear(self, storage: int, step: int, added: bool) -> None:
-        self._count(storage, -1)
-        if added:
-            self._born[storage] = step
-        else:
-            del self._born[storage]
-        self._count(storage, 1)
-        self._use(storage, step, added)
 
     def _count(self, storage: int, sign: int) -> None:
         uses = self._uses.get(storage)
