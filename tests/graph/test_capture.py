@@ -210,3 +210,10 @@ def test_error_of_the_function_passes_as_it_is(error):
 def test_error_of_shapes_is_that_of_torch():
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
         capture(lambda x: x @ torch.ones(5, 5), leaf(3, 3))
+
+
+def test_what_needs_the_data_is_refused_with_its_place():
+    error = refused(lambda x: x.sum() + float(x.detach().numpy().sum()), leaf(3))
+    assert "a call is traced on tensors that have no data" in str(error)
+    assert "test_capture.py" in str(error)
+    assert "torch.library.custom_op()" in str(error)

@@ -133,6 +133,9 @@ def explained() -> Iterator[None]:
         if "convert all Tensors to FakeTensors" in str(error):
             _raise("a call reads no tensors but its inputs, parameters and buffers", error,
                    "self.register_buffer(\"mask\", mask, persistent=False) in place of self.mask = mask")
+        if any(kind in str(error) for kind in ("FakeTensor", "FunctionalTensor", "tensor subclasses")):
+            _raise("a call is traced on tensors that have no data", error,
+                   "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
         raise
 
 
