@@ -222,6 +222,17 @@ def test_attribute_that_always_changes_is_told_of():
         step(x)
 
 
+def test_object_that_is_always_another_is_told_of():
+    net, x = Net(), torch.randn(5, 4)
+    step = graph.rematerialize(net, x)
+    for _ in range(6):
+        net.config = SimpleNamespace(shift=0.0)
+        step(x)
+    net.config = SimpleNamespace(shift=0.0)
+    with pytest.warns(UserWarning, match="because config was a SimpleNamespace and is another SimpleNamespace; pass"):
+        step(x)
+
+
 def test_batches_of_many_sizes_are_not_told_of():
     step = graph.rematerialize(Net())
     for rows in range(1, 12):

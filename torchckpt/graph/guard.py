@@ -240,7 +240,7 @@ def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwarg
     for name, first, second in _differences(model, guards[-2], guards[-1], argument_names(args, kwargs)):
         warnings.warn(
             f"rematerialize() has traced {_RETRACES} kinds of calls, the last because {name} was {first} and is "
-            f"{second}; pass what always changes as a tensor", stacklevel=2,
+            f"{second}; pass what always changes as a tensor, or set it once", stacklevel=2,
         )
         return
 
@@ -256,6 +256,8 @@ def _differences(
     for name, one, other in pairs:
         if one != other and all(isinstance(those, tuple) and len(those) == 2 for those in (one, other)):
             yield name, one[1], other[1]
+        elif one != other and isinstance(one, _Itself) and isinstance(other, _Itself):
+            yield name, f"a {type(one.value).__name__}", f"another {type(other.value).__name__}"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
