@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import policies
 import resnet200
 import torch
 from subjects import NAMES
+
+from benchmarks.pipe.bench import machine
 
 
 def measure(device: str, rounds: int) -> dict[str, Any]:
@@ -33,19 +34,6 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
         found["planning"] = planning.measure()
         planning.show(found["planning"])
     return found
-
-
-def machine() -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": str(len(models)),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def main() -> None:

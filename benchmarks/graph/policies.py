@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from fewest import fewest_flops
-from subjects import NAMES, Subject, flops, is_same, peak_bytes, subject
+from subjects import NAMES, Subject, counted, subject, within
 from turns import in_turn, ratios
 
 from torchckpt import graph
-from torchckpt.errors import BudgetInfeasible
 from torchckpt.graph import Plan
 from torchckpt.model.remat.dataflow import Dataflow
 from torchckpt.model.remat.late import late
-from torchckpt.model.remat.memory import simulate
 from torchckpt.model.remat.separators import separating_storages
 
 __all__ = ["MODELS", "count", "measure", "seed_memory", "seed_speed", "show"]
@@ -45,19 +43,18 @@ def measure(name: str, rounds: int, device: str = "cpu", sizes: dict[str, Any] |
     """Of the seed's two, of ours by the same names, and of ours in one byte less than the seed's: peak, FLOPs, time."""
     one = subject(name, device, sizes)
     made = _variants(one)
-    rows = {key: _counted(one, call) for key, call in made.items()}
+    rows = {key: counted(one, call) for key, call in made.items()}
     if rounds:
         runs = {"eager": one.step(), **{key: one.step(call) for key, call in made.items()}}
         steps = ratios(in_turn(runs, rounds), "eager")
         rows = {key: {**row, "step": steps[key]} for key, row in rows.items()}
-    return {"model": name, "eager bytes": one.eager_peak_bytes, "fewest": _fewest(one), "rows": rows}
+    fewest = _fewest(made["seed's memory"].plan)
+    return {"model": name, "eager bytes": one.eager_peak_bytes, "fewest": fewest, "rows": rows}
 
 
-def _fewest(one: Subject) -> float:
-    """The extra FLOPs that no schedule below the bytes of the seed's 'memory' can do without, as a share of eager's."""
-    flow = graph.rematerialize(one.module, *one.inputs).plan.flow
-    peak = simulate(flow, late(flow, seed_memory(flow))).peak_bytes
-    return fewest_flops(flow, peak - 1) / sum(operation.flops for operation in flow.operations)
+def _fewest(plan: Plan) -> float:
+    """The extra FLOPs that no schedule below the bytes of ``plan`` can do without, as a share of eager's."""
+    return fewest_flops(plan.flow, plan.peak_bytes - 1) / sum(operation.flops for operation in plan.flow.operations)
 
 
 def count(name: str, sizes: dict[str, Any] | None) -> dict[str, Any]:
@@ -72,25 +69,8 @@ def _variants(one: Subject) -> dict[str, Any]:
         plan = replace(eager, schedule=schedule)
         found[f"seed's {policy}"] = graph.rematerialize(one.module, *one.inputs, keep=plan)
         found[f"ours {policy}"] = graph.rematerialize(one.module, *one.inputs, keep=policy)
-        found[f"ours below the bytes of seed's {policy}"] = _below(one, plan)
+        found[f"ours below the bytes of seed's {policy}"] = within(one, plan.peak_bytes - 1)
     return found
-
-
-def _below(one: Subject, plan: Plan) -> Any:
-    try:
-        return graph.rematerialize(one.module, *one.inputs, budget=plan.peak_bytes - 1)
-    except BudgetInfeasible as error:
-        return graph.rematerialize(one.module, *one.inputs, keep=error.plan)
-
-
-def _counted(one: Subject, call: Any) -> dict[str, Any]:
-    step = one.step(call)
-    return {
-        "peak": peak_bytes(step) / one.eager_peak_bytes,
-        "flops": flops(step) / one.eager_flops - 1,
-        "share": call.plan.recompute_share,
-        "bit-equal": is_same(one.result(call), one.result()),
-    }
 
 
 def show(found: dict[str, Any]) -> None:
@@ -99,8 +79,8 @@ def show(found: dict[str, Any]) -> None:
     print("|---|---|---|---|---|---|")
     for key, row in found["rows"].items():
         step = row.get("step", "")
-        counted = f"{row['peak']:.1%} | {row['flops']:+.1%} | {row['share']:+.1%}"
-        print(f"| {key} | {counted} | {step} | {row['bit-equal']} |")
+        told = f"{row['peak']:.1%} | {row['flops']:+.1%} | {row['share']:+.1%}"
+        print(f"| {key} | {told} | {step} | {row['bit-equal']} |")
     print(f"\nBelow the bytes of the seed's 'memory' no schedule has less than {found['fewest']:+.1%} FLOPs.")
 
 

@@ -8,11 +8,10 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from subjects import Subject, flops, is_same, peak_bytes, subject
+from subjects import Subject, counted, subject, within
 from turns import in_turn, ratios
 
 from torchckpt import graph
-from torchckpt.errors import BudgetInfeasible
 from torchckpt.graph import Plan
 
 __all__ = ["measure", "show"]
@@ -25,7 +24,7 @@ def measure(
 ) -> dict[str, Any]:
     one = subject("resnet200", device, sizes)
     calls = _calls(one, shares)
-    rows = {name: _counted(one, call) for name, call in calls.items()}
+    rows = {name: {**counted(one, call), "repeats": repeats(call.plan)} for name, call in calls.items()}
     if rounds:
         runs = {"eager": one.step(), **{name: one.step(call) for name, call in calls.items()}}
         steps = ratios(in_turn(runs, rounds), "eager")
@@ -41,27 +40,9 @@ def _calls(one: Subject, shares: tuple[float, ...]) -> dict[str, Any]:
     }
     for share in shares:
         budget = int(share * one.eager_peak_bytes)
-        found[f"{share:.1%}"] = _within(one, budget)
-        found[f"{share:.1%}, profiled"] = _within(one, budget, costs="profile")
+        found[f"{share:.1%}"] = within(one, budget)
+        found[f"{share:.1%}, profiled"] = within(one, budget, costs="profile")
     return found
-
-
-def _within(one: Subject, budget: int, **options: Any) -> Any:
-    try:
-        return graph.rematerialize(one.module, *one.inputs, budget=budget, **options)
-    except BudgetInfeasible as error:
-        return graph.rematerialize(one.module, *one.inputs, keep=error.plan)
-
-
-def _counted(one: Subject, call: Any) -> dict[str, Any]:
-    step = one.step(call)
-    return {
-        "peak": peak_bytes(step) / one.eager_peak_bytes,
-        "flops": flops(step) / one.eager_flops - 1,
-        "share": call.plan.recompute_share,
-        "bit-equal": is_same(one.result(call), one.result()),
-        "repeats": repeats(call.plan),
-    }
 
 
 def repeats(plan: Plan) -> dict[str, float]:

@@ -13,8 +13,22 @@ from torch.utils import flop_counter
 from tests.graph.allocations import measured_peak
 from tests.graph.eager import Result, assert_same, step
 from tests.models import BENCHMARK, MODELS, Case
+from torchckpt import graph
+from torchckpt.errors import BudgetInfeasible
 
-__all__ = ["NAMES", "Call", "Subject", "WithLoss", "flops", "is_same", "likeness", "peak_bytes", "subject"]
+__all__ = [
+    "NAMES",
+    "Call",
+    "Subject",
+    "WithLoss",
+    "counted",
+    "flops",
+    "is_same",
+    "likeness",
+    "peak_bytes",
+    "subject",
+    "within",
+]
 
 Call = Callable[..., Tensor]
 """Runs a model and its loss on the model's inputs."""
@@ -79,6 +93,25 @@ def subject(name: str, device: str = "cpu", sizes: Mapping[str, Any] | None = No
     """Of ``tests/models``, in the sizes of a benchmark unless told."""
     case: Case = MODELS[name](device=device, **(BENCHMARK.get(name, {}) if sizes is None else sizes))
     return Subject(name, WithLoss(case.model, case.loss), case.inputs)
+
+
+def within(one: Subject, budget: int, **options: Any) -> Any:
+    """Rematerialized within that many bytes, or in the least that was found."""
+    try:
+        return graph.rematerialize(one.module, *one.inputs, budget=budget, **options)
+    except BudgetInfeasible as error:
+        return graph.rematerialize(one.module, *one.inputs, keep=error.plan)
+
+
+def counted(one: Subject, call: Any) -> dict[str, Any]:
+    """A rematerialized step beside eager's: shares of its peak, FLOPs and planned seconds; whether bits are equal."""
+    step = one.step(call)
+    return {
+        "peak": peak_bytes(step) / one.eager_peak_bytes,
+        "flops": flops(step) / one.eager_flops - 1,
+        "share": call.plan.recompute_share,
+        "bit-equal": is_same(one.result(call), one.result()),
+    }
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
