@@ -163,14 +163,11 @@ def leaving_no_tensors(model: nn.Module) -> Iterator[None]:
     own = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
     try:
         yield
-    except CaptureError:
-        _put_back(model, tensors, own)
-        raise
     except Exception as error:
         left = _put_back(model, tensors, own)
-        if left is not None:
-            raise CaptureError(str(left)) from error
-        raise
+        if left is None or isinstance(error, CaptureError):
+            raise
+        raise CaptureError(str(left)) from error
     left = _put_back(model, tensors, own)
     if left is not None:
         raise CaptureError(str(left))

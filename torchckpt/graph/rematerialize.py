@@ -142,7 +142,7 @@ class Rematerialized(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call(args, kwargs)
-        return self.original(*args, **kwargs) if call is None else call(args, kwargs)
+        return self.original(*args, **kwargs) if call is None else call()
 
     @property
     def training(self) -> bool:
@@ -193,15 +193,15 @@ class Rematerialized(nn.Module):
     def __reduce__(self) -> Any:
         return Rematerialized, (self.original, self._chooser, self._engine)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
-        """The call that fits these inputs; None where it saves nothing: no derivative is wanted, or it is traced, or
-        transformed by torch.func."""
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """The call on these inputs, by the trace that fits them. None where it saves nothing: no derivative is wanted,
+        or it is traced, or transformed by torch.func."""
         if is_tracing() or is_transformed():
             return None
         with ONE_AT_A_TIME:  # another thread's trace has tensors of its own in the model
             return self._fitting(args, kwargs)
 
-    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled | None:
+    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         state = _state(self.original)
         tensors = _tensors(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
@@ -217,7 +217,7 @@ class Rematerialized(nn.Module):
         if call.plan is None:  # no output has a derivative
             return None
         self.__dict__["_latest"] = call
-        return cast(_Call | _Compiled, call)
+        return partial(call, tensors, args, kwargs)
 
     def _traced(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled:
         if self._engine == "eager":
@@ -244,10 +244,9 @@ class _Call:
             self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
         self.plan: Plan | None = getattr(chooser, "plan", None)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with ONE_AT_A_TIME:
-            state = _state(self._model)
-        outputs, replaced = self._capture(_once(_tensors(state, pytree.tree_leaves((args, kwargs)))))
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``tensors`` are those of the model, then those of the arguments."""
+        outputs, replaced = self._capture(_once(tensors))
         for name, value in replaced.items():
             owner, _, buffer = name.rpartition(".")
             setattr(self._model.get_submodule(owner), buffer, value)
@@ -276,7 +275,7 @@ class _Compiled:
                 buffer.copy_(before)
         self.plan: Plan | None = backend.plans[-1]
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
 
 
