@@ -1,63 +1,135 @@
 """Boundary: the arguments of a region, all that stays in memory between its forward and its replay."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
-from torchckpt.kernel.private import hooks_in_force
+from torchckpt.kernel.private import hooks_in_force, inner_of_graph
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "copy_attributes"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
 
 class Boundary:
-    """The arguments of one call. Their tensors are saved as autograd saves: through the hooks in force, or else held,
-    and checked for changes in place when they are read.
+    """The arguments of one call. One tensor stays one tensor, however often it is among them.
 
-    An autograd Function with ``save_for_backward`` would do the same, and make a node of the graph for it: a fifth of
-    the cost of a region of tiny operations.
+    An autograd Function with ``save_for_backward`` would keep the tensors too, and make a node of the graph for it: a
+    fifth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_saved", "_spec", "_unpack")
+    __slots__ = ("_leaves", "_spec")
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._spec: pytree.TreeSpec | None
         leaves, self._spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
-        pack, self._unpack = (torch.no_grad()(hooks[0]), hooks[1]) if hooks else (Tensor.detach, None)
-        self._saved: list[tuple[Any, int | None, bool]] = []  # what is kept, a tensor's version, and requires_grad
+        inputs: dict[int, Input] = {}
+        self._leaves: list[Any] = []
         for leaf in leaves:
             # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
-                self._saved.append((pack(leaf), leaf._version, leaf.requires_grad))
-            else:
-                self._saved.append((leaf, None, False))
+                key = id(leaf)
+                if key not in inputs:
+                    inputs[key] = Input(leaf, hooks)
+                leaf = inputs[key]
+            self._leaves.append(leaf)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
-        """``(args, kwargs)`` for a replay, and the tensors in them, detached from the graph that they came from.
+        """``(args, kwargs)`` for a replay, and the tensors in them, each once.
 
         Raises ``RuntimeError``, as eager autograd does, if one was changed in place since.
         """
-        leaves, tensors = [], []
-        for leaf, version, requires_grad in self._saved:
-            if version is not None:
-                if self._unpack is not None:
-                    leaf = self._unpack(leaf).detach()
-                elif leaf._version != version:
-                    raise RuntimeError(_changed(leaf, version))
-                if requires_grad:
-                    leaf.requires_grad_()
-                tensors.append(leaf)
+        tensors: dict[int, Tensor] = {}
+        leaves = []
+        for leaf in self._leaves:
+            if type(leaf) is Input:
+                key = id(leaf)
+                if key not in tensors:
+                    tensors[key] = leaf.again()
+                leaf = tensors[key]
             leaves.append(leaf)
         if self._spec is None:
-            return leaves, {}, tensors
+            return leaves, {}, list(tensors.values())
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return args, kwargs, tensors
+        return args, kwargs, list(tensors.values())
+
+
+class Input:
+    """A tensor among the arguments of a region.
+
+    It is saved as autograd saves: through the hooks in force, or else held without its graph, and checked for changes
+    in place when it is read. A replay gets the tensor itself while the caller has it, and then a twin: as much of a
+    leaf, and with the same attributes. A parameter is held itself, since no twin would be that parameter.
+    """
+
+    __slots__ = ("_attributes", "_is_inner", "_kept", "_original", "_requires_grad", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
+        self._version = tensor._version
+        self._original = TensorWeakRef(tensor)
+        self._requires_grad = tensor.requires_grad
+        self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
+        self._unpack: Callable[[Any], Tensor] | None = None
+        if tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter):
+            self._kept: Any = tensor
+        elif hooks is None:
+            self._kept = tensor.detach()
+        else:
+            with torch.no_grad():
+                self._kept = hooks[0](tensor)
+            self._unpack = hooks[1]
+        self._is_inner = self._requires_grad and not tensor.is_leaf
+
+    def again(self) -> Tensor:
+        """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place."""
+        kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
+        original: Tensor | None = self._original()
+        if original is not None and self._is_as_it_was(original):
+            return self._unchanged(original)
+        if self._unpack is None:
+            self._unchanged(kept)
+        return self._twin(kept.detach())
+
+    def _is_as_it_was(self, original: Tensor) -> bool:
+        """Whether nobody has made ``original`` another tensor: a leaf, one without gradient, one with other data."""
+        if original.requires_grad != self._requires_grad or (self._requires_grad and original.is_leaf == self._is_inner):
+            return False
+        # Of a leaf eager autograd, too, would see the new data.
+        return not self._is_inner or self._unpack is not None or original.is_set_to(self._kept)
+
+    def _twin(self, twin: Tensor) -> Tensor:
+        if self._requires_grad:
+            twin.requires_grad_()
+        if self._is_inner:
+            twin = inner_of_graph(twin)
+        if self._attributes is not None:
+            twin.__dict__.update(self._attributes)
+        return twin
+
+    def _unchanged(self, tensor: Tensor) -> Tensor:
+        if tensor._version == self._version:
+            return tensor
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: an input "
+            f"of a checkpointed region, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; "
+            f"expected version {self._version} instead. The replay would start from the changed input.\n"
+            "  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
+        )
+
+
+def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
+    """``target``, with what was put on ``source`` as a Python object."""
+    if source.__dict__:
+        target.__dict__.update(source.__dict__)
+    return target
 
 
 def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -66,12 +138,3 @@ def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if not isinstance(arg, Tensor) and type(arg) not in _ATOMS:
             return False
     return not kwargs
-
-
-def _changed(tensor: Tensor, version: int) -> str:
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: an input of a "
-        f"checkpointed region, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected "
-        f"version {version} instead. The replay would start from the changed input.\n"
-        "  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
-    )

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from torchckpt.errors import CheckpointError
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "global_forward_hooks",
     "global_forward_pre_hooks",
     "hooks_in_force",
+    "inner_of_graph",
     "keep_from_dynamo",
     "modes_are_active",
     "norm_layer",
@@ -41,6 +45,7 @@ try:
     from torch._C._autograd import _profiler_enabled as profiler_is_on  # whether one sees this thread; no public form
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
+    from torch._C import _functions  # its DelayedError: the node that once_differentiable makes; no public form
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
@@ -56,6 +61,23 @@ except ImportError as missing:
         f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
+
+
+_end = _functions.DelayedError("a backward in the function of a checkpointed region went past the inputs of the region", 1)
+
+
+def inner_of_graph(leaf: Tensor) -> Tensor:
+    """``leaf``, which requires grad, behind a node: a tensor of the same data that is no leaf.
+
+    An autograd Function would do the same, at four times the cost.
+    """
+    graded = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    try:
+        inner: Tensor = _end(leaf)
+    finally:
+        set_grad_enabled(graded)
+    return inner
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
