@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import TensorWeakRef
 
 from tests.helpers import in_thread, leaf
 from torchckpt.errors import CheckpointError
@@ -57,6 +59,20 @@ def hooks_in_force():
     assert private.hooks_in_force(False) is None
 
 
+def alive():
+    x = leaf(3)
+    public, ours = TensorWeakRef(x), weakref.ref(x)
+    assert private.alive(ours) is public() is x
+    kept = torch.zeros(3).set_(x.detach())
+    y = x.exp()  # its node holds x
+    ours = weakref.ref(x)
+    del x, public
+    assert private.alive(ours) is not None
+    del y
+    assert private.alive(ours) is None
+    assert kept.numel() == 3
+
+
 def inner_of_graph():
     x = leaf(3)
     inner = private.inner_of_graph(x)
@@ -76,6 +92,13 @@ def set_grad_enabled():
     for enabled in (False, True):
         private.set_grad_enabled(enabled)
         assert torch.is_grad_enabled() is enabled
+
+
+def set_version():
+    x = torch.zeros(3)
+    y = x.exp_().detach()
+    assert private.set_version(x, 5) is x
+    assert (x._version, y._version) == (5, 5)
 
 
 def modes_are_active():
@@ -210,6 +233,7 @@ def profiler_is_on():
 
 COUNTERPARTS = {
     "DeviceContext": function_modes,
+    "alive": alive,
     "batch_norm_layer": batch_norm_layer,
     "dispatch_modes_are_active": dispatch_modes_are_active,
     "forward_ad": level_of_forward_ad,
@@ -226,6 +250,7 @@ COUNTERPARTS = {
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,
     "set_grad_enabled": set_grad_enabled,
+    "set_version": set_version,
 }
 
 

@@ -24,6 +24,7 @@ from torch import (
 from torchckpt.kernel.private import modes_are_active
 
 __all__ = [
+    "Ambient",
     "Generator",
     "RandomState",
     "Settings",
@@ -137,7 +138,7 @@ def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -
     """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
     if not devices and not named:
         return _CPU
-    return (torch.default_generator, *map(_device_generator, devices), *named)
+    return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 
 RandomState: TypeAlias = list[tuple[Generator, Tensor]]
@@ -155,6 +156,10 @@ def moved(then: RandomState) -> RandomState:
     A replay will not ask those either, and so replays in several threads leave alone what the threads share.
     """
     return [(generator, state) for generator, state in then if not torch.equal(state, generator.get_state())]
+
+
+Ambient: TypeAlias = tuple[Settings, RandomState]
+"""The ambient state of one call."""
 
 
 def exchanged(then: RandomState) -> RandomState:

@@ -1,15 +1,15 @@
 """Boundary: the arguments of a region, all that stays in memory between its forward and its replay."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import TensorWeakRef
 
-from torchckpt.kernel.private import hooks_in_force, inner_of_graph
+from torchckpt.kernel.private import alive, hooks_in_force, inner_of_graph, set_version
 
 __all__ = ["Boundary", "copy_attributes"]
 
@@ -25,11 +25,12 @@ class Boundary:
     fifth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_leaves", "_spec")
+    __slots__ = ("_leaves", "spec")
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._spec: pytree.TreeSpec | None
-        leaves, self._spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
+        self.spec: pytree.TreeSpec | None
+        """Of the arguments; None where all are tensors and atoms, given by position."""
+        leaves, self.spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
         inputs: dict[int, Input] = {}
         self._leaves: list[Any] = []
@@ -37,9 +38,7 @@ class Boundary:
             # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
                 key = id(leaf)
-                if key not in inputs:
-                    inputs[key] = Input(leaf, hooks)
-                leaf = inputs[key]
+                leaf = inputs[key] if key in inputs else inputs.setdefault(key, Input(leaf, hooks))
             self._leaves.append(leaf)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
@@ -52,13 +51,11 @@ class Boundary:
         for leaf in self._leaves:
             if type(leaf) is Input:
                 key = id(leaf)
-                if key not in tensors:
-                    tensors[key] = leaf.again()
-                leaf = tensors[key]
+                leaf = tensors[key] if key in tensors else tensors.setdefault(key, leaf.again())
             leaves.append(leaf)
-        if self._spec is None:
+        if self.spec is None:
             return leaves, {}, list(tensors.values())
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs, list(tensors.values())
 
 
@@ -74,9 +71,10 @@ class Input:
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         self._version = tensor._version
-        self._original = TensorWeakRef(tensor)
-        self._requires_grad = tensor.requires_grad
-        self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
+        self._original = weakref.ref(tensor)
+        self._requires_grad = requires_grad = tensor.requires_grad
+        self._is_inner = requires_grad and not tensor.is_leaf
+        self._attributes = tensor.__dict__.copy() or None
         self._unpack: Callable[[Any], Tensor] | None = None
         if tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: Any = tensor
@@ -86,24 +84,18 @@ class Input:
             with torch.no_grad():
                 self._kept = hooks[0](tensor)
             self._unpack = hooks[1]
-        self._is_inner = self._requires_grad and not tensor.is_leaf
 
     def again(self) -> Tensor:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
-        original: Tensor | None = self._original()
-        if original is not None and self._is_as_it_was(original):
-            return self._unchanged(original)
-        if self._unpack is None:
-            self._unchanged(kept)
+        original = alive(self._original)
+        if original is not None and original.requires_grad == self._requires_grad:
+            # Unless it was made a leaf since, or given other data. Of a leaf eager autograd, too, would see other data.
+            if not self._is_inner or (not original.is_leaf and (self._unpack or original.is_set_to(kept))):
+                return original if original._version == self._version else self._changed(original)
+        if self._unpack is None and kept._version != self._version:
+            return self._changed(kept)
         return self._twin(kept.detach())
-
-    def _is_as_it_was(self, original: Tensor) -> bool:
-        """Whether nobody has made ``original`` another tensor: a leaf, one without gradient, one with other data."""
-        if original.requires_grad != self._requires_grad or (self._requires_grad and original.is_leaf == self._is_inner):
-            return False
-        # Of a leaf eager autograd, too, would see the new data.
-        return not self._is_inner or self._unpack is not None or original.is_set_to(self._kept)
 
     def _twin(self, twin: Tensor) -> Tensor:
         if self._requires_grad:
@@ -112,11 +104,9 @@ class Input:
             twin = inner_of_graph(twin)
         if self._attributes is not None:
             twin.__dict__.update(self._attributes)
-        return twin
+        return set_version(twin, self._version)
 
-    def _unchanged(self, tensor: Tensor) -> Tensor:
-        if tensor._version == self._version:
-            return tensor
+    def _changed(self, tensor: Tensor) -> NoReturn:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: an input "
             f"of a checkpointed region, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; "

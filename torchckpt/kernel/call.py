@@ -1,8 +1,10 @@
 """Call: one call of a function, and all that it takes to run it again."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torchckpt.errors import ArgumentError, Fault
 from torchckpt.kernel import norms
 from torchckpt.kernel.ambient import (
+    Ambient,
     RandomState,
     exchanged,
     generators_of,
@@ -22,6 +25,7 @@ from torchckpt.kernel.ambient import (
 )
 from torchckpt.kernel.boundary import Boundary
 from torchckpt.kernel.flags import thread
+from torchckpt.kernel.module_state import Seen, lending, lent, look
 from torchckpt.kernel.options import Options
 from torchckpt.kernel.private import pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.kernel.streams import Trail, accelerators_among
@@ -39,56 +43,86 @@ class Stop(Exception):
 
 
 class Call:
-    """A function, the boundary of one call of it, and the ambient state of that call.
+    """A function, the boundary of one call of it, and what that call found on the function's modules.
 
     ``forward`` runs it, once; ``replay`` runs it again from the same state. Both put back what they set, in ``finally``
     and without context managers, which would be a tenth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_boundary", "_contexts", "_entry", "_random", "_settings", "devices", "function")
+    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "_seen", "devices", "function")
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
         self.devices = accelerators_among(args, kwargs)
         """The accelerators that the region works on."""
-        self._settings = settings()
+        self._options = options
         self._boundary = Boundary(args, kwargs)
         self._contexts = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry = Trail(self.devices) if self.devices else None
-        self._random: RandomState = []
-        if options.preserve_rng_state:
-            self._random = random_state(generators_of(self.devices, options.generators))
+        self._seen: Seen | None = None
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack) -> Any:
-        """Run the function, with what autograd saves going through ``pack``, and coming back through ``unpack``."""
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
+    ) -> Any:
+        """Run the function, with what autograd saves going through ``pack``, and coming back through ``unpack``. What
+        it finds around it goes into ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
-        push_hooks(pack, unpack)
-        thread.flags = True, recomputing, borrowers
+        seen, exclusive = self._look(args)
         try:
-            outputs = function(*args, **kwargs)
+            if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
+                return function(*args, **kwargs)
+            self._seen = seen
+            ambient.append((settings(), self._random_state(seen)))
+            push_hooks(pack, unpack)
+            thread.flags = True, recomputing, borrowers
+            try:
+                outputs = function(*args, **kwargs)
+            finally:
+                thread.flags = before
+                pop_hooks()
+            if seen is not None:
+                seen.settle()
         finally:
-            thread.flags = before
-            pop_hooks()
+            if exclusive:
+                lending.release()
         if self.devices:  # whose backwards run in as many threads, and share the CPU's generator, the first
-            self._random = moved(self._random[:1]) + self._random[1:]
+            then, random = ambient.pop()
+            ambient.append((then, moved(random[:1]) + random[1:]))
         return outputs
 
-    def replay(self, pack: Pack) -> None:
+    def _look(self, args: tuple[Any, ...]) -> tuple[Seen | None, bool]:
+        if self._boundary.spec is not None:  # modules may be among the arguments
+            return look(self.function, args)
+        return (None, False) if type(self.function) is FunctionType else look(self.function)
+
+    def _random_state(self, seen: Seen | None) -> RandomState:
+        named = self._options.generators
+        if not self._options.preserve_rng_state:
+            return []
+        if seen is not None and (owned := seen.layout.generators()):
+            named = [*named, *owned]
+        return random_state(generators_of(self.devices, named))
+
+    def replay(self, ambient: Ambient, pack: Pack) -> None:
         """Run the function again, to its end or until ``pack``, which gets what autograd saves, raises Stop."""
         # The arguments come first: inside an outer region they are slots themselves, and reading them replays that one.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
             self._entry.followed(tensors)
         function = self.function if self._contexts is None else _inside(self._contexts[1], self.function)
-        if self._settings != settings():
-            function = _inside(within(self._settings), function)
+        loans = None if self._seen is None else self._seen.loans(self.function)
+        if loans is not None:
+            function = _inside(lent(loans, self.function), function)
+        then, random = ambient
+        if then != settings():
+            function = _inside(within(then), function)
         borrowers: list[nn.Module] = []
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
         push_hooks(pack, _same)  # the only step that may raise: where hooks are disabled
         try:
-            random_after = exchanged(self._random)
+            random_after = exchanged(random)
             set_grad_enabled(True)
             thread.flags, thread.scope = (False, True, borrowers), None  # whose regions are as they were
             norms.watch(borrowers, self.function)

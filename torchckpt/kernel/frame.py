@@ -8,6 +8,7 @@ backward split into input and weight). So a frame is filled once, and nobody has
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
+from torchckpt.kernel.ambient import Ambient
 from torchckpt.kernel.call import Call, Stop
 from torchckpt.kernel.determinism import differs, name_of
 from torchckpt.kernel.options import Options
@@ -30,6 +32,9 @@ observers: list[Callable[[str], object]] = []
 
 Around: TypeAlias = Callable[[list[Slot]], AbstractContextManager[None]]
 
+Fresh: TypeAlias = list[tuple[Tensor, int]]
+"""Saved tensors in the order of their slots, each with its version when it was saved."""
+
 _RLock = type(threading.RLock())  # what threading.RLock(), a function in Python, makes
 
 
@@ -40,7 +45,18 @@ class Frame:
     are filled, and then nothing.
     """
 
-    __slots__ = ("__weakref__", "_call", "_lock", "_options", "_returned", "_slots", "_trail", "around")
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_lock",
+        "_options",
+        "_returned",
+        "_slots",
+        "_trail",
+        "ambient",
+        "around",
+        "recomputed",
+    )
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -49,15 +65,20 @@ class Frame:
         self._returned = False  # whether the forward has, so that no more slots will come
         self._trail: Trail | None = None
         self._lock = _RLock()
+        self.ambient: deque[Ambient] = deque()
+        """Of one element, from the forward to the replay: what the call found around it."""
+        self.recomputed: deque[Fresh] = deque()
+        """Of one element, from the replay to the backward: what the function saved when it ran again."""
         self.around: Around | None = None
         """Entered around the replay, with the slots that it fills."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
-        outputs = call.forward(args, kwargs, self._pack, self._unpack)
+        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack)
         self._returned = True
         if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
             self._call, self._slots = None, []
+            self.ambient.clear()
         return outputs
 
     @property
@@ -71,28 +92,35 @@ class Frame:
         return None if self._call is None else self._call.function
 
     def recompute(self) -> None:
-        """Fill the slots. Idempotent: the first caller does the work, others wait for it and find it done."""
+        """Run the replay. Idempotent: the first caller does the work, others wait for it and find it done."""
         with self._lock:
             call, slots = self._call, self._slots
-            if call is None or not slots or slots[-1].tensor is not None:
+            if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
                 return
             if self.around is None:
-                self._fill(call, slots)
+                fresh = self._replay(call, slots)
             else:
                 with self.around(slots):
-                    self._fill(call, slots)
+                    fresh = self._replay(call, slots)
+            if call.devices:
+                self._trail = Trail(call.devices)  # before the slots, which are read without the lock
+            self.recomputed.append(fresh)
             if self._returned:
-                self._call, self._slots = None, []
+                self._call = None
+                self.ambient.clear()
             for observer in observers:
                 observer(name_of(call.function))
 
-    def _fill(self, call: Call, slots: list[Slot]) -> None:
-        fresh = self._replay(call, slots)
-        if call.devices:
-            self._trail = Trail(call.devices)  # before the slots, which are read without the lock
-        for slot, (tensor, version) in zip(slots, fresh):
-            if slot.tensor is None:
-                slot.version, slot.tensor = version, tensor
+    def _fill(self) -> None:
+        """Give the slots what was recomputed."""
+        with self._lock:
+            if not self.recomputed:
+                return
+            for slot, (tensor, version) in zip(self._slots, self.recomputed.popleft()):
+                if slot.tensor is None:
+                    slot.version, slot.tensor = version, tensor
+            if self._call is None:
+                self._slots = []
 
     def _pack(self, tensor: Tensor) -> Slot:
         slot = Slot(tensor, self._options.determinism_check == "values")
@@ -102,18 +130,19 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
+            self._fill()
         tensor = slot.take()
         if self._trail is not None:
             self._trail.followed((tensor,))
         return tensor
 
-    def _replay(self, call: Call, slots: list[Slot]) -> list[tuple[Tensor, int]]:
+    def _replay(self, call: Call, slots: list[Slot]) -> Fresh:
         """What the function saves when it runs again, in the order of ``slots``, each with its version then."""
         total = len(slots)
         checked = self._options.determinism_check != "none"
         # A function that runs a backward itself unpacks before its forward has returned: the rest is not due yet.
         stops = self._options.early_stop or not self._returned
-        fresh: list[tuple[Tensor, int]] = []
+        fresh: Fresh = []
         different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
 
         def pack(tensor: Tensor) -> Tensor:
@@ -133,7 +162,7 @@ class Frame:
             raise Stop
 
         try:
-            call.replay(pack)
+            call.replay(self.ambient[0], pack)
         except Exception:
             if different or len(fresh) < total or not stops:
                 raise

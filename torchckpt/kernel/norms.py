@@ -8,10 +8,12 @@ updates come later, all at once, gets copies by ``on_copies``.
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,13 +38,12 @@ def watch(borrowers: list[nn.Module], function: Any) -> None:
     """Until ``unwatch``: lend copies to the norm layers that this replay of ``function`` calls."""
     # torch warns of any global hook when a compiled module is called. Ours does not mind being called twice. Each new
     # filter makes Python forget which warnings it has shown, so it is added only where it is missing.
-    if _FILTER not in warnings.filters:
+    if "torch._dynamo" in sys.modules and _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
     global_forward_pre_hooks[id(borrowers)] = _lend
     global_forward_hooks[id(borrowers)] = _end_of_call
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, norm_layer):  # its forward is called, and not the module
-        _lend(owner, None)
+    if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # that is called, and not the module
+        _lend(function.__self__, None)
 
 
 def unwatch(borrowers: list[nn.Module]) -> None:

@@ -5,6 +5,7 @@ reads the package for private names anywhere else, and one holds each of these a
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -16,6 +17,7 @@ from torchckpt.errors import CheckpointError
 
 __all__ = [
     "DeviceContext",
+    "alive",
     "batch_norm_layer",
     "dispatch_modes_are_active",
     "forward_ad",
@@ -32,6 +34,7 @@ __all__ = [
     "profiler_is_on",
     "push_hooks",
     "set_grad_enabled",
+    "set_version",
 ]
 
 try:
@@ -45,6 +48,7 @@ try:
     from torch._C._autograd import _profiler_enabled as profiler_is_on  # whether one sees this thread; no public form
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
+    from torch._C._autograd import _unsafe_set_version_counter as _set_versions
     from torch._C import _functions  # its DelayedError: the node that once_differentiable makes; no public form
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
@@ -61,6 +65,21 @@ except ImportError as missing:
         f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
+
+
+def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+    """The tensor, if it is still alive: what calling a ``torch.utils.weak.TensorWeakRef`` does."""
+    tensor = reference()
+    if tensor is not None:
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return tensor
+
+
+def set_version(tensor: Tensor, version: int) -> Tensor:
+    """``tensor``, whose counter of changes in place now says ``version``; no public form."""
+    if tensor._version != version:
+        _set_versions((tensor,), (version,))
+    return tensor
 
 
 _end = _functions.DelayedError("a backward in the function of a checkpointed region went past the inputs of the region", 1)

@@ -22,7 +22,7 @@ class Slot:
 
     def __init__(self, tensor: Tensor, values: bool) -> None:
         self.tensor: Tensor | None = None
-        self.version = 0  # the tensor's when the replay saved it, which may have changed it since
+        self.version = tensor._version  # when it was saved, in the forward and in the replay alike
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.fingerprint = fingerprint(tensor) if values else None
 
@@ -43,13 +43,25 @@ class Slot:
         """Whether ``tensor`` could be the one that the forward saved here."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
+        if tensor._version == self.version and self.fingerprint is None:
+            return True
         # A norm layer's buffers have moved on since the forward; its gradients do not depend on them.
-        return self.fingerprint is None or is_statistic(tensor) or self.fingerprint == fingerprint(tensor)
+        return is_statistic(tensor) or (
+            tensor._version == self.version
+            and (self.fingerprint is None or self.fingerprint == fingerprint(tensor))
+        )
 
     def compare(self, tensor: Tensor) -> str:
         """``tensor`` in words, for an error that shows this slot beside it."""
-        same = describe(tensor) == describe(self)
-        return f"{describe(tensor)}{', with other values' if same else ''}"
+        words = describe(tensor)
+        if words != describe(self):
+            return words
+        if tensor._version == self.version:
+            return f"{words}, with other values"
+        return (
+            f"{words}, modified by an inplace operation: it is at version {tensor._version}; expected version "
+            f"{self.version}"
+        )
 
     def __str__(self) -> str:
         return describe(self)

@@ -1,0 +1,232 @@
+"""Module state: a replay finds on its modules what the forward found there, and leaves behind what is there now.
+
+Compared are the parameters and buffers of the modules that the region's function is, or is a method of
+(``layout.py``). A parameter that was exchanged since, as by ``functional_call``, is lent to the replay. So is a copy of
+a buffer that changed, in the forward itself (``spectral_norm``, an observer) or after it. What was changed in place and
+cannot be lent is an error where the replay reads it, as it is in eager autograd.
+
+A buffer is copied when it is seen for the first time, or as another than before. All calls share the copy until the
+buffer changes, so that what never changes is copied once; a large copy of such a buffer is not kept.
+"""
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import RecomputationError
+from torchckpt.kernel.determinism import name_of
+from torchckpt.kernel.layout import Copy, Key, Layout, layout_of, values_of, version_of
+from torchckpt.typing import Function
+
+__all__ = ["Loans", "Seen", "lending", "lent", "look"]
+
+lending = threading.RLock()
+"""Held while something is lent, and by forwards that change buffers: none may change what is lent."""
+
+_SMALL_BYTES = 2**16
+"""Up to this size the copy of a buffer is kept although no forward has changed it."""
+
+
+class Loans(NamedTuple):
+    lent: list[tuple[dict[str, Any], str, Any]]
+    """For a dictionary and a name what the replay is to find there; ``_NOTHING``: no such name."""
+    changed: dict[int, tuple[Tensor, str]]
+    """By identity, what it must not read, with its path."""
+
+
+_NOTHING: Any = object()
+
+
+class Seen:
+    """What one call found on its modules."""
+
+    __slots__ = ("_buffers", "_fresh", "_values", "_versions", "layout")
+
+    def __init__(self, layout: Layout, values: list[Any]) -> None:
+        self.layout, self._values = layout, values
+        self._versions = _versions(values, len(layout.children))
+        self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
+        if not layout.is_simple or len(values) > layout.without_buffers:
+            self._fresh: list[Key] = []  # the copies that this call made
+            for key, tensor in layout.buffers():
+                self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
+
+    def _copy(self, key: Key, tensor: Tensor) -> Copy:
+        copy = self.layout.copies.get(key)
+        if copy is None or not copy.is_of(tensor) or key in self.layout.unversioned:
+            copy = self.layout.copies[key] = Copy(tensor)
+            self._fresh.append(key)
+        return copy
+
+    def settle(self) -> None:
+        """After the forward: note which buffers it has changed, and drop large copies of others."""
+        if not self._buffers:
+            return
+        layout = self.layout
+        layout.changing.update(key for key in self._buffers if not self._is_there(key))
+        for key in self._fresh:
+            tensor, copy = self._buffers[key]
+            if tensor is None or copy is None or key in layout.changing:
+                continue
+            if tensor.nbytes > _SMALL_BYTES:
+                copy.values = None
+            elif not _equal(copy.values, tensor):
+                layout.changing.add(key)
+                layout.unversioned.add(key)
+
+    def _is_there(self, key: Key) -> bool:
+        """Whether the module has the buffer as the forward found it."""
+        tensor, copy = self._buffers[key]
+        now = self.layout.home(key).get(key[1], _NOTHING)
+        return now is tensor and (copy is None or (copy.is_of(now) and key not in self.layout.unversioned))
+
+    def loans(self, function: Function) -> Loans | None:
+        """What the replay of ``function`` is to be lent; None if all is as the forward found it."""
+        layout, then = self.layout, self._values
+        now = list(chain.from_iterable(map(_VALUES, layout.tables)))
+        same = len(now) == len(then) and all(map(operator.is_, now, then))
+        if same and layout.is_simple and not layout.unversioned:
+            if _versions(now, len(layout.children)) == self._versions:
+                return None
+        if now[: len(layout.children)] != layout.children:
+            raise _other_modules(function, "modules")
+        loans = Loans([], {})
+        self._lend_parameters(loans, function)
+        self._lend_buffers(loans)
+        return loans if loans.lent or loans.changed else None
+
+    def _lend_parameters(self, loans: Loans, function: Function) -> None:
+        first, end = len(self.layout.children), self.layout.children[-1]
+        then = list(takewhile(lambda value: value is not end, self._values[first:]))
+        places = [(parameters, name) for parameters in self.layout.parameters for name in parameters]
+        if len(places) != len(then):
+            raise _other_modules(function, "parameters")
+        for (parameters, name), tensor, version in zip(places, then, self._versions):
+            now = parameters[name]
+            if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 exchanges them, and sees to their values
+                continue
+            if tensor is not None and version_of(tensor) != version:
+                loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+            if now is not tensor:
+                loans.lent.append((parameters, name, tensor))
+
+    def _lend_buffers(self, loans: Loans) -> None:
+        for key in self._buffers:
+            if not self._is_there(key):
+                self._lend_buffer(key, loans)
+        added = [key for key, _ in self.layout.buffers() if key not in self._buffers]
+        loans.lent.extend((self.layout.home(key), key[1], _NOTHING) for key in added)
+
+    def _lend_buffer(self, key: Key, loans: Loans) -> None:
+        tensor, copy = self._buffers[key]
+        if tensor is not None and copy is not None:
+            if copy.values is not None and not tensor.requires_grad:
+                tensor = copy.again()
+            elif not copy.is_of(tensor):
+                loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+        loans.lent.append((self.layout.home(key), key[1], tensor))
+
+
+def look(function: Function, args: Sequence[Any] = ()) -> tuple[Seen | None, bool]:
+    """What ``function`` finds on its modules, before it is called on ``args``; and whether it is known to change some
+    of it. Then ``lending`` is held, for the caller to release after the call."""
+    found = layout_of(function, args)
+    if found is None:
+        return None, False
+    layout, values = found
+    if not layout.changing:
+        return Seen(layout, values), False
+    lending.acquire()
+    try:
+        return Seen(layout, values_of(layout.tables)), True
+    except BaseException:
+        lending.release()
+        raise
+
+
+@contextmanager
+def lent(loans: Loans, function: Function) -> Iterator[None]:
+    """Inside, modules have what they are lent; to read what was changed in place is an error."""
+    with lending:
+        own = [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in loans.lent]
+        try:
+            _put(loans.lent)
+            if loans.changed:
+                with _Unread(loans.changed, function):
+                    yield
+            else:
+                yield
+        finally:
+            _put(own)
+
+
+def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    for dictionary, name, value in values:
+        if value is _NOTHING:
+            dictionary.pop(name, None)
+        else:
+            dictionary[name] = value
+
+
+class _Unread(TorchFunctionMode):
+    """Raises when a function of torch gets a tensor that was changed in place since the forward."""
+
+    def __init__(self, changed: dict[int, tuple[Tensor, str]], function: Function) -> None:
+        super().__init__()
+        self._changed, self._function = changed, function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # a look at a shape is no use of values
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if id(leaf) in self._changed:
+                    raise _changed(self._function, *self._changed[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def _versions(values: Sequence[Any], first: int) -> list[int]:
+    """Of the tensors from ``first`` on."""
+    try:
+        return [0 if tensor is None else tensor._version for tensor in values[first:]]
+    except RuntimeError:  # an inference tensor is among them
+        return [0 if tensor is None else version_of(tensor) for tensor in values[first:]]
+
+
+_VALUES = dict.values
+
+
+def _is_sharded(tensor: Tensor | None) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _equal(values: Tensor | None, tensor: Tensor) -> bool:
+    if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
+        return True  # nobody can tell
+    return torch.equal(values, tensor)
+
+
+def _changed(function: Function, tensor: Tensor, path: str) -> RecomputationError:
+    return RecomputationError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: the replay of "
+        f"region {name_of(function)} reads {path}, [{tensor.type()} {list(tensor.shape)}], which was changed in place "
+        "after the forward\n"
+        "  works:    optimizer.step(), or another change of weights and buffers, after the backward"
+    )
+
+
+def _other_modules(function: Function, what: str) -> RecomputationError:
+    return RecomputationError(
+        f"the {what} of region {name_of(function)} are not those that its forward began with: some were added, "
+        "removed or exchanged since\n"
+        "  works:    a first call outside of a region, under torch.no_grad(), where a first call makes them"
+    )
