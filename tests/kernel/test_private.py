@@ -73,21 +73,6 @@ def alive():
     assert kept.numel() == 3
 
 
-def inner_of_graph():
-    x = leaf(3)
-    inner = private.inner_of_graph(x)
-    assert not inner.is_leaf
-    assert inner.requires_grad
-    assert torch.equal(inner, x)
-    assert inner.data_ptr() == x.data_ptr()
-    assert not inner._is_view()
-    with torch.no_grad():
-        assert not private.inner_of_graph(x).is_leaf
-        assert not torch.is_grad_enabled()
-    with pytest.raises(RuntimeError, match="went past the inputs of the region"):
-        inner.sum().backward()
-
-
 def set_grad_enabled():
     for enabled in (False, True):
         private.set_grad_enabled(enabled)
@@ -242,7 +227,6 @@ COUNTERPARTS = {
     "global_forward_hooks": global_forward_hooks,
     "global_forward_pre_hooks": global_forward_pre_hooks,
     "hooks_in_force": hooks_in_force,
-    "inner_of_graph": inner_of_graph,
     "keep_from_dynamo": keep_from_dynamo,
     "modes_are_active": modes_are_active,
     "norm_layer": norm_layer,

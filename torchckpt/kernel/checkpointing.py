@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError, TransformError
+from torchckpt.kernel.checkpoint import checkpoint as checkpoint_input
+from torchckpt.kernel.checkpoint import held_by
 from torchckpt.kernel.dependency import fork, join
 from torchckpt.kernel.flags import thread
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT, Options, checked
 from torchckpt.kernel.private import forward_ad, functorch_is_active
 from torchckpt.kernel.recompute import recompute
+from torchckpt.kernel.trees import tensors_of
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
 __all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
@@ -136,7 +139,10 @@ class Checkpointing:
     Takes the arguments of :func:`checkpoint`. It is for one forward. While it is referenced, so are the region's
     inputs, until they have been recomputed.
 
-    The names are those of torchgpipe (Kim et al., 2020), whose ``Checkpoint`` and ``Recompute`` these stand for.
+    In the graph stand two autograd Functions, ``Checkpoint`` at the region's inputs and ``Recompute`` where
+    :meth:`recompute` is called; they are torchgpipe's (Kim et al., 2020). Behind ``Checkpoint`` the function gets an
+    alias of an input that was computed with a gradient. A leaf it gets itself, and so a tensor that it closes over or
+    that is an attribute of its module: it could tell that from an alias.
     """
 
     def __init__(
@@ -172,7 +178,7 @@ class Checkpointing:
             outputs, self._frame = thread.scope.run(function, args, kwargs, self._options)
             return outputs
         frame = Frame(self._options)
-        outputs = frame.forward(function, args, kwargs)
+        outputs = frame.forward(function, *_passed(frame, function, args, kwargs))
         self._frame = frame
         return outputs
 
@@ -222,3 +228,13 @@ class Checkpointing:
                 f"a region must run its forward first\n  received: {call} before checkpoint()\n"
                 "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
             )
+
+
+def _passed(
+    frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with the inputs that have a gradient of their own behind the ``Checkpoint`` of ``frame``."""
+    tensors, put_back = tensors_of((args, kwargs))
+    held = {id(tensor) for tensor in held_by(function)}
+    inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]
+    return put_back([checkpoint_input(frame, t) if is_inner else t for t, is_inner in zip(tensors, inner)])  # type: ignore[no-any-return]

@@ -111,8 +111,8 @@ class Frame:
             for observer in observers:
                 observer(name_of(call.function))
 
-    def _fill(self) -> None:
-        """Give the slots what was recomputed."""
+    def let_go(self) -> None:
+        """Give the slots what was recomputed: from then on each tensor lives as long as the node that saved it."""
         with self._lock:
             if not self.recomputed:
                 return
@@ -130,7 +130,7 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
-            self._fill()
+            self.let_go()
         tensor = slot.take()
         if self._trail is not None:
             self._trail.followed((tensor,))

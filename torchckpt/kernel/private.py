@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchckpt.errors import CheckpointError
@@ -26,7 +25,6 @@ __all__ = [
     "global_forward_hooks",
     "global_forward_pre_hooks",
     "hooks_in_force",
-    "inner_of_graph",
     "keep_from_dynamo",
     "modes_are_active",
     "norm_layer",
@@ -49,7 +47,6 @@ try:
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
     from torch._C._autograd import _unsafe_set_version_counter as _set_versions
-    from torch._C import _functions  # its DelayedError: the node that once_differentiable makes; no public form
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
@@ -80,23 +77,6 @@ def set_version(tensor: Tensor, version: int) -> Tensor:
     if tensor._version != version:
         _set_versions((tensor,), (version,))
     return tensor
-
-
-_end = _functions.DelayedError("a backward in the function of a checkpointed region went past the inputs of the region", 1)
-
-
-def inner_of_graph(leaf: Tensor) -> Tensor:
-    """``leaf``, which requires grad, behind a node: a tensor of the same data that is no leaf.
-
-    An autograd Function would do the same, at four times the cost.
-    """
-    graded = torch.is_grad_enabled()
-    set_grad_enabled(True)
-    try:
-        inner: Tensor = _end(leaf)
-    finally:
-        set_grad_enabled(graded)
-    return inner
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
