@@ -118,7 +118,10 @@ SIGNATURES = {
         "(module: 'nn.Sequential', balance: 'Sequence[int] | None' = None, "
         "devices: 'Sequence[torch.device | str | int] | None' = None, chunks: 'int' = 1, "
         "checkpoint: 'CheckpointMode' = 'except_last', lookahead: 'int' = 1, *, batch_dim: 'int' = 0, "
-        "reduce: 'str | None' = None, split_nested: 'bool' = False, deferred_batch_norm: 'bool' = False) -> 'None'"
+        "reduce: 'str | None' = None, split_nested: 'bool' = False, deferred_batch_norm: 'bool' = False, "
+        "preserve_rng_state: 'bool' = True, generators: 'Sequence[torch.Generator]' = (), "
+        "determinism_check: 'DeterminismCheck' = 'default', context_fn: 'ContextFunction | None' = None, "
+        "early_stop: 'bool' = True) -> 'None'"
     ),
     "Pipe.forward": "(self, *args: 'Any', **kwargs: 'Any') -> 'Any'",
     "Pipe.step": (

@@ -214,7 +214,7 @@ def test_parameter_that_was_removed_is_an_error():
     layer, x = nn.Linear(4, 4), torch.randn(3, 4)
     loss = checkpoint(nn.Sequential(layer, nn.Sigmoid()), x).sum()
     del layer.bias
-    with pytest.raises(RecomputationError, match="^the parameters of region 'Sequential' are not those"):
+    with pytest.raises(RecomputationError, match=r"^the parameters of region 'Sequential' are not those"):
         loss.backward()
 
 

@@ -1,4 +1,4 @@
-"""One tensor stays one tensor: what a function can tell of its arguments besides their values, a replay can tell too."""
+"""One tensor stays one tensor: what a function can tell of its arguments, a replay of it can tell too."""
 from __future__ import annotations
 
 import functools

@@ -7,7 +7,6 @@ from torch import nn
 
 from tests.helpers import plain
 from torchckpt import checkpoint
-from torchckpt.errors import RecomputationError
 
 IN_PLACE = "modified by an inplace operation"
 

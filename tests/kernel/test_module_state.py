@@ -370,7 +370,7 @@ def test_a_layout_does_not_keep_its_module():
 
 def test_replays_of_several_threads_leave_the_buffers_of_the_module():
     module = parametrizations.spectral_norm(nn.Linear(4, 4))
-    own = {name: buffer for name, buffer in module.named_buffers()}
+    own = dict(module.named_buffers())
     barrier = threading.Barrier(4)
 
     def train():

@@ -89,13 +89,18 @@ class Input:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
         original = alive(self._original)
-        if original is not None and original.requires_grad == self._requires_grad:
-            # Unless it was made a leaf since, or given other data. Of a leaf eager autograd, too, would see other data.
-            if not self._is_inner or (not original.is_leaf and (self._unpack or original.is_set_to(kept))):
-                return original if original._version == self._version else self._changed(original)
+        if original is not None and self._is_as_it_was(original, kept):
+            return original if original._version == self._version else self._changed(original)
         if self._unpack is None and kept._version != self._version:
             return self._changed(kept)
         return self._twin(kept if self._unpack is None else kept.detach())
+
+    def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
+        """Whether nobody made ``original`` a leaf since, or gave it other data."""
+        if original.requires_grad != self._requires_grad:
+            return False
+        # Of a leaf eager autograd, too, would see other data.
+        return not self._is_inner or (not original.is_leaf and (self._unpack is not None or original.is_set_to(kept)))
 
     def _twin(self, twin: Tensor) -> Tensor:
         if self._requires_grad:
@@ -116,7 +121,7 @@ class Input:
 
 
 def _behind_a_node(leaf: Tensor) -> Tensor:
-    """``leaf`` again, as no leaf. A view, and not the output of an autograd Function, which takes four times as long."""
+    """``leaf`` again, as no leaf. A view: the output of an autograd Function takes four times as long to make."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return _behind_a_node(leaf)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -57,18 +57,19 @@ class Layout:
     def __init__(self, owners: Sequence[nn.Module]) -> None:
         modules = list(dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners)))
         self.owners = [weakref.ref(owner) for owner in owners]
-        self.parameters = [module._parameters for module in modules]
+        self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
         """Buffers that a forward has changed, or left another in the place of."""
         self.unversioned: set[Key] = set()
         """Those of them that are changed past their version counter, as by ``.data``."""
-        inside, end = [module._modules for module in modules], {"": _End()}
+        inside: list[dict[str, Any]] = [module._modules for module in modules]
+        end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
-        self._buffers = [module._buffers for module in modules]
+        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
         self._norms = {place: weakref.ref(m) for place, m in enumerate(modules) if isinstance(m, norm_layer)}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self._norms]
-        self.tables = [*inside, end, *self.parameters, end, *others]
+        self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """All that is compared at each call: the children, the parameters, the buffers of what is no norm layer."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
         self._attributes = [(len(modules) + n, vars(m), _names_of_tensors(m)) for n, m in enumerate(modules)]
@@ -129,7 +130,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
     kind = type(function)
     if not args and (kind is FunctionType or kind is BuiltinFunctionType):
         return None
-    owner = function.__self__ if kind is MethodType and not args else function
+    owner = getattr(function, "__self__", None) if kind is MethodType else function
     key: Any = id(owner)
     layout = _layouts.get(key)
     if layout is None or args or layout.owners[0]() is not owner:
@@ -140,7 +141,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         layout = _layouts.get(key)
         if layout is None or any(reference() is not owner for reference, owner in zip(layout.owners, owners)):
             layout = _made(key, owners)
-    values = list(chain.from_iterable(map(_VALUES, layout.tables)))
+    values = values_of(layout.tables)
     if values[: len(layout.children)] == layout.children:  # modules are equal if they are the same
         return layout, values
     layout = _made(key, [owner for reference in layout.owners if (owner := reference()) is not None])
@@ -171,7 +172,7 @@ def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(_VALUES, tables)))
 
 
-_VALUES = dict.values
+_VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
 def version_of(tensor: Tensor) -> int:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -87,18 +87,18 @@ class Seen:
     def _is_there(self, key: Key) -> bool:
         """Whether the module has the buffer as the forward found it."""
         tensor, copy = self._buffers[key]
-        now = self.layout.home(key).get(key[1], _NOTHING)
-        return now is tensor and (copy is None or (copy.is_of(now) and key not in self.layout.unversioned))
+        if self.layout.home(key).get(key[1], _NOTHING) is not tensor:
+            return False
+        return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
 
     def loans(self, function: Function) -> Loans | None:
         """What the replay of ``function`` is to be lent; None if all is as the forward found it."""
         layout, then = self.layout, self._values
-        now = list(chain.from_iterable(map(_VALUES, layout.tables)))
-        same = len(now) == len(then) and all(map(operator.is_, now, then))
+        now, first = values_of(layout.tables), len(layout.children)
+        same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
         if same and layout.is_simple and not layout.unversioned:
-            if _versions(now, len(layout.children)) == self._versions:
-                return None
-        if now[: len(layout.children)] != layout.children:
+            return None
+        if now[:first] != layout.children:
             raise _other_modules(function, "modules")
         loans = Loans([], {})
         self._lend_parameters(loans, function)
@@ -199,9 +199,6 @@ def _versions(values: Sequence[Any], first: int) -> list[int]:
         return [0 if tensor is None else tensor._version for tensor in values[first:]]
     except RuntimeError:  # an inference tensor is among them
         return [0 if tensor is None else version_of(tensor) for tensor in values[first:]]
-
-
-_VALUES = dict.values
 
 
 def _is_sharded(tensor: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["SavedBytes", "bytes_of", "saved_bytes"]
+__all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
 
 
 class SavedBytes:
@@ -25,7 +25,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         if not isinstance(whole, nn.Parameter):
-            self._storages.update(_storage_of(tensor))
+            self._storages.update(storage_of(tensor))
         return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -45,14 +45,14 @@ def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
     """The bytes of the storages of ``tensors``, each once, except for those of ``but``."""
     storages: dict[StorageWeakRef, int] = {}
     for tensor in tensors:
-        storages.update(_storage_of(tensor))
+        storages.update(storage_of(tensor))
     for tensor in but:
-        for storage in _storage_of(tensor):
+        for storage in storage_of(tensor):
             storages.pop(storage, None)
     return sum(storages.values())
 
 
-def _storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
+def storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
     """Its bytes; nothing of a sparse tensor, which has none."""
     if tensor.layout != torch.strided:
         return {}

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["PutBack", "tensors_of"]
+__all__ = ["PutBack", "copy_attributes", "tensors_of"]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
@@ -33,3 +33,10 @@ def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
         return pytree.tree_unflatten(made, spec)
 
     return tuple(unique.values()), put_back
+
+
+def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
+    """``target``, with the attributes that were put on ``source``."""
+    if source is not target and source.__dict__:
+        target.__dict__.update(source.__dict__)
+    return target

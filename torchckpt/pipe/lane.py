@@ -10,7 +10,7 @@ from torchckpt.kernel.dependency import fork, join
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.recompute import recompute
 
-__all__ = ["Lane", "before"]
+__all__ = ["Edges", "Lane", "before"]
 
 
 Edges: TypeAlias = list[list[Tensor]]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.trees import copy_attributes
 
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
 
@@ -43,15 +44,20 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int
     raise_faults("Pipe", _faults(tensors, dim))
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
-    parts = [_parts(leaf, m, dim) for _, leaf in paths]
+    parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # one tensor stays one tensor
+    parts = [parts_of[id(leaf)] if isinstance(leaf, Tensor) else _whole(leaf, m) for _, leaf in paths]
     sizes = [rows // m + (part < rows % m) for part in range(m)]  # as tensor_split makes them
     calls = [pytree.tree_unflatten(leaves, spec) for leaves in zip(*parts)]
     return [MicroBatch(one, others, size) for (one, others), size in zip(calls, sizes)]
 
 
-def _parts(leaf: Any, m: int, dim: int) -> Sequence[Any]:
-    if isinstance(leaf, Tensor):
-        return leaf.tensor_split(m, dim)
+def _parts(tensor: Tensor, m: int, dim: int) -> Sequence[Tensor]:
+    if m == 1:
+        return (tensor,)
+    return [copy_attributes(tensor, part) for part in tensor.tensor_split(m, dim)]
+
+
+def _whole(leaf: Any, m: int) -> Sequence[Any]:
     return [leaf.value if isinstance(leaf, NoChunk) else leaf] * m
 
 
@@ -63,7 +69,12 @@ def gather(outputs: Sequence[Any], rows: Sequence[int], dim: int = 0, reduce: st
     raise_faults("Pipe", _structure_faults(specs))
     columns = list(zip(*(leaves for leaves, _ in flat)))
     raise_faults("Pipe", [fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
-    return pytree.tree_unflatten([_gathered(column, rows, dim, reduce) for column in columns], specs[0])
+    made: dict[tuple[int, ...], Any] = {}  # one tensor stays one tensor
+    for column in columns:
+        key = tuple(map(id, column))
+        if key not in made:
+            made[key] = _gathered(column, rows, dim, reduce)
+    return pytree.tree_unflatten([made[tuple(map(id, column))] for column in columns], specs[0])
 
 
 def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: str | None) -> Any:
@@ -71,7 +82,7 @@ def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: st
     if not isinstance(first, Tensor):
         return first
     if first.dim():
-        return torch.cat(column, dim)
+        return copy_attributes(first, torch.cat(column, dim))
     if reduce == "sum":
         return torch.stack(column).sum()
     weights = [count / sum(rows) for count in rows]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
+from torchckpt.pipe.in_place import Given, InPlace
 from torchckpt.pipe.skip import Carrier, Name
 
 __all__ = [
@@ -67,12 +68,17 @@ class Layer(NamedTuple):
 class Stage:
     """Consecutive layers that run as one, on one device. The first takes the arguments, the others one output each."""
 
-    def __init__(self, number: int, first: int, layers: Sequence[Layer], device: torch.device) -> None:
+    def __init__(
+        self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: InPlace | None = None
+    ) -> None:
         self.number, self.layers, self.device = number, layers, device
+        self.in_place = in_place or InPlace()
+        """What is known of the inputs that the layers change."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
-    def turn(self, carrier: Carrier) -> Turn:
-        return Turn(self, carrier)
+    def turn(self, carrier: Carrier, given: Given | None) -> Turn:
+        """One micro-batch in this stage. ``given``: what it gets; None: whatever it does to that is right."""
+        return Turn(self, carrier, given)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -82,17 +88,34 @@ class Stage:
 class Turn:
     """One stage on one micro-batch: a function of its arguments that returns the output and the skips that leave."""
 
-    def __init__(self, stage: Stage, carrier: Carrier) -> None:
-        self._stage, self._carrier = stage, carrier
+    def __init__(self, stage: Stage, carrier: Carrier, given: Given | None) -> None:
+        self._stage, self._carrier, self._given = stage, carrier, given
+        self._is_forward = True
         self.__qualname__ = stage.__qualname__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
-        return self._carrier.run(partial(self._run, args, kwargs))
+    @property
+    def region_modules(self) -> list[nn.Module]:
+        return self._stage.modules
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
+        is_forward, self._is_forward = self._is_forward, False
+        given = self._given
+        if given is None:
+            return self._carrier.run(partial(self._run, args, kwargs, None))
+        args, kwargs = given.arguments(args, kwargs, is_forward)
+        try:
+            return self._carrier.run(partial(self._run, args, kwargs, given if is_forward else None), given.own)
+        finally:
+            given.end()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Given | None) -> Any:
         for layer in self._stage.layers:
             self._carrier.layer = layer
             args, kwargs = (layer.module(*args, **kwargs),), {}
+            if watch is not None:
+                watch.after(layer)
+        if watch is not None:
+            watch.learn()
         return args[0]
 
 
@@ -154,14 +177,19 @@ def balance_by_device(layers: Sequence[Layer]) -> list[int]:
 
 
 def partition(
-    layers: Sequence[Layer], balance: Sequence[int], devices: Sequence[torch.device | None]
+    layers: Sequence[Layer],
+    balance: Sequence[int],
+    devices: Sequence[torch.device | None],
+    in_place: dict[tuple[int, int], InPlace] | None = None,
 ) -> list[Stage]:
-    """The stages. A device of None is where the parameters of the stage are, or else where the stage before is."""
+    """The stages. A device of None is where the parameters of the stage are, or else where the stage before is. What is
+    known of the layers from the first to the last of a stage is kept in ``in_place``."""
+    known = {} if in_place is None else in_place
     stages: list[Stage] = []
     for number, (end, count, device) in enumerate(zip(accumulate(balance), balance, devices)):
         own = layers[end - count : end]
         here = device or next(iter(_devices_of(own)), stages[-1].device if stages else torch.device("cpu"))
-        stages.append(Stage(number, end - count, own, here))
+        stages.append(Stage(number, end - count, own, here, known.setdefault((end - count, end), InPlace())))
     return stages
 
 

@@ -13,8 +13,10 @@ from torch import nn
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
 from torchckpt.kernel.checkpointing import outside, refuse_transforms
+from torchckpt.kernel.options import Options, checked
 from torchckpt.model import Timeline
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
+from torchckpt.pipe.in_place import InPlace
 from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
     Layer,
@@ -31,7 +33,7 @@ from torchckpt.pipe.partition import (
 )
 from torchckpt.pipe.pipeline import run_pipeline
 from torchckpt.pipe.step import Record, Step
-from torchckpt.typing import CheckpointMode
+from torchckpt.typing import CheckpointMode, ContextFunction, DeterminismCheck
 
 __all__ = ["Pipe"]
 
@@ -71,6 +73,8 @@ class Pipe(nn.Module):
         split_nested: count, and cut between, the layers of Sequentials inside the Sequential.
         deferred_batch_norm: have the running statistics of BatchNorm be those of mini-batches: converts the layers by
             :class:`~torchckpt.pipe.DeferredBatchNorm`.
+        preserve_rng_state, generators, determinism_check, context_fn, early_stop: of each region, which is a stage on
+            one micro-batch, as in :func:`torchckpt.checkpoint`.
 
     Raises:
         ArgumentError: a wrong call, all its faults in one message; or, at the forward, a wrong mini-batch.
@@ -91,11 +95,20 @@ class Pipe(nn.Module):
         reduce: str | None = None,
         split_nested: bool = False,
         deferred_batch_norm: bool = False,
+        preserve_rng_state: bool = True,
+        generators: Sequence[torch.Generator] = (),
+        determinism_check: DeterminismCheck = "default",
+        context_fn: ContextFunction | None = None,
+        early_stop: bool = True,
     ) -> None:
         super().__init__()
         layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
-        faults = _faults(module, layers, balance, devices)
-        raise_faults("Pipe", [*faults, *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce)])
+        faults = [
+            *_faults(module, layers, balance, devices),
+            *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce),
+        ]
+        options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+        self._options = checked("Pipe", Pipe, options, faults)
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
         self.batch_dim, self.reduce, self._split_nested = batch_dim, reduce, split_nested
@@ -104,6 +117,7 @@ class Pipe(nn.Module):
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
+        self._in_place: dict[tuple[int, int], InPlace] = {}
         self._told: set[int] = set()  # once for each number of micro-batches
         self._modules.update(module._modules)  # the very layers, under their names, which may be those of attributes
         stages = self.stages
@@ -118,7 +132,7 @@ class Pipe(nn.Module):
     def stages(self) -> list[Stage]:
         """The stages: ``number``, ``device`` and ``layers`` of each, which are ``name`` and ``module``."""
         layers = layers_of(self, self._split_nested)
-        return partition(layers, self.balance, self.devices or [None] * len(self.balance))
+        return partition(layers, self.balance, self.devices or [None] * len(self.balance), self._in_place)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch. The arguments, those of the first layer, are pytrees: tensors in them are split into
@@ -139,7 +153,7 @@ class Pipe(nn.Module):
         stages = self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
         with self._statistics():
-            outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads)
+            outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads, self._options)
         rows = [batch.rows for batch in micro_batches]
         return gather(outputs, rows, self.batch_dim, self.reduce)
 
@@ -197,7 +211,8 @@ class Pipe(nn.Module):
         weights = [batch.rows / rows if reduce == "mean" else 1.0 for batch in micro_batches]
         inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
         targets = [batch.args[-1] for batch in micro_batches]
-        return Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never")
+        recomputes = self.checkpoint != "never"
+        return Step(self.stages, inputs, targets, loss_fn, weights, recomputes, self._options)
 
     def timeline(self) -> Timeline:
         """The last :meth:`step` as it was measured, in the type of a simulated one: clocks on the CPU, events on
@@ -220,6 +235,9 @@ class Pipe(nn.Module):
         return DeferredBatchNorm.mini_batch(self) if self.deferred_batch_norm else nullcontext()
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        # They are attributes, and may have been set since.
+        options = self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce
+        raise_faults("Pipe", _option_faults(*options))
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
         m = len(micro_batches)
         if m < self.chunks and m not in self._told and torch.is_grad_enabled():
@@ -321,7 +339,7 @@ def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any,
         if type(value) is not int or value < 1:
             works = f"{name}={8 if name == 'chunks' else 1}"
             yield Fault(f"{name} must be a positive int", f"{name}={value!r}", works)
-    if checkpoint not in _MODES:
+    if not isinstance(checkpoint, str) or checkpoint not in _MODES:
         received = f"checkpoint={checkpoint!r}"
         yield Fault(f"checkpoint must be one of {_MODES}", received, 'checkpoint="except_last"')
     if type(batch_dim) is not int or batch_dim < 0:

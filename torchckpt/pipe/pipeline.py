@@ -29,7 +29,7 @@ out, and everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,11 +40,14 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.checkpoint import checkpoint
 from torchckpt.kernel.frame import Frame
-from torchckpt.kernel.options import DEFAULT
+from torchckpt.kernel.options import DEFAULT, Options
 from torchckpt.kernel.private import profiler_is_on
+from torchckpt.kernel.trees import PutBack, tensors_of
 from torchckpt.pipe.clock import clock_cycles
-from torchckpt.pipe.lane import Lane, before
+from torchckpt.pipe.in_place import Given, Memory
+from torchckpt.pipe.lane import Edges, Lane, before
 from torchckpt.pipe.links import Place, copy, on, wait
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
@@ -56,7 +59,12 @@ __all__ = ["output_faults", "run_pipeline", "skips_of"]
 
 
 def run_pipeline(
-    stages: Sequence[Stage], micro_batches: Sequence[MicroBatch], checkpointed: int, lookahead: int, threads: bool
+    stages: Sequence[Stage],
+    micro_batches: Sequence[MicroBatch],
+    checkpointed: int,
+    lookahead: int,
+    threads: bool,
+    options: Options = DEFAULT,
 ) -> list[Any]:
     """Run every micro-batch through every stage.
 
@@ -65,11 +73,14 @@ def run_pipeline(
         lookahead: how many micro-batches of a stage may be recomputed and alive.
         threads: whether each device has a thread of its own, or all stages run in the caller's, as they always do
             where something holds there that no other thread can be given.
+        options: of the regions.
     """
     threads = threads and not is_bound_to_caller()
     devices = list(dict.fromkeys(stage.device for stage in stages))
     places = [Place.of(stage.device) for stage in stages]
-    stations = [Station(stage, place, Lane(lookahead), stage is stages[-1]) for stage, place in zip(stages, places)]
+    stations = [
+        Station(stage, place, Lane(lookahead), stage is stages[-1], options) for stage, place in zip(stages, places)
+    ]
     parcels = [Parcel.of_caller(batch, skips_of(stages)) for batch in micro_batches]
     last = len(parcels) - 1
 
@@ -110,51 +121,68 @@ class Parcel(NamedTuple):
     at: tuple[Place, torch.Stream | None] | None
     """None: where the caller has its tensors, each on its own device."""
     skips: Skips
+    memory: Memory
 
     @classmethod
     def of_caller(cls, batch: MicroBatch, skips: Skips) -> Parcel:
-        return cls(batch.args, batch.kwargs, None, skips)
+        tensors, _ = _tensors((batch.args, batch.kwargs))
+        return cls(batch.args, batch.kwargs, None, skips, Memory.of_caller(tensors))
 
 
 class Station:
     """A stage at its place, with its lane: all that one stage does in one forward, and all in one thread."""
 
-    def __init__(self, stage: Stage, place: Place, lane: Lane, final: bool) -> None:
+    def __init__(self, stage: Stage, place: Place, lane: Lane, final: bool, options: Options) -> None:
         self._stage, self._place, self._lane, self._final = stage, place, lane, final
+        self._options = options
 
     def step(self, parcel: Parcel, checkpointed: bool, last: bool) -> Parcel:
         """Take in a micro-batch, run the stage on it, and let it go. The numbers are those of the drawing."""
+        frame = Frame(self._options) if checkpointed and torch.is_grad_enabled() else None
         with on(self._place.compute):
             due = self._lane.due()
-            args, kwargs = self._taken_in(parcel)
-            frame = Frame(DEFAULT) if checkpointed and torch.is_grad_enabled() else None
-            turn = self._stage.turn(Carrier(parcel.skips, partial(_fetched, self._place)))
+            arrived, put_back = self._taken_in(parcel)
+            if frame is not None:
+                arrived, due = behind_checkpoints(frame, arrived, due)  # [6]
+            args, kwargs = put_back(arrived)
+            turn = self._stage.turn(Carrier(parcel.skips, partial(_fetched, self._place)), self._given(parcel, frame))
             returned = turn(*args, **kwargs) if frame is None else frame.forward(turn, args, kwargs)  # [7]
             raise_faults("Pipe", output_faults(self._stage, returned[0]))
             tensors, put_back = _tensors(returned)
+            kept, outputs = returned[1], tensors_of(returned[0])[0] if returned[1] else tensors
+            in_flight = [*kept.values(), *parcel.skips.in_flight()]
+            memory = parcel.memory.on_leaving(outputs, in_flight, arrived)
             stream = None if self._final else self._place.side_stream()
             if stream is not None:
-                tensors, due = before(tensors, due), []  # [6]
+                tensors, due = before(tensors, due), []
             with on(stream):
                 tensors = wait(self._place.compute, stream, tensors) if stream else tensors  # [5]
-                tensors = self._lane.passed(frame, tensors, due)  # [4]; and [6], where no Wait is between
+                tensors = self._lane.passed(frame, tensors, due)  # [4]
             rest = self._lane.rest() if last else []  # [3]
             with on(stream):
                 tensors = before(tensors, rest)
         output, skips = put_back(tensors)
         self._send(parcel.skips, skips, stream)
-        return Parcel((output,), {}, (self._place, stream), parcel.skips)
+        return Parcel((output,), {}, (self._place, stream), parcel.skips, memory)
+
+    def _given(self, parcel: Parcel, frame: Frame | None) -> Given | None:
+        """None where the layers get what the plain ones would get: the graph knows what they do to it."""
+        on_copies = frame is not None or bool(parcel.memory.kept)
+        if not on_copies and self._place.compute is None:
+            return None
+        known = self._stage.in_place if on_copies else None
+        return Given(self._stage.__qualname__, known, parcel.memory.shared)
 
     def _send(self, skips: Skips, kept: dict[Name, Tensor], stream: torch.Stream | None) -> None:
         for name, tensor in kept.items():
             skips.sent(name, tensor, Load((tensor,), self._place, stream))
 
-    def _taken_in(self, parcel: Parcel) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _taken_in(self, parcel: Parcel) -> tuple[tuple[Tensor, ...], PutBack]:
         tensors, put_back = _tensors((parcel.args, parcel.kwargs))
         if parcel.at is not None:
-            return put_back(moved(Load(tensors, *parcel.at), self._place))  # type: ignore[no-any-return]
+            return moved(Load(tensors, *parcel.at), self._place), put_back
         loads = (Load((tensor,), Place.of(tensor.device), None) for tensor in tensors)
-        return put_back(tuple(moved(load, self._place)[0] for load in loads))  # type: ignore[no-any-return]
+        return tuple(moved(load, self._place)[0] for load in loads), put_back
 
 
 def _fetched(place: Place, load: Load) -> Tensor:
@@ -176,24 +204,25 @@ def moved(load: Load, target: Place) -> tuple[Tensor, ...]:
     return wait(arrival, target.compute, tensors)  # [1]
 
 
-def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Any]]:
-    """The tensors in ``tree``, each once, and what makes it again of others."""
-    first, second = tree  # (args, kwargs), or what a turn returns
-    if not second and isinstance(first, Tensor):
+def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> tuple[tuple[Tensor, ...], Edges]:
+    """``inputs``, those with a gradient of their own behind the ``Checkpoint`` of ``frame``; and what is left of
+    ``due``, which hangs on these where there is one output: none of its edges leads into a branch of another."""
+    inner = [tensor.requires_grad and not tensor.is_leaf for tensor in inputs]
+    if not any(inner):
+        return inputs, due
+    (edges,), due = (due, []) if len(due) == 1 else ([()], due)
+    return tuple(checkpoint(frame, x, *edges) if is_inner else x for x, is_inner in zip(inputs, inner)), due
+
+
+def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
+    """As :func:`tensors_of`, of (args, kwargs), or of what a turn returns."""
+    first, second = tree
+    if not second and isinstance(first, Tensor) and not first.__dict__:
         return (first,), lambda tensors: (tensors[0], {})  # what most stages return
-    if not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor):
+    is_one = not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor)
+    if is_one and not first[0].__dict__:
         return first, lambda tensors: (tensors, {})  # what most are called with
-    leaves, spec = pytree.tree_flatten(tree)
-    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    numbers = {key: number for number, key in enumerate(unique)}
-    places = [(place, numbers[id(leaf)]) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-    def put_back(tensors: tuple[Tensor, ...]) -> Any:
-        for place, number in places:
-            leaves[place] = tensors[number]
-        return pytree.tree_unflatten(leaves, spec)
-
-    return tuple(unique.values()), put_back
+    return tensors_of(tree)
 
 
 def output_faults(stage: Stage, output: object) -> list[Fault]:

@@ -13,7 +13,7 @@ stashes it to the one that pops it, past those between. The idea is torchgpipe's
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
 from torchckpt.kernel.flags import is_recomputing
+from torchckpt.kernel.trees import tensors_of
 
 __all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
 
@@ -118,6 +119,8 @@ class _Stashed:
         self.load: Any = None
         self.version: int | None = None
         self.popped_by: str | None = None
+        self.place: int | None = None
+        """Among the tensors that go to the next stage as its arguments, where this one goes too."""
 
 
 class Skips:
@@ -132,6 +135,25 @@ class Skips:
         """``tensor`` left its stage, as ``load``, in whatever form."""
         found = self._stashed[name]
         found.tensor, found.load, found.version = tensor, load, _version(tensor)
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self._stashed)
+
+    def in_flight(self) -> list[Tensor]:
+        """What has left its stage, and has not been popped."""
+        return [stashed.tensor for stashed in self._stashed.values() if stashed.tensor is not None]
+
+    def place_of(self, name: Name) -> int | None:
+        found = self._stashed.get(name)
+        return None if found is None else found.place
+
+    def leave(self, arrived: Sequence[Tensor], kept: dict[Name, Tensor], leaving: Sequence[Tensor]) -> None:
+        """A stage ends, whose layers got ``arrived``, which stashed ``kept``, and which returns ``leaving``."""
+        numbers = {id(tensor): number for number, tensor in enumerate(leaving)}
+        for name, stashed in self._stashed.items():
+            passed = None if stashed.place is None or not arrived else arrived[stashed.place]
+            stashed.place = numbers.get(id(kept.get(name, passed)))
 
     def stashed(self, name: Name, layer: str) -> None:
         """Note that ``layer`` stashes ``name``."""
@@ -184,20 +206,31 @@ class Carrier:
         self._skips: Skips | None = skips
         self._fetch: Callable[[Any], Tensor] | None = fetch
         self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
+        self._places: dict[Name, int] = {}  # of skips that are arguments too
+        self._arguments: Sequence[Tensor] = ()
         self._entered = False
         self.layer: object = ""
         """The layer that runs now; in words by ``str``, which few runs need."""
 
-    def run(self, function: Callable[[], Any]) -> tuple[Any, dict[Name, Tensor]]:
-        """One run of the stage, the forward first: what it returns, and what it stashes and does not pop itself."""
+    def run(self, function: Callable[[], Any], arguments: Sequence[Tensor] = ()) -> tuple[Any, dict[Name, Tensor]]:
+        """One run of the stage, the forward first: what it returns, and what it stashes and does not pop itself.
+
+        Args:
+            arguments: the tensors that the layers get, each once, where a skip may be one of them.
+        """
         # is_recomputing() also holds in a forward inside the replay of an outer region.
         is_forward, self._entered = not self._entered, True
         run = _Run(self, is_forward)
         token = _current.set(run)
+        self._arguments = arguments
         try:
-            return function(), run.kept
+            output = function()
+            if is_forward and self._skips is not None and self._skips.are_any:
+                self._skips.leave(arguments, run.kept, tensors_of(output)[0])
+            return output, run.kept
         finally:
             _current.reset(token)
+            self._arguments = ()
             if is_forward:
                 self._skips = self._fetch = None
 
@@ -210,6 +243,14 @@ class Carrier:
 
     def arrived(self, name: Name, is_forward: bool) -> Tensor:
         """From another stage; in a replay, the tensor that the forward got."""
+        if is_forward and self._skips is not None and self._arguments:
+            place = self._skips.place_of(name)
+            if place is not None:
+                self._places[name] = place
+        if name in self._places:
+            if is_forward:
+                self.popped(name)
+            return self._arguments[self._places[name]]
         if name in self._fetched:
             if is_forward:
                 self.popped(name)

@@ -29,10 +29,12 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.checkpoint import checkpoint
 from torchckpt.kernel.clock import Clock
 from torchckpt.kernel.frame import Frame
-from torchckpt.kernel.options import DEFAULT
+from torchckpt.kernel.options import DEFAULT, Options
 from torchckpt.kernel.private import profiler_is_on
+from torchckpt.kernel.trees import tensors_of
 from torchckpt.model import (
     Action,
     Kind,
@@ -47,6 +49,7 @@ from torchckpt.model import (
     with_recompute,
 )
 from torchckpt.model.measured import Span, measured_timeline
+from torchckpt.pipe.in_place import Given, Memory
 from torchckpt.pipe.links import Place, copy, on, wait
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
@@ -119,17 +122,24 @@ class Passage:
         # Of the graph only, where the receiver has a copy: the output itself would be held until its backward.
         is_elsewhere = back[0].place != back[1].place and tensor.requires_grad
         self.root: Any = get_gradient_edge(tensor) if is_elsewhere else tensor
+        self._attributes = tensor.__dict__.copy()
         self._forth: Shipment | None = forth
         self._leaf: Tensor | None = None
         self._arrived: Tensor | None = None
         self._gradient: Shipment | None = None
 
-    def received(self) -> Tensor:
-        """What the receiver's graph begins with: a leaf, behind a node, so that it may be changed in place."""
+    def received(self, frame: Frame | None = None) -> Tensor:
+        """What the receiver's graph begins with: a leaf, behind a node, so that it may be changed in place. The node is
+        the ``Checkpoint`` of ``frame``, if there is one."""
         forth, self._forth = self._forth, None
         if forth is not None:
-            self._leaf = forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
-            self._arrived = wait(None, None, (self._leaf,))[0]
+            leaf = forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
+            self._leaf = leaf
+            if frame is not None and self._requires_grad:
+                self._arrived = checkpoint(frame, leaf)
+            else:
+                (self._arrived,) = wait(None, None, (leaf,))
+            self._arrived.__dict__.update(self._attributes)
         assert self._arrived is not None
         return self._arrived
 
@@ -175,6 +185,7 @@ class Step:
         targets: of each micro-batch.
         loss_fn: of the output and the target of a micro-batch, a scalar.
         weights: of the loss of each micro-batch in that of the mini-batch.
+        options: of the regions.
     """
 
     def __init__(
@@ -185,9 +196,10 @@ class Step:
         loss_fn: LossFunction,
         weights: Sequence[float],
         recomputes: bool,
+        options: Options = DEFAULT,
     ) -> None:
         self._stages, self._micro_batches, self._targets = stages, micro_batches, targets
-        self._loss_fn, self._weights = loss_fn, weights
+        self._loss_fn, self._weights, self._options = loss_fn, weights, options
         self.schedule, self._order = plan(len(stages), len(micro_batches), recomputes)
         actions = [action for order in self.schedule.ranks for action in order]
         self._recomputed = {(stage, i) for stage, kind, i in actions if kind is Kind.RECOMPUTE}
@@ -197,6 +209,7 @@ class Step:
         self._clocks = [Clock(stage.device) for stage in stages]
         self._skips = [skips_of(stages) for _ in micro_batches]
         self._inputs: dict[tuple[int, int], Any] = {}
+        self._memory: dict[tuple[int, int], Memory] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
         self._losses: list[Tensor] = []
         self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in stages]
@@ -218,35 +231,35 @@ class Step:
         return Record(self.schedule, self._clocks, self._stamps)
 
     def _forward(self, j: int, i: int) -> None:
-        stage, place, skips, turn = self._stages[j], self._places[j], self._skips[i], Turn()
+        stage, skips, turn = self._stages[j], self._skips[i], Turn()
         self._turns[j, i] = turn
+        turn.frame = Frame(self._options) if (j, i) in self._recomputed else None
         args, kwargs = self._arguments(j, i, turn)
-        run = stage.turn(Carrier(skips, partial(self._skip, turn.received, j)))
-        if (j, i) in self._recomputed:
-            turn.frame = Frame(DEFAULT)
-            output, kept = turn.frame.forward(run, args, kwargs)
-        else:
-            output, kept = run(*args, **kwargs)
+        arrived = tensors_of((args, kwargs))[0]
+        memory = self._memory.pop((j, i)) if j else Memory.of_caller(arrived)
+        given = Given(stage.__qualname__, stage.in_place if turn.frame or memory.kept else None, memory.shared)
+        run = stage.turn(Carrier(skips, partial(self._skip, turn.received, j)), given)
+        output, kept = run(*args, **kwargs) if turn.frame is None else turn.frame.forward(run, args, kwargs)
         raise_faults("Pipe.step()", output_faults(stage, output))
+        leaving, in_flight = tensors_of(output)[0], [*kept.values(), *skips.in_flight()]
+        self._memory[j + 1, i] = memory.on_leaving(leaving, in_flight, arrived, turn.frame is not None)
         for name, tensor in kept.items():
-            skips.sent(name, tensor, (turn.sent, j, tensor, Shipment(tensor, Port.at(place))))
+            skips.sent(name, tensor, (turn.sent, j, tensor, Shipment(tensor, Port.at(self._places[j]))))
         if j + 1 < len(self._stages):
             self._inputs[j + 1, i] = pytree.tree_map(partial(self._sent, turn.sent, {}, j), output)
         else:
             self._end(i, turn, output)
 
     def _arguments(self, j: int, i: int, turn: Turn) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        place = self._places[j]
         if j == 0:
             batch = self._micro_batches[i]
-            here: Any = pytree.tree_map(partial(_brought, place), (batch.args, batch.kwargs))
+            here: Any = _brought(self._places[j], (batch.args, batch.kwargs))
             return here[0], here[1]
-        received = pytree.tree_map(partial(_received, turn.received), self._inputs.pop((j, i)))
-        return (received,), {}
+        return (pytree.tree_map(partial(_received, turn), self._inputs.pop((j, i))),), {}
 
     def _end(self, i: int, turn: Turn, output: Any) -> None:
         raise_faults("Pipe.step()", self._skips[i].faults())
-        target = pytree.tree_map(partial(_brought, self._places[-1]), self._targets[i])
+        target = _brought(self._places[-1], self._targets[i])
         loss = self._loss_fn(output, target)
         raise_faults("Pipe.step()", _loss_faults(loss))
         turn.loss = loss * self._weights[i]
@@ -321,18 +334,23 @@ def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span
     return [Span(action, start, start, end) for action, start, end in times]
 
 
-def _received(passages: list[Passage], leaf: Any) -> Any:
+def _received(turn: Turn, leaf: Any) -> Any:
     if not isinstance(leaf, Passage):
         return leaf
-    passages.append(leaf)
-    return leaf.received()
+    turn.received.append(leaf)
+    return leaf.received(turn.frame)
 
 
-def _brought(place: Place, leaf: Any) -> Any:
-    """A tensor of the caller's, at ``place``, without its graph."""
-    if not isinstance(leaf, Tensor) or leaf.device == place.device:
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-    return Shipment(leaf, Port.at(Place.of(leaf.device))).sent(Port.at(place)).arrived(place)
+def _brought(place: Place, tree: Any) -> Any:
+    """``tree`` of the caller's, with its tensors at ``place``, without their graph."""
+    tensors, put_back = tensors_of(tree)
+    return put_back([_moved(place, tensor) for tensor in tensors])
+
+
+def _moved(place: Place, tensor: Tensor) -> Tensor:
+    if tensor.device == place.device:
+        return tensor.detach()
+    return Shipment(tensor, Port.at(Place.of(tensor.device))).sent(Port.at(place)).arrived(place)
 
 
 def _loss_faults(loss: object) -> Iterator[Fault]:

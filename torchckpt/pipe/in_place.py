@@ -1,0 +1,135 @@
+"""In place: what the layers of a stage do to the tensors that the stage gets.
+
+A layer may change the input of its stage in place (``ReLU(inplace=True)`` behind a cut). But a replay must begin with
+what the forward began with, and the input of the first stage is the caller's. So such a stage works on a copy of that
+input, made inside the region. Which inputs a stage changes is seen in its first run, on copies of all.
+
+Where an input shares memory with another tensor that crosses a cut, no copy does what the plain layers do. To change it
+is refused, in the forward.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.kernel.saved import storage_of
+from torchckpt.kernel.trees import copy_attributes, tensors_of
+
+__all__ = ["Given", "InPlace", "Memory"]
+
+
+@dataclass
+class InPlace:
+    """What is known of a stage: the places, among the tensors that it gets, of those that it changes."""
+
+    changed: set[int] | None = None
+    """None: it has not run yet."""
+    now: set[int] = field(default_factory=set)
+    """Those that were seen so far."""
+
+
+class Given:
+    """The tensors that a stage gets for one micro-batch, in its forward and in its replays.
+
+    Args:
+        stage: its name in errors.
+        known: of all micro-batches; written to in the forward. None: the stage works on what it gets.
+        shared: the places of tensors that share memory with others that cross a cut.
+    """
+
+    def __init__(self, stage: str, known: InPlace | None, shared: Collection[int]) -> None:
+        self._stage, self._known, self._shared = stage, known, shared
+        changed = () if known is None else known.changed
+        self._copied = None if changed is None else frozenset(changed)  # None: all
+        self._watched: list[tuple[int, Tensor, int]] = []  # in the forward: not changed yet; with their versions
+        self.own: Sequence[Tensor] = ()
+        """While the layers run: what they get, each once."""
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_forward: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the layers get in place of ``args`` and ``kwargs``."""
+        is_one = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+        tensors, put_back = (args, None) if is_one else tensors_of((args, kwargs))
+        self.own = own = [self._own(place, tensor) for place, tensor in enumerate(tensors)]
+        if is_forward:
+            self._watched = [(n, tensor, tensor._version) for n, tensor in enumerate(own) if not tensor.is_inference()]
+        if all(one is other for one, other in zip(own, tensors)):
+            return args, kwargs
+        return (tuple(own), {}) if put_back is None else put_back(own)
+
+    def _own(self, place: int, tensor: Tensor) -> Tensor:
+        # A leaf that requires grad cannot be changed in place.
+        is_copied = (self._copied is None or place in self._copied) and not (tensor.requires_grad and tensor.is_leaf)
+        return copy_attributes(tensor, tensor.clone()) if is_copied else tensor
+
+    def after(self, layer: object) -> None:
+        """In the forward, when ``layer`` has run: note what it changed, or raise."""
+        for one in [one for one in self._watched if one[1]._version != one[2]]:
+            place = one[0]
+            self._watched.remove(one)
+            if place in self._shared:
+                raise_faults("Pipe", [self._fault(place, layer, "it shares memory with another, or with a skip")])
+            if self._known is not None:
+                self._known.now.add(place)
+                if self._copied is not None and place not in self._copied:
+                    self._known.changed = {*self._copied, place}
+                    raise_faults("Pipe", [self._fault(place, layer, "which it did not in its first run")])
+
+    def learn(self) -> None:
+        """After the last layer of the forward."""
+        if self._known is not None and self._copied is None:
+            self._known.changed = {*self._known.now}
+
+    def end(self) -> None:
+        """After a run, whether it raised or not."""
+        self._watched, self.own = [], ()
+
+    def _fault(self, place: int, layer: object, why: str) -> Fault:
+        rule = "a stage may change in place a tensor that it gets, where nobody else reads it"
+        received = f"tensor {place} of {self._stage}, changed by {layer}: {why}"
+        return Fault(rule, received, "the operation out of place, such as ReLU(inplace=False) or x = x + 1")
+
+
+def shared_places(leaving: Sequence[Tensor], others: Iterable[Tensor] = ()) -> frozenset[int]:
+    """The places of tensors among ``leaving`` that share memory with one another, or with ``others``."""
+    homes: dict[StorageWeakRef, list[int]] = {}
+    for place, tensor in [*enumerate(leaving), *((-1, other) for other in others)]:
+        for storage in storage_of(tensor):
+            homes.setdefault(storage, []).append(place)
+    return frozenset(place for places in homes.values() if len(places) > 1 for place in places if place >= 0)
+
+
+class Memory(NamedTuple):
+    """Whose memory the tensors are in that go from one stage to the next: the places of some of them."""
+
+    shared: frozenset[int] = frozenset()
+    """They share it with others that cross a cut, or with skips."""
+    kept: frozenset[int] = frozenset()
+    """It is that of the caller's tensors, or of what an earlier region will begin with again."""
+
+    @classmethod
+    def of_caller(cls, tensors: Sequence[Tensor]) -> Memory:
+        shared = shared_places(tensors) if len(tensors) > 1 else frozenset()
+        return cls(shared, frozenset(range(len(tensors))))
+
+    def on_leaving(
+        self,
+        leaving: Sequence[Tensor],
+        in_flight: Sequence[Tensor],
+        arrived: Sequence[Tensor],
+        is_replayed: bool = False,
+    ) -> Memory:
+        """Of tensors ``leaving`` the stage in which those ``arrived``, while skips are ``in_flight``."""
+        kept = range(len(arrived)) if is_replayed else self.kept
+        if len(leaving) < 2 and not in_flight and not self.shared and not kept:
+            return self
+        shared = shared_places(leaving, [*in_flight, *(arrived[place] for place in self.shared)])
+        homes = {storage for place in kept for storage in storage_of(arrived[place])}
+        lent = [place for place, tensor in enumerate(leaving) if not homes.isdisjoint(storage_of(tensor))]
+        return Memory(shared, frozenset(lent))
