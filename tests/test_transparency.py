@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchckpt import checkpoint, checkpoint_module, is_recomputing
+from torchckpt.errors import RecomputationError
 from torchckpt.testing import assert_transparent
 
 ROWS, WIDTH = 6, 8
@@ -233,10 +234,6 @@ def private_generator():
     ("function", "different"),
     [
         (UnguardedCounter(), "output 0, gradient 0"),
-        (UnguardedBuffer(), "buffer UnguardedBuffer.counter"),
-        (UnguardedBufferThatIsReplaced(), "buffer UnguardedBufferThatIsReplaced.counter"),
-        (BufferOfTheReplay(), "buffer BufferOfTheReplay.counter"),
-        (BufferInTheGradient(), r"gradient 0, of shape \(4,\), buffer BufferInTheGradient.counter"),
         (unreplayed, "gradient 0"),
         (reseeded, "gradient 0"),
         (private_generator(), "output 0, gradient 0"),
@@ -245,3 +242,27 @@ def private_generator():
 def test_function_that_is_not_transparent_is_found(function, different):
     with pytest.raises(AssertionError, match=f"is not the plain call; different: {different}"):
         assert_transparent(function, x)
+
+
+BUFFERS = {
+    UnguardedBuffer: "buffer UnguardedBuffer.counter",
+    UnguardedBufferThatIsReplaced: "buffer UnguardedBufferThatIsReplaced.counter",
+    BufferOfTheReplay: "buffer BufferOfTheReplay.counter",
+    BufferInTheGradient: r"gradient 0, of shape \(4,\), buffer BufferInTheGradient.counter",
+}
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+def test_buffers_of_the_function_itself_are_lent_to_the_replay(make):
+    assert_transparent(make(), x)
+
+
+@pytest.mark.parametrize(("make", "different"), BUFFERS.items())
+def test_buffers_of_a_module_that_the_function_closes_over_are_not(make, different):
+    module = make()
+    if make is BufferInTheGradient:  # it is saved, and so is its version
+        with pytest.raises(RecomputationError, match="modified by an inplace operation"):
+            assert_transparent(lambda x: module(x), x, modules=[module])
+        return
+    with pytest.raises(AssertionError, match=f"is not the plain call; different: {different}"):
+        assert_transparent(lambda x: module(x), x, modules=[module])

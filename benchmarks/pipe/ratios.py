@@ -57,6 +57,7 @@ def _like(name: str) -> str:
 
 
 def _counted(variant: Variant) -> dict[str, int | None]:
+    variant.step()  # the first run of a pipeline works on copies
     variant.forget()
     gc.collect()
     kept = None

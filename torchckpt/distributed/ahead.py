@@ -11,6 +11,7 @@ has nothing to do, and the recompute needs nothing that is still to come::
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Sizes
 from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.kernel.slots import Slot
+from torchckpt.kernel.frame import Fresh
 from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
 from torchckpt.model.comparison import Comparison, compare
 from torchckpt.model.measured import measured_timeline
@@ -166,9 +167,9 @@ class RecomputeAhead(Runtime):
             raise_without_regions(stage, self._of[stage].fwd_cache[micro_batch])
 
     @contextmanager
-    def _replaying(self, stage: int, micro_batch: int, slots: list[Slot]) -> Iterator[None]:
+    def _replaying(self, stage: int, micro_batch: int, recomputed: deque[Fresh]) -> Iterator[None]:
         replaying = self._record.replaying((stage, micro_batch))
-        with replaying, self._sizes.of_replay(stage, micro_batch, slots, self._of[stage].submod):
+        with replaying, self._sizes.of_replay(stage, micro_batch, recomputed, self._of[stage].submod):
             yield
 
     def _placed(self, costs: StageCosts | Sequence[StageCosts] | None, link: Link | Sequence[Link]) -> Schedule:

@@ -31,7 +31,7 @@ class Frames:
         """Within, regions that this thread enters are of this stage and micro-batch; with ``keep`` they are none.
 
         Args:
-            around: entered around each replay, early or late, with the slots that it fills.
+            around: entered around each replay, early or late, with the deque that it fills.
         """
         scope = Scope(keep, around)
         with scope.entered():

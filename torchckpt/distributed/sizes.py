@@ -1,15 +1,15 @@
 """Sizes: what one micro-batch keeps on each stage of this rank, counted in the first step."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 
-from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.frame import Frame, Fresh
 from torchckpt.kernel.saved import bytes_of, saved_bytes
-from torchckpt.kernel.slots import Slot
 
 __all__ = ["Size", "Sizes"]
 
@@ -52,14 +52,14 @@ class Sizes:
             size.early = size.regions if self._segments is None else min(self._segments, size.regions)
 
     @contextmanager
-    def of_replay(self, stage: int, micro_batch: int, slots: Sequence[Slot], module: nn.Module) -> Iterator[None]:
-        """Around the replay of one region, which fills ``slots``."""
+    def of_replay(self, stage: int, micro_batch: int, recomputed: deque[Fresh], module: nn.Module) -> Iterator[None]:
+        """Around the replay of one region, which fills ``recomputed``."""
         yield
         size = self.found.setdefault(stage, Size())
         if size.saved_bytes is None:
             size.saved_bytes, self._to_count[stage] = 0.0, (micro_batch, size.regions)
         counted, left = self._to_count.get(stage, (micro_batch, 0))
         if counted == micro_batch and left:
-            filled = [slot.tensor for slot in slots if slot.tensor is not None]
-            size.saved_bytes += bytes_of(filled, but=module.parameters())
+            fresh = [tensor for saved in recomputed for tensor, _ in saved]
+            size.saved_bytes += bytes_of(fresh, but=module.parameters())
             self._to_count[stage] = micro_batch, left - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -25,15 +25,15 @@ from torchckpt.kernel.slots import Slot, describe
 from torchckpt.kernel.streams import Trail
 from torchckpt.typing import Function
 
-__all__ = ["Around", "Frame", "observers"]
+__all__ = ["Around", "Frame", "Fresh", "observers"]
 
 observers: list[Callable[[str], object]] = []
 """Each is called with the name of a region right after that was replayed (``torchckpt.testing`` counts with it)."""
 
-Around: TypeAlias = Callable[[list[Slot]], AbstractContextManager[None]]
-
 Fresh: TypeAlias = list[tuple[Tensor, int]]
 """Saved tensors in the order of their slots, each with its version when it was saved."""
+
+Around: TypeAlias = Callable[["deque[Fresh]"], AbstractContextManager[None]]
 
 _RLock = type(threading.RLock())  # what threading.RLock(), a function in Python, makes
 
@@ -70,7 +70,7 @@ class Frame:
         self.recomputed: deque[Fresh] = deque()
         """Of one element, from the replay to the backward: what the function saved when it ran again."""
         self.around: Around | None = None
-        """Entered around the replay, with the slots that it fills."""
+        """Entered around the replay, with ``recomputed``, which it fills."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -97,14 +97,10 @@ class Frame:
             call, slots = self._call, self._slots
             if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
                 return
-            if self.around is None:
-                fresh = self._replay(call, slots)
-            else:
-                with self.around(slots):
-                    fresh = self._replay(call, slots)
+            with nullcontext() if self.around is None else self.around(self.recomputed):
+                self.recomputed.append(self._replay(call, slots))
             if call.devices:
-                self._trail = Trail(call.devices)  # before the slots, which are read without the lock
-            self.recomputed.append(fresh)
+                self._trail = Trail(call.devices)  # before the slots are filled, which are read without the lock
             if self._returned:
                 self._call = None
                 self.ambient.clear()

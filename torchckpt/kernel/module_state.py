@@ -33,7 +33,7 @@ __all__ = ["Loans", "Seen", "lending", "lent", "look"]
 lending = threading.RLock()
 """Held while something is lent, and by forwards that change buffers: none may change what is lent."""
 
-_SMALL_BYTES = 2**16
+_SMALL_BYTES = 2**12
 """Up to this size the copy of a buffer is kept although no forward has changed it."""
 
 

@@ -27,7 +27,7 @@ class Scope:
         self.keep = keep
         """Whether regions are plain calls."""
         self.around = around
-        """Entered around each replay of a frame that is gathered, with the slots that it fills."""
+        """Entered around each replay of a frame that is gathered, with the deque that it fills."""
         self.frames: list[Frame] = []
 
     def run(
