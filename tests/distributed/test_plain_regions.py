@@ -142,10 +142,10 @@ def test_reentrant_regions_are_found_behind_what_follows_them():
     x = torch.ones(2, 2, requires_grad=True)
     y = checkpoint_of_torch(torch.sin, x, use_reentrant=True)
     with pytest.raises(RegionError, match=f"^{re.escape(REENTRANT.format(2))}$"):
-        raise_without_regions(2, ({"y": y.exp() + x},))
+        raise_without_regions(2, nn.Identity(), ({"y": y.exp() + x},))
 
 
 @pytest.mark.parametrize("outputs", [torch.ones(1), (), {"a": [None, 3]}, torch.ones(1, requires_grad=True).exp()])
 def test_without_regions(outputs):
     with pytest.raises(RegionError, match="received: stage 2, whose forward entered none"):
-        raise_without_regions(2, outputs)
+        raise_without_regions(2, nn.Identity(), outputs)

@@ -1,9 +1,14 @@
 """torch.compile: a compiled block inside a region, and a region inside compiled code."""
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torchckpt
 from tests.helpers import Block, assert_program_transparent, assert_transparent, by_hand, leaf, plain
@@ -90,60 +95,185 @@ def test_compiled_blocks_in_nested_regions(device):
     assert_program_transparent(checkpoint, program, leaf(3, 4, device=device), modules=[blocks])
 
 
+# a region inside a compiled graph -------------------------------------------------------------------------------------
+
+
+class Graphs:
+    """The backend aot_eager, counted."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.runs = Counter()
+        """Of the forward and of the backward."""
+        self.products = Counter()
+        """Matrix products that have run in each."""
+
+    def __call__(self, graph, inputs):
+        self.made += 1
+        backend = aot_autograd(
+            fw_compiler=self._counting("forward"),
+            bw_compiler=self._counting("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return backend(graph, inputs)
+
+    def _counting(self, kind):
+        def compiler(graph, inputs):
+            products = sum("mm" in str(node.target) for node in graph.graph.nodes)
+
+            def run(*args):
+                self.runs[kind] += 1
+                self.products[kind] += products
+                return graph(*args)
+
+            return make_boxed_func(run)
+
+        return compiler
+
+
+def stock(function, *args, **options):
+    options.pop("generators", None)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
+
+
+consulted = []
+
+
+def save_products():
+    def policy(_, operator, *args, **kwargs):
+        consulted.append(operator)
+        saved = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+OPTIONS = [
+    {},
+    {"preserve_rng_state": False},
+    {"determinism_check": "none"},
+    {"context_fn": save_products},
+]
+
+
+def around(call, block, options):
+    return lambda x: call(block, x.sin(), **options).cos()
+
+
+def values_of(function, block, x):
+    """Output and gradients, from one seed."""
+    torch.manual_seed(1)
+    output = function(x)
+    gradients = torch.autograd.grad((output * torch.arange(12).view(3, 4)).sum(), [x, *block.parameters()])
+    return [output.detach(), *gradients]
+
+
+def seen_of(call, block, x, options, fullgraph=True):
+    """Output and gradients of a compiled call, and the matrix products of its forward and backward."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    values = values_of(torch.compile(around(call, block, options), backend=graphs, fullgraph=fullgraph), block, x)
+    return values, dict(graphs.products)
+
+
+@pytest.mark.filterwarnings("ignore:Detected that context_fn")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("by_module", [False, True])
+def test_region_inside_a_full_graph_is_that_of_torch(by_module, device, options):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+    expected = values_of(around(plain, block, {}), block, x)
+    _, as_torch = seen_of(stock, block, x, options)
+    consulted.clear()
+    if by_module:
+        torchckpt.checkpoint_module(block, **options)
+        received, counted = seen_of(plain, block, x, {})
+    else:
+        received, counted = seen_of(checkpoint, block, x, options)
+    assert all(map(torch.equal, received, expected))
+    assert counted == as_torch
+    assert counted == {"forward": 2, "backward": 6}  # 4 are the gradients
+    assert bool(consulted) == ("context_fn" in options)
+
+
+def test_region_that_compares_values_inside_a_graph_compares_nothing(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+    _, counted = seen_of(checkpoint, block, x, {})
+    assert counted == seen_of(checkpoint, block, x, {"determinism_check": "values"})[1]
+
+
+def test_early_stop_is_torchs_inside_a_graph(device):
+    block, x = Block().to(device), leaf(3, 4, device=device)
+    received, _ = seen_of(checkpoint, block, x, {"early_stop": False})
+    assert all(map(torch.equal, received, seen_of(checkpoint, block, x, {})[0]))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_region_makes_no_break(fullgraph):
+    block, x, graphs = Block(), leaf(3, 4), Graphs()
+    values_of(torch.compile(around(checkpoint, block, {}), backend=graphs, fullgraph=fullgraph), block, x)
+    assert (graphs.made, graphs.runs) == (1, {"forward": 1, "backward": 1})
+
+
+def test_nested_and_keyword_regions_inside_a_full_graph(device):
+    outer, inner, x = Block().to(device), Block().to(device), leaf(3, 4, device=device)
+
+    def program(call):
+        def function(x, *, scale):
+            return outer(call(inner, x * scale))
+
+        return lambda x: call(function, x, scale=0.5).cos()
+
+    gradients = []
+    for run in program(plain), torch.compile(program(checkpoint), backend="aot_eager", fullgraph=True):
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(run(x).sum(), [x, *outer.parameters(), *inner.parameters()]))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_checkpointed_layers_of_a_compiled_model(device):
+    model, x = nn.Sequential(Block(), Block()).to(device), leaf(3, 4, device=device)
+    _, as_torch = seen_of(lambda model, x: stock(model[1], stock(model[0], x)), model, x, {})
+    expected = values_of(around(plain, model, {}), model, x)
+    for layer in model:
+        torchckpt.checkpoint_module(layer)
+    received, counted = seen_of(plain, model, x, {})
+    assert all(map(torch.equal, received, expected))
+    assert counted == as_torch
+    assert counted["backward"] > 8  # which are the gradients
+
+
+def test_generators_cannot_be_replayed_inside_a_full_graph(device):
+    block, x, options = Block().to(device), leaf(3, 4, device=device), {"generators": [torch.Generator()]}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a region with generators="):
+        seen_of(checkpoint, block, x, options)
+    received, _ = seen_of(checkpoint, block, x, options, fullgraph=False)
+    assert all(map(torch.equal, received, values_of(around(plain, block, {}), block, x)))
+
+
 def compiled_around(call, block, **options):
-    @torch.compile(backend="eager", **options)
+    @torch.compile(backend="aot_eager", **options)
     def function(x):
         return call(block, x.sin()).cos()
 
     return function
 
 
-@pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
-def test_region_inside_compiled_code(call, device):
+def test_region_by_hand_inside_compiled_code(device):
     block = Block().to(device)
 
     def program(call, x):
         return call(block, x.sin()).cos()
 
     def compiled(function, *args):
-        return torch.compile(lambda x: call(function, x), backend="eager")(*args)
+        return torch.compile(lambda x: by_hand(function, x), backend="aot_eager")(*args)
 
     assert_program_transparent(compiled, program, leaf(3, 4, device=device), modules=[block])
 
 
-def test_region_inside_compiled_code_is_a_region(device):
-    block, x = Block().to(device), leaf(3, 4, device=device)
-    output = compiled_around(checkpoint, block)(x)
-    with count_recomputes() as recomputes:
-        output.sum().backward()
-    assert recomputes.by_region == {"'Block'": 1}
-
-
-def test_function_of_a_region_inside_compiled_code_is_not_compiled(device):
-    compiling, block = [], Block().to(device)
-
-    def function(x):
-        compiling.append(torch.compiler.is_compiling())
-        return block(x)
-
-    compiled_around(checkpoint, function)(leaf(3, 4, device=device)).sum().backward()
-    assert compiling == [False, False]
-
-
-@pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
-def test_region_inside_a_full_graph_says_to_compile_the_block_inside(call, device):
-    function = compiled_around(call, Block().to(device), fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the block inside it instead"):
+def test_region_by_hand_inside_a_full_graph_says_what_works(device):
+    function = compiled_around(by_hand, Block().to(device), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a region by hand is run outside compiled graphs"):
         function(leaf(3, 4, device=device))
-
-
-def test_checkpointed_module_inside_compiled_code(device):
-    model = nn.Sequential(Block(), Block()).to(device)
-    torchckpt.checkpoint_module(model[1])
-    output = torch.compile(model, backend="eager")(leaf(3, 4, device=device))
-    with count_recomputes() as recomputes:
-        output.sum().backward()
-    assert recomputes.total == 1
 
 
 def test_region_inside_compiled_code_without_gradients(device):

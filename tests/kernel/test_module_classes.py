@@ -168,6 +168,7 @@ def test_copy_of_a_traced_graph_checkpoints_too():
 
 @pytest.mark.parametrize("how", ["module.compile()", "torch.compile(module)", "torch.compile(around)"])
 def test_compiled_module_is_a_region_all_the_same(how):
+    """One of ours, or inside of a compiled graph one of torch's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     expected, _ = step(module)
     checkpoint_module(module)
@@ -176,7 +177,7 @@ def test_compiled_module_is_a_region_all_the_same(how):
         assert_recomputes_to_equal(module, expected)
         return
     around = module if how == "torch.compile(module)" else nn.Sequential(module)
-    assert_recomputes_to_equal(torch.compile(around, backend="eager"), expected)
+    assert_recomputes_to_equal(torch.compile(around, backend="eager"), expected, total=0)
 
 
 def test_region_with_a_compiled_child_is_equal():

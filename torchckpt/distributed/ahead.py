@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchckpt.distributed.frames import Frames
-from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions
+from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
 from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Sizes
@@ -163,8 +163,10 @@ class RecomputeAhead(Runtime):
             frames = stack.enter_context(self._frames.gathered(stage, micro_batch, keep, around))  # [1]
             with self._sizes.of_forward(stage, keep, frames):
                 yield
+        if is_first and frames:
+            warn_of_compiled_regions(stage, module)
         if not keep and not frames:
-            raise_without_regions(stage, self._of[stage].fwd_cache[micro_batch])
+            raise_without_regions(stage, module, self._of[stage].fwd_cache[micro_batch])
 
     @contextmanager
     def _replaying(self, stage: int, micro_batch: int, recomputed: deque[Fresh]) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Regions that a stage must not have: those of ``torch.utils.checkpoint``, and none at all."""
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -12,9 +13,11 @@ from torch.utils import _pytree as pytree
 from torchckpt.distributed.private import is_compiled
 from torchckpt.errors import RegionError
 from torchckpt.kernel.flags import is_checkpointing
+from torchckpt.kernel.mixin import COMPILED
+from torchckpt.kernel.module import is_checkpointed
 from torchckpt.kernel.private import hooks_in_force
 
-__all__ = ["plain_regions_refused", "raise_without_regions"]
+__all__ = ["plain_regions_refused", "raise_without_regions", "warn_of_compiled_regions"]
 
 _WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
 
@@ -50,13 +53,40 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     """Those that a hook can be put on: one inside of compiled code would be compiled, too."""
     if not is_compiled(module):
         yield module
-        for child in module.children():
+        for child in () if COMPILED in module.__dict__ else module.children():
             yield from _uncompiled(child)
 
 
-def raise_without_regions(stage: int, outputs: object) -> NoReturn:
+def warn_of_compiled_regions(stage: int, module: nn.Module) -> None:
+    """Regions inside of a graph that Dynamo traces are torch's operators: nothing can recompute them early."""
+    inside = list(_in_graphs(module, ""))
+    if inside:
+        warnings.warn(
+            "recompute_ahead: a region inside of compiled code is not recomputed early\n"
+            f"  received: stage {stage}, with {inside[0]}{f', and {len(inside) - 1} more' if inside[1:] else ''}\n"
+            f"  works:    {_COMPILE}",
+            stacklevel=2,
+        )
+
+
+_COMPILE = "for block in stage_module.layers: torchckpt.checkpoint_module(block); block.compile()"
+
+
+def _in_graphs(module: nn.Module, name: str) -> Iterator[str]:
+    if is_checkpointed(module):
+        return
+    for path, child in module.named_modules(prefix=name) if is_compiled(module) else ():
+        if is_checkpointed(child):
+            yield f"{type(child).__name__} {path!r}"
+    for path, child in () if is_compiled(module) else module.named_children():
+        yield from _in_graphs(child, f"{name}.{path}".lstrip("."))
+
+
+def raise_without_regions(stage: int, module: nn.Module, outputs: object) -> NoReturn:
     """Raise ``RegionError``: the forward of ``stage`` that made ``outputs`` entered no region."""
-    if any(_is_reentrant(leaf) for leaf in pytree.tree_leaves(outputs)):
+    if inside := list(_in_graphs(module, "")):
+        received, works = f"stage {stage}, with {inside[0]} inside of compiled code", _COMPILE
+    elif any(_is_reentrant(leaf) for leaf in pytree.tree_leaves(outputs)):
         received = f"stage {stage}, with regions of torch.utils.checkpoint(use_reentrant=True)"
         works = _WORKS
     else:

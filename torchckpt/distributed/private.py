@@ -284,7 +284,7 @@ def _forwards_of(actions: Sequence[Any]) -> list[Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or ``module.compile()``."""
+    """By ``torch.compile(module)`` or ``module.compile()``, with the regions inside."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -92,9 +91,7 @@ class Call:
         return outputs
 
     def _look(self, args: tuple[Any, ...]) -> tuple[Seen | None, bool]:
-        if self._boundary.spec is not None:  # modules may be among the arguments
-            return look(self.function, args)
-        return (None, False) if type(self.function) is FunctionType else look(self.function)
+        return look(self.function, () if self._boundary.spec is None else args)  # modules may be among the arguments
 
     def _random_state(self, seen: Seen | None) -> RandomState:
         named = self._options.generators

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -38,7 +39,7 @@ _DEBUG = Fault(
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """``function(*args, **kwargs)`` as a region."""
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
-        return outside(run, function, args, kwargs, options)
+        return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
         checked("checkpoint", function, options)
     if not torch.is_grad_enabled():
@@ -47,6 +48,22 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if thread.scope is not None:
         return thread.scope.run(function, args, kwargs, options)[0]
     return Frame(options).forward(function, args, kwargs)
+
+
+def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """What :func:`torch.utils.checkpoint.checkpoint` is in a graph that Dynamo traces: an operator of torch's."""
+    if options.generators:
+        return outside(run, function, args, kwargs, options)
+    if options.context_fn is not None:
+        kwargs = {**kwargs, "context_fn": options.context_fn}
+    return torch.utils.checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=options.preserve_rng_state,
+        determinism_check="none" if options.determinism_check == "none" else "default",
+        **kwargs,
+    )
 
 
 def outside(call: Function, *args: Any) -> Any:

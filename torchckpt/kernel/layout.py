@@ -128,7 +128,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
     are not seen.
     """
     kind = type(function)
-    if not args and (kind is FunctionType or kind is BuiltinFunctionType):
+    if not args and (kind is BuiltinFunctionType or (kind is FunctionType and not function.__dict__)):
         return None
     owner = getattr(function, "__self__", None) if kind is MethodType else function
     key: Any = id(owner)
@@ -161,6 +161,7 @@ def _owners(function: Function, args: Sequence[Any]) -> list[nn.Module]:
     owners = [arg for arg in args if isinstance(arg, nn.Module)]
     if isinstance(function, functools.partial):
         return _owners(function.func, [*function.args, *owners])
+    function = getattr(function, "_torchdynamo_orig_callable", function) if type(function) is FunctionType else function
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return [owner, *owners]

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
-__all__ = ["Mixin", "put", "take"]
+__all__ = ["COMPILED", "Mixin", "is_compiled_module", "plain_forward", "put", "take"]
+
+COMPILED = "_torchckpt_compiled"
+"""The attribute of the instance that holds what ``module.compile()`` made of the plain forward."""
 
 
 class Mixin:
@@ -25,6 +29,13 @@ class Mixin:
     def __init_subclass__(cls, **_: Any) -> None:
         """Do not tell the base class: it knows nothing of this subclass, and may want arguments."""
 
+    def __getstate__(self) -> Any:
+        # As torch's own compiled call, what was compiled is bound to this very module: a copy goes without.
+        state: Any = super().__getstate__()  # type: ignore[misc]  # that of object, where it has one
+        if isinstance(state, dict) and COMPILED in state:
+            state = {name: value for name, value in state.items() if name != COMPILED}
+        return state
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class cannot be imported: name its base, and make it again.
         reduced: Any = super().__reduce_ex__(protocol)
@@ -35,7 +46,7 @@ class Mixin:
             mixins.append((mixin, self.__dict__.get(mixin._torchckpt_setting)))
             base = base.__bases__[-1]
         plain = tuple(base if argument is own else argument for argument in arguments)
-        return (_remade, (make, plain, mixins), *state)
+        return (_remade, (base if make is own else make, plain, mixins), *state)
 
 
 _Mixins: TypeAlias = list[tuple[type[Mixin], Any]]
@@ -58,6 +69,19 @@ def take(module: Any, mixin: type[Mixin]) -> None:
         module.__class__ = type(module).__bases__[-1]
 
 
+def plain_forward(module: Any, mixin: type[Mixin]) -> Callable[..., Any]:
+    """The forward of ``module`` that ``mixin`` stands in front of."""
+    mixed: Any = next(cls for cls in type(module).__mro__ if cls.__bases__[:1] == (mixin,))
+    forward: Callable[..., Any] = super(mixed, module).forward
+    return forward
+
+
+def is_compiled_module(cls: type[Any]) -> bool:
+    """Whether ``cls`` is that of what ``torch.compile(module)`` makes."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and issubclass(cls, dynamo.OptimizedModule)
+
+
 def _front(cls: type[Any]) -> type[Mixin] | None:
     """The mixin of ``cls``, if that was made here."""
     first = cls.__bases__[0] if cls.__bases__ else object
@@ -76,8 +100,15 @@ def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
         setting = self.__dict__.get(mixin._torchckpt_setting)
         return plain(*args, **kwargs) if setting is None else mixin._torchckpt_call(plain, args, kwargs, setting)
 
+    @functools.wraps(base.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = super(mixed, self).__call__
+        setting = self.__dict__.get(mixin._torchckpt_setting)
+        return plain(*args, **kwargs) if setting is None else mixin._torchckpt_call(plain, args, kwargs, setting)
+
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace["forward"] = forward
+    # The forward of what torch.compile(module) makes is set on the instance.
+    namespace.update({"__call__": call} if is_compiled_module(base) else {"forward": forward})
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = functools.partialmethod(_deepcopy, mixin)
     metaclass: Any = type(base)

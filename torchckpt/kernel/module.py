@@ -1,8 +1,8 @@
 """``checkpoint_module``: every call of a submodule becomes a region, and nothing else about it changes."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,20 +10,48 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault
 from torchckpt.kernel.checkpointing import run
-from torchckpt.kernel.mixin import Mixin, put, take
+from torchckpt.kernel.mixin import COMPILED, Mixin, is_compiled_module, plain_forward, put, take
 from torchckpt.kernel.options import Options, checked
-from torchckpt.typing import ContextFunction, DeterminismCheck
+from torchckpt.kernel.private import compiler_of
+from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
-__all__ = ["CheckpointHandle", "checkpoint_module"]
+__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed"]
 
 _OPTIONS = "_torchckpt_options"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+class _Compiled(NamedTuple):
+    """What ``module.compile()`` made."""
+
+    forward: Callable[..., Any]
+    """The forward of the module without regions, compiled."""
+    again: Callable[[nn.Module], None]
+    """Compiles the module as it would be without regions."""
+
+
+def _run(plain: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return run(plain, args, kwargs, options)
+    compiled: _Compiled | None = plain.__self__.__dict__.get(COMPILED)  # type: ignore[attr-defined]  # it is a method
+    return run(plain if compiled is None else compiled.forward, args, kwargs, options)
 
 
 class _Checkpointed(Mixin):
     """In front of the class of a checkpointed module: a call is a region."""
 
     _torchckpt_setting = _OPTIONS
-    _torchckpt_call = staticmethod(run)
+    _torchckpt_call = staticmethod(_run)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As :meth:`torch.nn.Module.compile`. What is compiled is inside of the region, so that a replay may start
+        before the gradient arrives; hooks of this module itself are outside of both."""
+        module: Any = self
+        if _OPTIONS not in module.__dict__ or is_compiled_module(type(module)):
+            super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
+            return
+        forward = torch.compile(plain_forward(module, _Checkpointed), *args, **kwargs)
+        module.__dict__[COMPILED] = _Compiled(forward, lambda module: module.compile(*args, **kwargs))
 
 
 class CheckpointHandle:
@@ -38,6 +66,9 @@ class CheckpointHandle:
         if module.__dict__.get(_OPTIONS) is not self._options:
             return
         take(module, _Checkpointed)
+        compiled: _Compiled | None = module.__dict__.pop(COMPILED, None)
+        if compiled is not None:
+            compiled.again(module)
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +106,27 @@ def checkpoint_module(
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     checked("checkpoint_module", checkpoint_module, options, _faults(module))
-    return CheckpointHandle(put(module, _Checkpointed, options), options)
+    put(module, _Checkpointed, options)
+    if module._compiled_call_impl is not None:
+        _compile_inside(module)
+    return CheckpointHandle(module, options)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether every call of ``module`` is a region, by :func:`checkpoint_module`."""
+    return _OPTIONS in module.__dict__
+
+
+def _compile_inside(module: Any) -> None:
+    """``module`` was compiled in place, region and all: compile what is inside of the region instead."""
+    compiled_call = module._compiled_call_impl
+    compiler = compiler_of(compiled_call)
+    assert compiler is not None  # or it is a fault
+    def again(module: Any) -> None:
+        module._compiled_call_impl = compiled_call
+
+    module.__dict__[COMPILED] = _Compiled(compiler(plain_forward(module, _Checkpointed)), again)
+    module._compiled_call_impl = None
 
 
 def _faults(module: object) -> list[Fault]:
@@ -85,8 +136,16 @@ def _faults(module: object) -> list[Fault]:
     name = type(module).__name__
     if _OPTIONS in module.__dict__:
         return [Fault("a module is checkpointed once", f"{name}, checkpointed already", "handle.remove() first")]
-    if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+    if type(module) in _CONTAINERS:
+        received = f"{name}, whose layers are called one by one"
+        return [Fault("the module must be one that is called", received, works)]
+    if isinstance(module, torch.jit.ScriptModule) or (
+        "forward" in module.__dict__ and not is_compiled_module(type(module))
+    ):
         received = f"{name}, whose forward is set on the instance or is a script"
         rule = "the forward must be a method of the module's class"
         return [Fault(rule, received, "checkpoint(module, x) at the call")]
+    if module._compiled_call_impl is not None and compiler_of(module._compiled_call_impl) is None:
+        rule = "what module.compile() made must be such that it can be made again without the region"
+        return [Fault(rule, f"{name}, compiled in place", "checkpoint_module(module), and then module.compile()")]
     return []

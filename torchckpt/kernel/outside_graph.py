@@ -1,4 +1,4 @@
-"""Outside the graph: how a region runs where its caller is compiled. Imports Dynamo, so it is imported only then."""
+"""Outside the graph: how a region runs that Dynamo cannot trace. Imports Dynamo, so it is imported only then."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +11,9 @@ __all__ = ["outside_graph"]
 
 # Disabled, not merely a graph break: were the function compiled in its forward, its replay would run another program.
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
-    reason="a torchckpt region is run outside compiled graphs; compile the block inside it instead: "
-    "torchckpt.checkpoint(torch.compile(block), x), or drop fullgraph=True"
+    reason="a region by hand is run outside compiled graphs, and so are a region with generators= and a Pipe; compile "
+    "the block inside it instead: Checkpointing(torch.compile(block), x), or drop fullgraph=True. checkpoint(block, x) "
+    "and checkpoint_module(block) work inside of graphs"
 )
 def outside_graph(run: Callable[..., Any], *args: Any) -> Any:
     """``run(*args)``, by a graph break; with ``fullgraph=True`` Dynamo raises an error with the reason above."""

@@ -5,6 +5,7 @@ reads the package for private names anywhere else, and one holds each of these a
 """
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from types import CodeType
@@ -18,6 +19,7 @@ __all__ = [
     "DeviceContext",
     "alive",
     "batch_norm_layer",
+    "compiler_of",
     "dispatch_modes_are_active",
     "forward_ad",
     "function_modes",
@@ -77,6 +79,14 @@ def set_version(tensor: Tensor, version: int) -> Tensor:
     if tensor._version != version:
         _set_versions((tensor,), (version,))
     return tensor
+
+
+def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What compiles a function with the arguments with which ``torch.compile`` made ``compiled``; None if it cannot be
+    had. No public form."""
+    closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
+    compiler: Callable[..., Any] | None = closure.get("self")
+    return compiler if hasattr(compiled, "_torchdynamo_orig_callable") and callable(compiler) else None
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:

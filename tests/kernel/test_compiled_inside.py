@@ -1,0 +1,210 @@
+"""Compiled code inside regions, in every order of wrapping: it runs in the forward and in the replay, counted."""
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from tests.helpers import Block, leaf
+from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module
+from torchckpt.errors import ArgumentError
+from torchckpt.testing import count_recomputes
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    # of Dynamo's own, where an input of a graph is no leaf
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Runs:
+    """The backend eager, which counts how often its graphs run."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+def module_then_compile(block, backend, **options):
+    checkpoint_module(block)
+    block.compile(backend=backend, **options)
+    return block
+
+
+def compile_then_module(block, backend, **options):
+    block.compile(backend=backend, **options)
+    checkpoint_module(block)
+    return block
+
+
+def module_of_compiled(block, backend, **options):
+    compiled = torch.compile(block, backend=backend, **options)
+    checkpoint_module(compiled)
+    return compiled
+
+
+def call_of_compiled(block, backend, **options):
+    compiled = torch.compile(block, backend=backend, **options)
+    return lambda x: checkpoint(compiled, x)
+
+
+def ahead_of_compiled(block, backend, **options):
+    compiled = torch.compile(block, backend=backend, **options)
+
+    def run(x):
+        region = Checkpointing(compiled, x)
+        outputs = region.checkpoint()
+        region.prefetch()
+        return outputs
+
+    return run
+
+
+def call_of_compiled_in_place(block, backend, **options):
+    block.compile(backend=backend, **options)
+    return lambda x: checkpoint(block, x)
+
+
+def call_of_compiled_method(block, backend, **options):
+    block.forward = torch.compile(block.forward, backend=backend, **options)
+    return lambda x: checkpoint(block, x)
+
+
+ORDERS = [
+    module_then_compile,
+    compile_then_module,
+    module_of_compiled,
+    call_of_compiled,
+    ahead_of_compiled,
+    call_of_compiled_in_place,
+    call_of_compiled_method,
+]
+
+
+def values_of(function, x, parameters):
+    torch.manual_seed(1)
+    output = function(x)
+    return [output.detach(), *torch.autograd.grad(output.sin().sum(), [x, *parameters])]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
+    block, x, backend = Block(), leaf(3, 4), Runs()
+    expected = values_of(block, x, block.parameters())
+    function = order(block, backend, fullgraph=fullgraph)
+    for step in range(3):
+        with count_recomputes() as recomputes:
+            received = values_of(function, x, block.parameters())
+        assert all(map(torch.equal, received, expected))
+        assert recomputes.total == 1
+        assert backend.runs == 2 * (step + 1)
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_equal_with_derivatives_that_are_compiled_too(order):
+    block, x = Block(), leaf(3, 4)
+    expected = values_of(block, x, block.parameters())
+    function = order(block, "aot_eager")
+    for _ in range(2):
+        assert all(map(torch.equal, values_of(function, x, block.parameters()), expected))
+
+
+@pytest.mark.parametrize("order", [module_then_compile, compile_then_module, module_of_compiled])
+def test_handle_of_a_compiled_module_leaves_it_compiled(order, monkeypatch):
+    handles, original = [], checkpoint_module
+    monkeypatch.setitem(globals(), "checkpoint_module", lambda module: handles.append(original(module)))
+    block, x, backend = Block(), leaf(3, 4), Runs()
+    expected = values_of(block, x, block.parameters())
+    function = order(block, backend)
+    handles[0].remove()
+    with count_recomputes() as recomputes:
+        received = values_of(function, x, block.parameters())
+    assert all(map(torch.equal, received, expected))
+    assert (backend.runs, recomputes.total) == (1, 0)
+
+
+@pytest.mark.parametrize("order", [module_then_compile, compile_then_module])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_is_a_region_with_its_own_weights_and_goes_without_what_was_compiled(order, copied):
+    """As a copy of a compiled module of torch does."""
+    x, backend = leaf(3, 4), Runs()
+    block = order(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), backend)
+    other = copied(block)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    values_of(block, x, block.parameters())
+    assert backend.runs == 2
+    with count_recomputes() as recomputes:
+        output = values_of(other, x, other.parameters())[0]
+    assert (backend.runs, recomputes.total) == (2, 1)
+    assert torch.equal(output, other[0].bias.sigmoid().expand(3, 4))
+
+
+def test_state_dict_and_names_stay():
+    block = module_then_compile(Block(), "eager")
+    assert list(block.state_dict()) == list(Block().state_dict())
+    assert type(block).__name__ == "Block"
+
+
+def test_compile_of_a_module_that_is_none_of_ours_any_more():
+    block, backend = Block(), Runs()
+    checkpoint_module(block).remove()
+    block.compile(backend=backend)
+    block(leaf(3, 4))
+    assert backend.runs == 1
+    assert block._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("checkpoint_mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("order", [module_then_compile, compile_then_module, module_of_compiled, torch.compile])
+@pytest.mark.parametrize("step", [False, True], ids=["forward", "step"])
+def test_compiled_layers_of_a_pipe(order, checkpoint_mode, step):
+    layers, x, backend = [Block(), Block()], torch.randn(4, 4), Runs()
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    compiled = nn.Sequential(*(order(layer, backend=backend) for layer in layers))
+
+    def gradients(model):
+        torch.manual_seed(1)
+        pipe = Pipe(model, [1, 1], chunks=2, checkpoint=checkpoint_mode)
+        if step:
+            pipe.step(x, torch.zeros(4, 4), loss_fn=nn.functional.mse_loss)
+        else:
+            pipe(x).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(plain)
+    with count_recomputes() as recomputes:
+        received = gradients(compiled)
+    assert all(map(torch.equal, received, expected))
+    assert backend.runs >= 4 + recomputes.total - (4 if order is not torch.compile else 0)
+    assert backend.runs > 4 or checkpoint_mode == "never"
+
+
+def test_a_compiled_forward_that_cannot_be_compiled_again_is_an_error():
+    block = Block()
+    block._compiled_call_impl = lambda x: x
+    with pytest.raises(ArgumentError) as caught:
+        checkpoint_module(block)
+    assert str(caught.value).endswith("works:    checkpoint_module(module), and then module.compile()")
+
+
+def test_counter_of_torch_sees_one_frame():
+    counter = CompileCounter()
+    block, x = module_then_compile(Block(), counter), leaf(3, 4)
+    for _ in range(3):
+        block(x).sum().backward()
+    assert (counter.frame_count, counter.op_count > 0) == (1, True)
