@@ -13,9 +13,16 @@ from torchckpt import distributed, errors, graph, pipe, testing, typing
 
 def test_names():
     assert torchckpt.__all__ == [
+        "ArgumentError",
+        "BudgetInfeasible",
+        "CaptureError",
         "CheckpointError",
         "Checkpointing",
         "Pipe",
+        "RecomputationError",
+        "RegionError",
+        "ScheduleError",
+        "TransformError",
         "__version__",
         "checkpoint",
         "checkpoint_module",

@@ -8,14 +8,30 @@ from torchckpt.version import __version__
 
 if TYPE_CHECKING:
     from torchckpt import errors, graph, testing
-    from torchckpt.errors import CheckpointError
+    from torchckpt.errors import (
+        ArgumentError,
+        BudgetInfeasible,
+        CaptureError,
+        CheckpointError,
+        RecomputationError,
+        RegionError,
+        ScheduleError,
+        TransformError,
+    )
     from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
     from torchckpt.pipe import Pipe
 
 __all__ = [
+    "ArgumentError",
+    "BudgetInfeasible",
+    "CaptureError",
     "CheckpointError",
     "Checkpointing",
     "Pipe",
+    "RecomputationError",
+    "RegionError",
+    "ScheduleError",
+    "TransformError",
     "__version__",
     "checkpoint",
     "checkpoint_module",
@@ -28,9 +44,16 @@ __all__ = [
 
 _MODULES = ("distributed", "errors", "graph", "kernel", "model", "pipe", "testing", "typing")
 _HOMES = {
+    "ArgumentError": "errors",
+    "BudgetInfeasible": "errors",
+    "CaptureError": "errors",
     "CheckpointError": "errors",
     "Checkpointing": "kernel",
     "Pipe": "pipe",
+    "RecomputationError": "errors",
+    "RegionError": "errors",
+    "ScheduleError": "errors",
+    "TransformError": "errors",
     "checkpoint": "kernel",
     "checkpoint_module": "kernel",
     "is_checkpointing": "kernel",

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def regions_of_compiled(stage, backend):
 
 
 def trained(make, prepare, backend=None):
-    """Losses and gradients of two steps, and the replays of the second: the first runs forwards to infer shapes, too."""
+    """Losses and gradients of two steps, and the replays of the second: the first runs forwards for shapes, too."""
     stages = stages_of(NAME, make)
     schedule = prepare(schedule_on(stages, NAME, COUNT))
     torch.manual_seed(1)
@@ -90,7 +91,8 @@ def trained(make, prepare, backend=None):
 def test_compiled_blocks_are_recomputed_ahead(order, options):
     backend = Runs()
     expected, _ = trained(layers, lambda schedule: schedule)
-    received, recomputes = trained(lambda stage: order(stage, backend), lambda s: recompute_ahead(s, **options), backend)
+    ahead = partial(recompute_ahead, **options)
+    received, recomputes = trained(lambda stage: order(stage, backend), ahead, backend)
     assert all(map(torch.equal, received, expected))
     assert recomputes == (16 if "exempt" in options or "segments" in options else 8)
     assert backend.runs == 2 * 2 * COUNT + recomputes

@@ -135,6 +135,11 @@ def test_block_whose_replay_differs():
     text = "stage 1, micro-batch 0, recompute (1R0)\n  received: RecomputationError: the replay of region "
     with pytest.raises(ScheduleError, match=re.escape(text)) as caught:
         seen_in_a_step(schedule, stages)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[2].startswith("first to differ: saved tensor")
+    assert lines[3].startswith("forward saved:   float32 (")
+    assert lines[4].startswith("replay saved:    float32 (")
+    assert lines[9] == "(2 more lines in __cause__)"
     assert isinstance(caught.value.__cause__, RecomputationError)
     assert_clean(schedule, stages)
 

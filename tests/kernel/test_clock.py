@@ -69,3 +69,14 @@ def test_on_a_device_stamps_are_events_counted_back_from_now(now, monkeypatch):
     now[0], device.time = 900.0, 1040.0
     assert list(map(of_device.reader(), stamps)) == [899.0, 899.5]
     assert device.calls == ["synchronize cuda:1", "record on stream of cuda:1", "wait"]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_where_there_are_no_events_a_stamp_is_seconds(now, device):
+    of_device = Clock(torch.device(device))
+    assert of_device.reader()(of_device.stamp()) == now[0]
+
+
+def test_a_device_without_events_is_timed_by_the_host(now, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda one: SimpleNamespace())
+    assert Clock(torch.device("xpu")).stamp() == now[0]

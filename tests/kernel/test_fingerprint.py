@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchckpt.kernel import slots
 from torchckpt.kernel.slots import fingerprint
 
 
@@ -140,3 +141,21 @@ def test_fingerprint_is_none_where_there_are_no_bits_to_read(tensor):
 def test_fingerprint_of_a_parameter_is_that_of_its_values():
     tensor = torch.randn(3)
     assert fingerprint(nn.Parameter(tensor)) == fingerprint(tensor)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_fingerprint_does_not_depend_on_how_much_is_read_at_once(chunk, dtype, monkeypatch):
+    tensor = torch.randn(50).to(dtype)
+    whole = fingerprint(tensor)
+    monkeypatch.setattr(slots, "_CHUNK", chunk)
+    assert fingerprint(tensor) == whole
+
+
+def test_fingerprint_takes_a_multiple_of_a_chunk_and_not_of_the_tensor(monkeypatch):
+    monkeypatch.setattr(slots, "_CHUNK", 2**10)
+    tensor = torch.randn(2**20)
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fingerprint(tensor)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest <= 2**20

@@ -79,6 +79,21 @@ def set_grad_enabled():
         assert torch.is_grad_enabled() is enabled
 
 
+def compiler_of():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiler = private.compiler_of(compiled)
+    assert torch.equal(compiler(lambda x: x * 2)(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(graphs) == 1
+    assert private.compiler_of(lambda x: x) is None
+    assert private.compiler_of(leaf) is None
+
+
 def set_version():
     x = torch.zeros(3)
     y = x.exp_().detach()
@@ -220,6 +235,7 @@ COUNTERPARTS = {
     "DeviceContext": function_modes,
     "alive": alive,
     "batch_norm_layer": batch_norm_layer,
+    "compiler_of": compiler_of,
     "dispatch_modes_are_active": dispatch_modes_are_active,
     "forward_ad": level_of_forward_ad,
     "function_modes": function_modes,

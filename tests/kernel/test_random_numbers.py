@@ -300,3 +300,23 @@ def test_device_that_no_argument_lies_on(call):
         return nn.functional.dropout(x.cuda().exp(), 0.5).cpu().exp()
 
     assert_transparent(call, function, leaf(100))
+
+
+class Stubborn:
+    """A generator whose state can be read and not set."""
+
+    def get_state(self):
+        return torch.zeros(1)
+
+    def set_state(self, state):
+        if state.any():
+            raise RuntimeError("no")
+
+
+def test_states_are_put_back_where_another_generator_raises_in_the_exchange():
+    generator = torch.Generator().manual_seed(1)
+    other = torch.Generator().manual_seed(2).get_state()
+    before = generator.get_state()
+    with pytest.raises(RuntimeError, match="no"):
+        ambient.exchanged([(generator, other), (Stubborn(), torch.ones(1))])
+    assert torch.equal(generator.get_state(), before)

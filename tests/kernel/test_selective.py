@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, assert_transparent, in_thread, leaf
-from torchckpt import Checkpointing, checkpoint
+from torchckpt import Checkpointing, checkpoint, is_recomputing
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.testing import flops
 
@@ -172,3 +172,25 @@ def test_policy_that_saves_some_random_numbers_is_found_by_their_values(device):
 def test_context_fn_that_returns_something_else(made):
     with pytest.raises(ArgumentError, match="context_fn must return two context managers, one around the forward and"):
         checkpoint(torch.exp, leaf(3), context_fn=lambda: made)
+
+
+def test_a_replay_that_raised_is_not_tried_again_where_its_context_is_used_up():
+    def context_fn():
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    def function(x):
+        if is_recomputing():
+            raise ZeroDivisionError
+        return x.exp().sin()
+
+    loss = checkpoint(function, leaf(3), context_fn=context_fn).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RecomputationError) as caught:
+        loss.backward()
+    name = "'test_a_replay_that_raised_is_not_tried_again_where_its_context_is_used_up.<locals>.function'"
+    assert str(caught.value) == (
+        "the context of a replay is entered once\n"
+        f"  received: a second replay of region {name}, whose first one raised\n"
+        "  works:    a new forward; or context_fn=None"
+    )

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +133,93 @@ def test_a_balance_of_nested_layers_is_one_of_a_pipe_that_splits_them() -> None:
     assert len(balance.costs) == 4
     assert balance.names == ["Linear", "ReLU", "Linear", "Linear"]
     assert torchckpt.Pipe(nested, balance, split_nested=True)(torch.randn(2, 4)).shape == (2, 2)
+
+
+def test_a_pipe_of_lazy_layers_is_shown_and_trained() -> None:
+    """Its repr raised, and a replay drew other numbers than the forward, which had made the weights."""
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5), nn.LazyLinear(4), nn.Sigmoid())
+
+    x, found = torch.randn(4, 3), []
+    for mode in "never", "always":
+        pipe = torchckpt.Pipe(make(), [2, 2], chunks=2, checkpoint=mode)  # type: ignore[arg-type]  # one of three
+        assert "0 parameters, 0.0 MiB, 2 tensors without a shape yet" in repr(pipe)
+        torch.manual_seed(0)
+        pipe(x).sum().backward()
+        assert "16 parameters, 0.0 MiB\n" in repr(pipe)
+        found.append([parameter.grad for parameter in pipe.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_step_on_the_meta_device(checkpoint: str) -> None:
+    """Its clock wanted events."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pipe = torchckpt.Pipe(module.to("meta"), [2, 1], chunks=2, checkpoint=checkpoint)  # type: ignore[arg-type]
+    x = torch.empty(4, 4, device="meta")
+    loss = pipe.step(x, x, loss_fn=mse_loss)
+    assert (loss.device.type, loss.shape) == ("meta", ())
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_step_that_raises_leaves_no_gradient_where_there_was_none() -> None:
+    class Fails(nn.Tanh):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 4:
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    module, x = nn.Sequential(nn.Linear(2, 2), Fails(), nn.Linear(2, 2)), torch.randn(8, 2)
+    frozen = module[2].bias
+    frozen.grad = torch.ones(2)
+    with pytest.raises(ZeroDivisionError):
+        torchckpt.Pipe(module, [2, 1], chunks=4).step(x, x, loss_fn=mse_loss)
+    assert [name for name, parameter in module.named_parameters() if parameter.grad is not None] == ["2.bias"]
+
+
+class Hidden:
+    """Has a tensor, and is no pytree."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.inside = [tensor]
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), Hidden(x)
+
+
+class Finds(nn.Module):
+    def forward(self, pair: Any) -> Any:
+        return pair[0] + pair[1].inside[0]
+
+
+def test_an_object_with_tensors_between_stages() -> None:
+    """A step said that it went through the graph a second time. A forward works: nothing is cut there."""
+    module, x = nn.Sequential(nn.Linear(2, 2), Hides(2, 2), Finds()), torch.randn(4, 2)
+    pipe = torchckpt.Pipe(module, [2, 1], chunks=2)
+    assert torch.equal(pipe(x), module(x))
+    with pytest.raises(ArgumentError) as raised:
+        pipe.step(x, x, loss_fn=mse_loss)
+    assert str(raised.value) == (
+        "Pipe.step(): a stage must return its tensors in containers that torch's pytree knows: list, tuple, dict\n"
+        "  received: a Hidden that has tensors, from Pipe stage 0 (layers 0 to 1)\n"
+        "  works:    a layer that returns a dict; or torch.utils._pytree.register_pytree_node for that class"
+    )
+
+
+class Batch(dict):  # type: ignore[type-arg]
+    """As tokenizers return it."""
+
+
+@pytest.mark.parametrize("make", [Batch, lambda x: Hidden(x["x"]), lambda x: {"inside": Batch(x)}])
+def test_a_container_that_is_not_looked_into_is_no_input(make: Any) -> None:
+    """It went whole to every micro-batch, in silence."""
+    pipe, x = torchckpt.Pipe(nn.Sequential(nn.Identity()), chunks=2), torch.randn(4, 2)
+    with pytest.raises(ArgumentError, match="in containers that torch's pytree knows") as raised:
+        pipe(x, make({"x": x}))
+    assert "received: input 1" in str(raised.value)
+    assert str(raised.value).endswith("NoChunk(batch) for what is not to be split")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 import weakref
@@ -451,3 +452,25 @@ def test_nothing_of_a_skip_is_left_after_an_error(
         del raised
         assert [ref() for ref in refs if ref() is not None] == []
         assert refs
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_layer_that_stashes_and_is_a_region_by_itself_leaves_nothing_after_its_backward(early_stop: bool) -> None:
+    """The replay's tensor stayed, with its graph, until the next forward."""
+    freed: list[weakref.ref[Tensor]] = []
+
+    class Stashes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            stash("h", h)
+            freed.append(weakref.ref(h))
+            return h.exp().sin()
+
+    layers = nn.Sequential(Stashes(4, 4), Pop("h"))
+    torchckpt.checkpoint_module(layers[0], early_stop=early_stop)
+    gc.disable()
+    try:
+        layers(torch.randn(2, 4)).sum().backward()
+        assert [reference() for reference in freed] == [None, None]
+    finally:
+        gc.enable()

@@ -38,6 +38,7 @@ __all__ = ["MEASURED_STEPS", "RecomputeAhead"]
 MEASURED_STEPS = 4
 """With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
 
+_LINES, _LINE = 8, 240  # of the reason that a failed step quotes, and of each line of it
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
 _WORDS = {
     "F": "forward",
@@ -209,13 +210,19 @@ class RecomputeAhead(Runtime):
         first: BaseException = error
         while first.__cause__ is not None:  # torch wraps what a stage raises
             first = first.__cause__
-        said = (str(first).strip().splitlines() or [""])[0]
         return (
             f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
-            f"  received: {type(first).__name__}: {said}\n"
+            f"  received: {type(first).__name__}: {_said(first)}\n"
             "  works:    the step without that error; if it is one of communication, another rank failed before, and "
             "says at what itself"
         )
+
+
+def _said(error: BaseException) -> str:
+    """The first lines of its message, those behind the first indented; of all of them, ranks would print pages."""
+    lines = [line.rstrip()[:_LINE] for line in str(error).strip().splitlines() if line.strip()]
+    more = [f"({len(lines) - _LINES} more lines in __cause__)"] if len(lines) > _LINES else []
+    return "\n              ".join([*lines[:_LINES], *more])
 
 
 def _timeline(measured: Gathered) -> Timeline:

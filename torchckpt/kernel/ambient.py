@@ -163,11 +163,15 @@ Ambient: TypeAlias = tuple[Settings, RandomState]
 
 
 def exchanged(then: RandomState) -> RandomState:
-    """Put the states of ``then`` back, and return those that were there."""
-    now = []
-    for generator, state in then:
-        now.append((generator, generator.get_state()))
-        generator.set_state(state)
+    """Put the states of ``then`` back, and return those that were there. If one raises, all are as before."""
+    now: RandomState = []
+    try:
+        for generator, state in then:
+            now.append((generator, generator.get_state()))
+            generator.set_state(state)
+    except BaseException:
+        put_back(now)
+        raise
     return now
 
 

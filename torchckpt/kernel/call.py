@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchckpt.errors import ArgumentError, Fault
+from torchckpt.errors import ArgumentError, Fault, RecomputationError
 from torchckpt.kernel import norms
 from torchckpt.kernel.ambient import (
     Ambient,
@@ -23,7 +23,8 @@ from torchckpt.kernel.ambient import (
     within,
 )
 from torchckpt.kernel.boundary import Boundary
-from torchckpt.kernel.flags import thread
+from torchckpt.kernel.determinism import name_of
+from torchckpt.kernel.flags import Replay, thread
 from torchckpt.kernel.module_state import Seen, lending, lent, look
 from torchckpt.kernel.options import Options
 from torchckpt.kernel.private import pop_hooks, push_hooks, set_grad_enabled
@@ -35,6 +36,9 @@ __all__ = ["Call", "Stop"]
 
 Pack: TypeAlias = Callable[[Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], Tensor]
+
+
+_Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any] | None]
 
 
 class Stop(Exception):
@@ -56,7 +60,7 @@ class Call:
         """The accelerators that the region works on."""
         self._options = options
         self._boundary = Boundary(args, kwargs)
-        self._contexts = None if options.context_fn is None else _contexts(options.context_fn)
+        self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry = Trail(self.devices) if self.devices else None
         self._seen: Seen | None = None
 
@@ -90,6 +94,18 @@ class Call:
             ambient.append((then, moved(random[:1]) + random[1:]))
         return outputs
 
+    def _take_context(self) -> AbstractContextManager[Any]:
+        assert self._contexts is not None
+        context = self._contexts[1]
+        if context is None:
+            raise RecomputationError(
+                "the context of a replay is entered once\n"
+                f"  received: a second replay of region {name_of(self.function)}, whose first one raised\n"
+                "  works:    a new forward; or context_fn=None"
+            )
+        self._contexts = self._contexts[0], None
+        return context
+
     def _look(self, args: tuple[Any, ...]) -> tuple[Seen | None, bool]:
         return look(self.function, () if self._boundary.spec is None else args)  # modules may be among the arguments
 
@@ -107,14 +123,14 @@ class Call:
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
             self._entry.followed(tensors)
-        function = self.function if self._contexts is None else _inside(self._contexts[1], self.function)
+        function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
         loans = None if self._seen is None else self._seen.loans(self.function)
         if loans is not None:
             function = _inside(lent(loans, self.function), function)
         then, random = ambient
         if then != settings():
             function = _inside(within(then), function)
-        borrowers: list[nn.Module] = []
+        borrowers = Replay()
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
         push_hooks(pack, _same)  # the only step that may raise: where hooks are disabled

@@ -10,14 +10,16 @@ import torch
 __all__ = ["Clock", "Stamp"]
 
 Stamp: TypeAlias = Any
-"""Seconds on the CPU; on an accelerator an event in its current stream."""
+"""An event in the current stream of an accelerator; elsewhere seconds."""
 
 
 class Clock:
     """Of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        has_module = device.type not in ("cpu", "meta")
+        module: Any = torch.get_device_module(device) if has_module else None
+        self._module: Any = module if hasattr(module, "Event") else None
         self._device = device
 
     def stamp(self) -> Stamp:

@@ -2,24 +2,31 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 if TYPE_CHECKING:
     from torchckpt.kernel.scope import Scope
 
-__all__ = ["Flags", "is_checkpointing", "is_recomputing", "thread"]
+__all__ = ["Flags", "Replay", "is_checkpointing", "is_recomputing", "thread"]
+
+
+class Replay(list[nn.Module]):
+    """Lives as long as a replay. Its elements are norm layers that use copies of their buffers now (norms.py)."""
+
+    skips: dict[Any, Any]
+    """What layers have stashed for others in this replay (torchckpt.pipe.skip)."""
 
 
 class Flags(NamedTuple):
     checkpointing: bool = False
     recomputing: bool = False
-    borrowers: list[nn.Module] | None = None  # in a replay: norm layers that use copies of their buffers now (norms.py)
+    replay: Replay | None = None
 
 
 class _Thread(threading.local):
-    flags: tuple[bool, bool, list[nn.Module] | None] = Flags()  # set as plain tuples: a replay is a hot path
+    flags: tuple[bool, bool, Replay | None] = Flags()  # set as plain tuples: a replay is a hot path
     scope: Scope | None = None  # what a schedule wants of the regions that this thread enters (scope.py)
     tracing: object = None  # what traces this thread's calls as a graph (torchckpt.graph); None if nothing does
 

@@ -10,6 +10,7 @@ from torchckpt.kernel.norms import is_statistic
 __all__ = ["Slot", "describe", "fingerprint"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**20
 
 
 class Slot:
@@ -84,9 +85,13 @@ def fingerprint(tensor: Tensor) -> int | None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().contiguous().flatten()
-    elements = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    bits = elements + torch.arange(elements.numel(), device=elements.device) * 0x1E3779B97F4A7C15
-    for _ in range(2):  # the steps of MurmurHash3's finalizer: shift, exclusive or, multiply
-        bits ^= bits >> 33
-        bits *= 0x7F51AFD7ED558CCD
-    return int((bits ^ (bits >> 33)).sum())
+    integers = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, flat.numel(), _CHUNK):  # it takes a multiple of the bytes that are read at once
+        bits = integers[first : first + _CHUNK].to(torch.int64)
+        bits = bits + torch.arange(first, first + bits.numel(), device=bits.device) * 0x1E3779B97F4A7C15
+        for _ in range(2):  # the steps of MurmurHash3's finalizer: shift, exclusive or, multiply
+            bits ^= bits >> 33
+            bits *= 0x7F51AFD7ED558CCD
+        total += (bits ^ (bits >> 33)).sum()
+    return int(total)

@@ -1,13 +1,13 @@
 """Trees: the tensors in arguments and outputs of any structure. One tensor stays one tensor."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["PutBack", "copy_attributes", "tensors_of"]
+__all__ = ["PutBack", "copy_attributes", "hides_tensors", "tensors_of"]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
@@ -40,3 +40,19 @@ def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
     if source is not target and source.__dict__:
         target.__dict__.update(source.__dict__)
     return target
+
+
+def hides_tensors(leaf: object, depth: int = 3) -> bool:
+    """Whether ``leaf``, of a tree, is an object that torch's pytree does not look into and that has tensors."""
+    if isinstance(leaf, Tensor):
+        return depth < 3
+    if depth == 0 or isinstance(leaf, (nn.Module, type, str, bytes, int, float)) or leaf is None:
+        return False
+    inside: Iterable[object] = ()
+    if isinstance(leaf, Mapping):
+        inside = leaf.values()
+    elif isinstance(leaf, (Sequence, Set)):
+        inside = leaf
+    elif hasattr(leaf, "__dict__"):
+        inside = vars(leaf).values()
+    return any(hides_tensors(one, depth - 1) for one in inside)

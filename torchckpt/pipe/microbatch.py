@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.trees import copy_attributes
+from torchckpt.kernel.trees import copy_attributes, hides_tensors
 
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
 
@@ -41,7 +41,8 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int
     rows)`` parts. All else, and what is in :class:`NoChunk`, goes to each part as it is."""
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
     tensors = [(pytree.keystr(path), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
-    raise_faults("Pipe", _faults(tensors, dim))
+    hidden = [(pytree.keystr(path), leaf) for path, leaf in paths if hides_tensors(leaf) and type(leaf) is not NoChunk]
+    raise_faults("Pipe", [*map(_hidden_fault, hidden), *_faults(tensors, dim)] if hidden else _faults(tensors, dim))
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
     parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # one tensor stays one tensor
@@ -92,6 +93,13 @@ def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: st
 def reduce_faults(reduce: object) -> Iterator[Fault]:
     if reduce is not None and reduce not in REDUCTIONS:
         yield Fault(f"reduce must be one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
+
+
+def _hidden_fault(found: tuple[str, object]) -> Fault:
+    path, leaf = found
+    rule = "tensors to be split are in containers that torch's pytree knows: list, tuple, dict, registered classes"
+    works = "pipe(dict(batch)), or another such container; NoChunk(batch) for what is not to be split"
+    return Fault(rule, f"{_named(path)}, a {type(leaf).__name__} that has tensors", works)
 
 
 def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
@@ -176,7 +177,8 @@ class Pipe(nn.Module):
         There is a backward for each micro-batch and stage. So hooks of parameters run as often, and those that change
         them (an optimizer in the backward) are refused; what runs once a mini-batch, such as the reduction of gradients
         in DDP, is the caller's to do after it; and a ``GradScaler`` goes into ``loss_fn``:
-        ``lambda output, target: scaler.scale(f(output, target))``. If something raises, gradients that are there stay.
+        ``lambda output, target: scaler.scale(f(output, target))``. If something raises, parameters that had no gradient
+        have none again; what was added to others stays.
 
         Args:
             *args, **kwargs: those of the first layer.
@@ -199,7 +201,13 @@ class Pipe(nn.Module):
         raise_faults("Pipe.step()", [*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
         with torch.inference_mode(False), torch.enable_grad(), self._statistics():
             step = self._step(args, kwargs, loss_fn, reduce)
-            loss = step.run()
+            bare = [parameter for parameter in self.parameters() if parameter.grad is None]
+            try:
+                loss = step.run()
+            except BaseException:
+                for parameter in bare:
+                    parameter.grad = None
+                raise
         self._last_step = step.record
         return loss
 
@@ -303,9 +311,11 @@ class Pipe(nn.Module):
 
 def _described(stage: Stage) -> Iterator[str]:
     tensors = {id(tensor): tensor for layer in stage.layers for tensor in _tensors_of(layer.module)}.values()
-    parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
-    size = sum(tensor.nbytes for tensor in tensors)
-    yield f"  stage {stage.number} on {stage.device}: {parameters:,} parameters, {size / 2**20:.1f} MiB"
+    made = [tensor for tensor in tensors if not is_lazy(tensor)]
+    parameters = sum(tensor.numel() for tensor in made if isinstance(tensor, nn.Parameter))
+    size = sum(tensor.nbytes for tensor in made)
+    lazy = f", {len(tensors) - len(made)} tensors without a shape yet" if len(tensors) > len(made) else ""
+    yield f"  stage {stage.number} on {stage.device}: {parameters:,} parameters, {size / 2**20:.1f} MiB{lazy}"
     for layer in stage.layers:
         text = repr(layer.module).replace("\n", "\n    ")
         yield f"    ({layer.name}): {text}"

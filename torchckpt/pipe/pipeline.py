@@ -44,7 +44,7 @@ from torchckpt.kernel.checkpoint import checkpoint
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.options import DEFAULT, Options
 from torchckpt.kernel.private import profiler_is_on
-from torchckpt.kernel.trees import PutBack, tensors_of
+from torchckpt.kernel.trees import PutBack, hides_tensors, tensors_of
 from torchckpt.pipe.clock import clock_cycles
 from torchckpt.pipe.in_place import Given, Memory
 from torchckpt.pipe.lane import Edges, Lane, before
@@ -147,7 +147,8 @@ class Station:
             args, kwargs = put_back(arrived)
             turn = self._stage.turn(Carrier(parcel.skips, partial(_fetched, self._place)), self._given(parcel, frame))
             returned = turn(*args, **kwargs) if frame is None else frame.forward(turn, args, kwargs)  # [7]
-            raise_faults("Pipe", output_faults(self._stage, returned[0]))
+            is_cut = self._place.compute is not None and not self._final
+            raise_faults("Pipe", output_faults(self._stage, returned[0], is_cut))
             tensors, put_back = _tensors(returned)
             kept, outputs = returned[1], tensors_of(returned[0])[0] if returned[1] else tensors
             in_flight = [*kept.values(), *parcel.skips.in_flight()]
@@ -225,11 +226,17 @@ def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
     return tensors_of(tree)
 
 
-def output_faults(stage: Stage, output: object) -> list[Fault]:
-    """What is wrong with what ``stage`` returned."""
+def output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
+    """What is wrong with what ``stage`` returned. ``is_cut``: its tensors are moved, or their graph ends here."""
     if isinstance(output, Tensor) and output.device == stage.device:
         return []
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    hidden = [type(leaf).__name__ for leaf in leaves if hides_tensors(leaf)] if is_cut else []
+    if hidden:
+        rule = "a stage must return its tensors in containers that torch's pytree knows: list, tuple, dict"
+        works = "a layer that returns a dict; or torch.utils._pytree.register_pytree_node for that class"
+        return [Fault(rule, f"a {hidden[0]} that has tensors, from {stage.__qualname__}", works)]
     if not tensors:
         rule = "a stage must return a tensor, or something that holds one"
         works = "a last layer in the stage that returns a tensor"

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
-from torchckpt.kernel.flags import is_recomputing
+from torchckpt.kernel.flags import thread
 from torchckpt.kernel.trees import tensors_of
 
 __all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
@@ -74,19 +74,20 @@ class _Plain:
 
     def __init__(self) -> None:
         self._kept: dict[Name, Tensor] = {}
-        self._replayed: dict[Name, Tensor] = {}  # by a replay, which may end before it pops them
 
     def stash(self, name: Name, tensor: Tensor) -> None:
-        if is_recomputing():
-            self._replayed[name] = tensor
-        else:
-            self._replayed.clear()
+        replay = thread.flags[2]
+        if replay is None:
             self._kept[name] = tensor
+        else:  # which may end before it pops them
+            replay.__dict__.setdefault("skips", {})[name] = tensor
 
     def pop(self, name: Name) -> Tensor:
-        if is_recomputing():
-            if name in self._replayed:
-                return self._replayed.pop(name)
+        replay = thread.flags[2]
+        if replay is not None:
+            replayed: dict[Name, Tensor] = replay.__dict__.get("skips", {})
+            if name in replayed:
+                return replayed.pop(name)
             raise RecomputationError(
                 "a layer that pops a skip cannot be a region by itself: its replay comes when the skip is gone\n"
                 f"  received: pop({name[1]!r}) in a replay\n"

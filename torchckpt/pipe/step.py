@@ -240,7 +240,7 @@ class Step:
         given = Given(stage.__qualname__, stage.in_place if turn.frame or memory.kept else None, memory.shared)
         run = stage.turn(Carrier(skips, partial(self._skip, turn.received, j)), given)
         output, kept = run(*args, **kwargs) if turn.frame is None else turn.frame.forward(run, args, kwargs)
-        raise_faults("Pipe.step()", output_faults(stage, output))
+        raise_faults("Pipe.step()", output_faults(stage, output, j + 1 < len(self._stages)))
         leaving, in_flight = tensors_of(output)[0], [*kept.values(), *skips.in_flight()]
         self._memory[j + 1, i] = memory.on_leaving(leaving, in_flight, arrived, turn.frame is not None)
         for name, tensor in kept.items():
