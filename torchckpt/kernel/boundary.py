@@ -37,8 +37,10 @@ class Boundary:
         for leaf in leaves:
             # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
-                key = id(leaf)
-                leaf = inputs[key] if key in inputs else inputs.setdefault(key, Input(leaf, hooks))
+                found = inputs.get(id(leaf))
+                if found is None:
+                    found = inputs[id(leaf)] = Input(leaf, hooks)
+                leaf = found
             self._leaves.append(leaf)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
@@ -50,8 +52,10 @@ class Boundary:
         leaves = []
         for leaf in self._leaves:
             if type(leaf) is Input:
-                key = id(leaf)
-                leaf = tensors[key] if key in tensors else tensors.setdefault(key, leaf.again())
+                tensor = tensors.get(id(leaf))
+                if tensor is None:
+                    tensor = tensors[id(leaf)] = leaf.again()
+                leaf = tensor
             leaves.append(leaf)
         if self.spec is None:
             return leaves, {}, list(tensors.values())
@@ -74,7 +78,7 @@ class Input:
         self._original = weakref.ref(tensor)
         self._requires_grad = requires_grad = tensor.requires_grad
         self._is_inner = requires_grad and not tensor.is_leaf
-        self._attributes = tensor.__dict__.copy() or None
+        self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
         self._unpack: Callable[[Any], Tensor] | None = None
         if tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: Any = tensor

@@ -71,7 +71,8 @@ class Call:
         it finds around it goes into ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
-        seen, exclusive = self._look(args)
+        # Modules may be among the arguments.
+        seen, exclusive = look(self.function, () if self._boundary.spec is None else args)
         try:
             if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
                 return function(*args, **kwargs)
@@ -105,9 +106,6 @@ class Call:
             )
         self._contexts = self._contexts[0], None
         return context
-
-    def _look(self, args: tuple[Any, ...]) -> tuple[Seen | None, bool]:
-        return look(self.function, () if self._boundary.spec is None else args)  # modules may be among the arguments
 
     def _random_state(self, seen: Seen | None) -> RandomState:
         named = self._options.generators

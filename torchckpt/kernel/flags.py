@@ -15,8 +15,10 @@ __all__ = ["Flags", "Replay", "is_checkpointing", "is_recomputing", "thread"]
 class Replay(list[nn.Module]):
     """Lives as long as a replay. Its elements are norm layers that use copies of their buffers now (norms.py)."""
 
+    __slots__ = ("skips",)
+
     skips: dict[Any, Any]
-    """What layers have stashed for others in this replay (torchckpt.pipe.skip)."""
+    """What layers have stashed for others in this replay (torchckpt.pipe.skip). Unset at first."""
 
 
 class Flags(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -97,8 +97,11 @@ class Frame:
             call, slots = self._call, self._slots
             if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
                 return
-            with nullcontext() if self.around is None else self.around(self.recomputed):
+            if self.around is None:
                 self.recomputed.append(self._replay(call, slots))
+            else:
+                with self.around(self.recomputed):
+                    self.recomputed.append(self._replay(call, slots))
             if call.devices:
                 self._trail = Trail(call.devices)  # before the slots are filled, which are read without the lock
             if self._returned:

@@ -80,12 +80,12 @@ class _Plain:
         if replay is None:
             self._kept[name] = tensor
         else:  # which may end before it pops them
-            replay.__dict__.setdefault("skips", {})[name] = tensor
+            replay.skips = {**getattr(replay, "skips", {}), name: tensor}
 
     def pop(self, name: Name) -> Tensor:
         replay = thread.flags[2]
         if replay is not None:
-            replayed: dict[Name, Tensor] = replay.__dict__.get("skips", {})
+            replayed: dict[Name, Tensor] = getattr(replay, "skips", {})
             if name in replayed:
                 return replayed.pop(name)
             raise RecomputationError(
