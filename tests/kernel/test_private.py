@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -99,6 +100,33 @@ def set_version():
     y = x.exp_().detach()
     assert private.set_version(x, 5) is x
     assert (x._version, y._version) == (5, 5)
+
+
+def apply_of():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = leaf(3)
+    ours, theirs = private.apply_of(Double)(x), Double.apply(x)
+    assert torch.equal(ours, theirs)
+    assert type(ours.grad_fn) is type(theirs.grad_fn)
+    ours.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def storage_key():
+    x, other = torch.zeros(3), torch.zeros(3)
+    alike = [x, x[1:], x.detach(), x.view(1, 3)]
+    assert len({private.storage_key(tensor) for tensor in alike}) == 1
+    assert {StorageWeakRef(tensor.untyped_storage()) for tensor in alike} == {StorageWeakRef(x.untyped_storage())}
+    assert private.storage_key(other) != private.storage_key(x)
+    assert private.storage_key(torch.eye(2).to_sparse()) is None
 
 
 def modes_are_active():
@@ -234,6 +262,7 @@ def profiler_is_on():
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "alive": alive,
+    "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
     "compiler_of": compiler_of,
     "dispatch_modes_are_active": dispatch_modes_are_active,
@@ -251,6 +280,7 @@ COUNTERPARTS = {
     "push_hooks": push_hooks_and_pop_hooks,
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
+    "storage_key": storage_key,
 }
 
 

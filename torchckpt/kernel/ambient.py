@@ -148,7 +148,8 @@ RandomState: TypeAlias = list[tuple[Generator, Tensor]]
 def random_state(generators: Iterable[Generator]) -> RandomState:
     """The states of ``generators``, now."""
     if generators is _CPU:  # of most calls
-        return [(torch.default_generator, torch.default_generator.get_state())]
+        (generator,) = _CPU
+        return [(generator, generator.get_state())]
     return [(generator, generator.get_state()) for generator in generators]
 
 

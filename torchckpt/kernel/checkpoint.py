@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.private import apply_of
 
 __all__ = ["Checkpoint", "checkpoint", "held_by"]
 
@@ -36,13 +37,16 @@ class Checkpoint(Function):
         return None, grad, *(None,) * ctx.edges
 
 
+_apply = apply_of(Checkpoint)
+
+
 def checkpoint(frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
     """``input``, which requires grad, as the function of ``frame`` gets it. In the backward ``phonies`` come after it.
 
     A node for each input: had they one in common, the loss of an output that needs one input would run the backward
     into what the others come from.
     """
-    output: Tensor = Checkpoint.apply(frame, input, *phonies)  # type: ignore[no-untyped-call]  # untyped in torch
+    output: Tensor = _apply(frame, input, *phonies)
     return output
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torchckpt.kernel.phony import phony
+from torchckpt.kernel.private import apply_of
 
 __all__ = ["fork", "join"]
 
@@ -41,16 +42,19 @@ class Join(Function):
         return grad, *(None,) * ctx.phonies
 
 
+_fork, _join = apply_of(Fork), apply_of(Join)
+
+
 def fork(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``input`` again, and a phony that hangs on it. ``input`` must require grad.
 
     With ``phonies`` it is joined first, in the same node.
     """
-    output, edge = Fork.apply(input, *phonies)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
+    output, edge = _fork(input, *phonies)
     return output, edge
 
 
 def join(input: Tensor, *phonies: Tensor) -> Tensor:
     """Return ``input`` again, whose backward now comes before that of every one of ``phonies``."""
-    output: Tensor = Join.apply(input, *phonies)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
+    output: Tensor = _join(input, *phonies)
     return output

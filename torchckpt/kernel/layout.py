@@ -16,7 +16,7 @@ from torchckpt.kernel.norms import updates
 from torchckpt.kernel.private import norm_layer, set_version
 from torchckpt.typing import Function
 
-__all__ = ["Copy", "Key", "Layout", "layout_of", "values_of", "version_of"]
+__all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "values_of", "version_of"]
 
 Key: TypeAlias = tuple[int, str]
 """A buffer: the place of its module in a layout, and its name there."""
@@ -40,6 +40,13 @@ class Copy:
     def is_of(self, buffer: Tensor) -> bool:
         """Whether ``buffer`` has not changed since."""
         return self._buffer() is buffer and self.version == version_of(buffer)
+
+
+class Modules(tuple[nn.Module, ...]):
+    """The modules of a function that is none itself, as its attribute ``region_modules``."""
+
+    layout: Layout | None = None
+    """Of a call before."""
 
 
 class _End:
@@ -131,25 +138,39 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
     if not args and (kind is BuiltinFunctionType or (kind is FunctionType and not function.__dict__)):
         return None
     owner = getattr(function, "__self__", None) if kind is MethodType else function
-    key: Any = id(owner)
-    layout = _layouts.get(key)
-    if layout is None or args or layout.owners[0]() is not owner:
+    layout, modules = _layouts.get(id(owner)), None
+    if layout is None and not isinstance(owner, nn.Module):
+        modules = getattr(owner, "region_modules", None)
+        layout = None if modules is None else modules.layout
+    if layout is None or args or (modules is None and layout.owners[0]() is not owner):
         owners = _owners(function, args)
         if not owners:
             return None
-        key = id(owners[0]) if len(owners) == 1 else tuple(map(id, owners))
-        layout = _layouts.get(key)
-        if layout is None or any(reference() is not owner for reference, owner in zip(layout.owners, owners)):
-            layout = _made(key, owners)
+        layout = _known(owners)
+        if modules is not None and not (args or layout.is_lazy):
+            modules.layout = layout
     values = values_of(layout.tables)
     if values[: len(layout.children)] == layout.children:  # modules are equal if they are the same
         return layout, values
-    layout = _made(key, [owner for reference in layout.owners if (owner := reference()) is not None])
+    layout = _made([owner for reference in layout.owners if (owner := reference()) is not None])
+    if modules is not None and not (args or layout.is_lazy):
+        modules.layout = layout
     return layout, values_of(layout.tables)
 
 
-def _made(key: Any, owners: Sequence[nn.Module]) -> Layout:
-    layout = Layout(owners)
+def _known(owners: Sequence[nn.Module]) -> Layout:
+    layout = _layouts.get(_key(owners))
+    if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
+        return _made(owners)
+    return layout
+
+
+def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
+    return id(owners[0]) if len(owners) == 1 else tuple(map(id, owners))
+
+
+def _made(owners: Sequence[nn.Module]) -> Layout:
+    layout, key = Layout(owners), _key(owners)
     if not layout.is_lazy:
         _layouts[key] = layout
         for owner in owners:
@@ -165,7 +186,8 @@ def _owners(function: Function, args: Sequence[Any]) -> list[nn.Module]:
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return [owner, *owners]
-    return [*getattr(function, "region_modules", ()), *owners]
+    modules: Modules = getattr(function, "region_modules", Modules())
+    return [*modules, *owners]
 
 
 def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from torchckpt.errors import CheckpointError
 
 __all__ = [
     "DeviceContext",
     "alive",
+    "apply_of",
     "batch_norm_layer",
     "compiler_of",
     "dispatch_modes_are_active",
@@ -35,6 +38,7 @@ __all__ = [
     "push_hooks",
     "set_grad_enabled",
     "set_version",
+    "storage_key",
 ]
 
 try:
@@ -79,6 +83,18 @@ def set_version(tensor: Tensor, version: int) -> Tensor:
     if tensor._version != version:
         _set_versions((tensor,), (version,))
     return tensor
+
+
+def apply_of(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` without its look at functorch, of whose transforms there is none where a region is entered."""
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]  # untyped in torch
+    return apply
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """The same for tensors that share memory, while they are alive: what a ``StorageWeakRef`` compares, which takes
+    four times as long to make. None of a sparse tensor, which has no storage."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.private import apply_of
 
 __all__ = ["Recompute", "recompute"]
 
@@ -27,7 +28,10 @@ class Recompute(Function):
         return nothing
 
 
+_apply = apply_of(Recompute)
+
+
 def recompute(frame: Frame, *phonies: Tensor) -> Tensor:
     """A phony that hangs on ``phonies``, with the replay of ``frame`` between them in the backward."""
-    edge: Tensor = Recompute.apply(frame, *phonies)  # type: ignore[no-untyped-call]  # Function.apply is untyped in torch
+    edge: Tensor = _apply(frame, *phonies)
     return edge

@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.saved import storage_of
+from torchckpt.kernel.private import storage_key
 from torchckpt.kernel.trees import copy_attributes, tensors_of
 
-__all__ = ["Given", "InPlace", "Memory"]
+__all__ = ["NOTHING_SHARED", "Given", "InPlace", "Memory"]
 
 
 @dataclass
 class InPlace:
     """What is known of a stage: the places, among the tensors that it gets, of those that it changes."""
 
-    changed: set[int] | None = None
+    changed: frozenset[int] | None = None
     """None: it has not run yet."""
     now: set[int] = field(default_factory=set)
     """Those that were seen so far."""
@@ -44,8 +43,7 @@ class Given:
 
     def __init__(self, stage: str, known: InPlace | None, shared: Collection[int]) -> None:
         self._stage, self._known, self._shared = stage, known, shared
-        changed = () if known is None else known.changed
-        self._copied = None if changed is None else frozenset(changed)  # None: all
+        self._copied = frozenset() if known is None else known.changed  # None: all
         self._watched: list[tuple[int, Tensor, int]] = []  # in the forward: not changed yet; with their versions
         self.own: Sequence[Tensor] = ()
         """While the layers run: what they get, each once."""
@@ -56,10 +54,11 @@ class Given:
         """What the layers get in place of ``args`` and ``kwargs``."""
         is_one = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         tensors, put_back = (args, None) if is_one else tensors_of((args, kwargs))
-        self.own = own = [self._own(place, tensor) for place, tensor in enumerate(tensors)]
+        copied = self._copied is None or len(self._copied) > 0
+        self.own = own = [self._own(place, one) for place, one in enumerate(tensors)] if copied else tensors
         if is_forward:
             self._watched = [(n, tensor, tensor._version) for n, tensor in enumerate(own) if not tensor.is_inference()]
-        if all(one is other for one, other in zip(own, tensors)):
+        if not copied or all(one is other for one, other in zip(own, tensors)):
             return args, kwargs
         return (tuple(own), {}) if put_back is None else put_back(own)
 
@@ -70,6 +69,12 @@ class Given:
 
     def after(self, layer: object) -> None:
         """In the forward, when ``layer`` has run: note what it changed, or raise."""
+        for _, tensor, version in self._watched:
+            if tensor._version != version:
+                self._changed(layer)
+                return
+
+    def _changed(self, layer: object) -> None:
         for one in [one for one in self._watched if one[1]._version != one[2]]:
             place = one[0]
             self._watched.remove(one)
@@ -78,13 +83,13 @@ class Given:
             if self._known is not None:
                 self._known.now.add(place)
                 if self._copied is not None and place not in self._copied:
-                    self._known.changed = {*self._copied, place}
+                    self._known.changed = self._copied | {place}
                     raise_faults("Pipe", [self._fault(place, layer, "which it did not in its first run")])
 
     def learn(self) -> None:
         """After the last layer of the forward."""
         if self._known is not None and self._copied is None:
-            self._known.changed = {*self._known.now}
+            self._known.changed = frozenset(self._known.now)
 
     def end(self) -> None:
         """After a run, whether it raised or not."""
@@ -98,24 +103,27 @@ class Given:
 
 def shared_places(leaving: Sequence[Tensor], others: Iterable[Tensor] = ()) -> frozenset[int]:
     """The places of tensors among ``leaving`` that share memory with one another, or with ``others``."""
-    homes: dict[StorageWeakRef, list[int]] = {}
+    homes: dict[int | None, list[int]] = {}
     for place, tensor in [*enumerate(leaving), *((-1, other) for other in others)]:
-        for storage in storage_of(tensor):
-            homes.setdefault(storage, []).append(place)
+        homes.setdefault(storage_key(tensor), []).append(place)
+    homes.pop(None, None)
     return frozenset(place for places in homes.values() if len(places) > 1 for place in places if place >= 0)
+
+
+_NONE: frozenset[int] = frozenset()
 
 
 class Memory(NamedTuple):
     """Whose memory the tensors are in that go from one stage to the next: the places of some of them."""
 
-    shared: frozenset[int] = frozenset()
+    shared: frozenset[int] = _NONE
     """They share it with others that cross a cut, or with skips."""
-    kept: frozenset[int] = frozenset()
+    kept: frozenset[int] = _NONE
     """It is that of the caller's tensors, or of what an earlier region will begin with again."""
 
     @classmethod
     def of_caller(cls, tensors: Sequence[Tensor]) -> Memory:
-        shared = shared_places(tensors) if len(tensors) > 1 else frozenset()
+        shared = shared_places(tensors) if len(tensors) > 1 else _NONE
         return cls(shared, frozenset(range(len(tensors))))
 
     def on_leaving(
@@ -129,7 +137,12 @@ class Memory(NamedTuple):
         kept = range(len(arrived)) if is_replayed else self.kept
         if len(leaving) < 2 and not in_flight and not self.shared and not kept:
             return self
-        shared = shared_places(leaving, [*in_flight, *(arrived[place] for place in self.shared)])
-        homes = {storage for place in kept for storage in storage_of(arrived[place])}
-        lent = [place for place, tensor in enumerate(leaving) if not homes.isdisjoint(storage_of(tensor))]
-        return Memory(shared, frozenset(lent))
+        is_alone = len(leaving) < 2 and not in_flight and not self.shared
+        others = [*in_flight, *(arrived[place] for place in self.shared)]
+        shared = _NONE if is_alone else shared_places(leaving, others)
+        homes = [storage_key(arrived[place]) for place in kept]
+        lent = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
+        return Memory(shared, frozenset(lent)) if shared or lent else NOTHING_SHARED
+
+
+NOTHING_SHARED = Memory()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import accelerator_type
+from torchckpt.kernel.layout import Modules
 from torchckpt.pipe.in_place import Given, InPlace
 from torchckpt.pipe.skip import Carrier, Name
 
@@ -72,6 +73,7 @@ class Stage:
         self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: InPlace | None = None
     ) -> None:
         self.number, self.layers, self.device = number, layers, device
+        self.modules = Modules(layer.module for layer in layers)
         self.in_place = in_place or InPlace()
         """What is known of the inputs that the layers change."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
@@ -80,10 +82,6 @@ class Stage:
         """One micro-batch in this stage. ``given``: what it gets; None: whatever it does to that is right."""
         return Turn(self, carrier, given)
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [layer.module for layer in self.layers]
-
 
 class Turn:
     """One stage on one micro-batch: a function of its arguments that returns the output and the skips that leave."""
@@ -91,11 +89,8 @@ class Turn:
     def __init__(self, stage: Stage, carrier: Carrier, given: Given | None) -> None:
         self._stage, self._carrier, self._given = stage, carrier, given
         self._is_forward = True
+        self.region_modules = stage.modules  # for the kernel, which looks at what they have
         self.__qualname__ = stage.__qualname__
-
-    @property
-    def region_modules(self) -> list[nn.Module]:
-        return self._stage.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
         is_forward, self._is_forward = self._is_forward, False

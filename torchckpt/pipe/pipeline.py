@@ -46,7 +46,7 @@ from torchckpt.kernel.options import DEFAULT, Options
 from torchckpt.kernel.private import profiler_is_on
 from torchckpt.kernel.trees import PutBack, hides_tensors, tensors_of
 from torchckpt.pipe.clock import clock_cycles
-from torchckpt.pipe.in_place import Given, Memory
+from torchckpt.pipe.in_place import NOTHING_SHARED, Given, Memory
 from torchckpt.pipe.lane import Edges, Lane, before
 from torchckpt.pipe.links import Place, copy, on, wait
 from torchckpt.pipe.microbatch import MicroBatch
@@ -150,9 +150,7 @@ class Station:
             is_cut = self._place.compute is not None and not self._final
             raise_faults("Pipe", output_faults(self._stage, returned[0], is_cut))
             tensors, put_back = _tensors(returned)
-            kept, outputs = returned[1], tensors_of(returned[0])[0] if returned[1] else tensors
-            in_flight = [*kept.values(), *parcel.skips.in_flight()]
-            memory = parcel.memory.on_leaving(outputs, in_flight, arrived)
+            memory = _memory(parcel, returned, tensors, arrived)
             stream = None if self._final else self._place.side_stream()
             if stream is not None:
                 tensors, due = before(tensors, due), []
@@ -184,6 +182,17 @@ class Station:
             return moved(Load(tensors, *parcel.at), self._place), put_back
         loads = (Load((tensor,), Place.of(tensor.device), None) for tensor in tensors)
         return tuple(moved(load, self._place)[0] for load in loads), put_back
+
+
+def _memory(
+    parcel: Parcel, returned: tuple[Any, dict[Name, Tensor]], tensors: Sequence[Tensor], arrived: Sequence[Tensor]
+) -> Memory:
+    """Of the tensors that leave a stage, skips included, which ``returned``."""
+    output, kept = returned
+    if parcel.memory is NOTHING_SHARED and len(tensors) == 1 and not parcel.skips.are_any:  # so in most stages
+        return NOTHING_SHARED
+    leaving = tensors_of(output)[0] if kept else tensors
+    return parcel.memory.on_leaving(leaving, [*kept.values(), *parcel.skips.in_flight()], arrived)
 
 
 def _fetched(place: Place, load: Load) -> Tensor:
