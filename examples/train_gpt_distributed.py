@@ -10,6 +10,7 @@ recomputation, with ``torch.utils.checkpoint`` and with ``recompute_ahead``, and
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -48,6 +49,7 @@ def main() -> None:
         show(build, options.compare, options.out / "timeline.svg")
     else:
         train(build(options.recompute), options)
+    gc.collect()  # what holds the group in a cycle goes before it does: its threads must not outlive Python
     dist.destroy_process_group()
 
 

@@ -71,7 +71,8 @@ class Flops:
 
 @contextmanager
 def flops() -> Iterator[Flops]:
-    """Count the FLOPs of forwards, backwards and replays until the end of the block."""
+    """Count the FLOPs of forwards, backwards and replays until the end of the block: of this thread, and of a backward
+    that it calls. What other threads run, such as those of a ``Pipe`` on several devices, is not seen."""
     from torch.utils.flop_counter import FlopCounterMode  # late: it is slow to import
 
     with FlopCounterMode(display=False) as counter:

@@ -1,6 +1,7 @@
 """Processes: run a function on every rank of a gloo group, and have what each of them returned."""
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 import warnings
@@ -62,4 +63,6 @@ def _work(rank: int, function: Callable[[int], Any], folder: str, ranks: int) ->
     try:
         torch.save(function(rank), f"{folder}/{rank}.pt")
     finally:
+        # Modules under FSDP2 are cycles that hold the group. If it outlives Python, a thread of it aborts the process.
+        gc.collect()
         dist.destroy_process_group()

@@ -8,12 +8,14 @@ backward: an own node of the graph, which could be placed early, but which break
 and split backward. *Non-reentrant* checkpointing replaces what autograd saves by hooks, and is right in every respect;
 but the first tensor that the backward asks for starts the recomputation, and that is when the gradient is there.
 
-Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a node of the graph that fills it:
+Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a pair of autograd Functions at its ends:
 
      forward                                                   backward, read upwards
 
-       inputs ──► Boundary   keeps them, as autograd keeps       freed once the slots are full
+       inputs
           │
+      Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends here.
+          │                                                          frame.let_go(); what waits for that end may run
           ▼
        function(*args, **kwargs), in grad mode                   [3] its nodes run, and take their slots.
           │    pack:   drop the tensor, hand out a slot              A slot that nobody has filled yet
@@ -25,8 +27,18 @@ Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a nod
           ▼                     ▼
         join ◄ ─ ─ phony ─ ─ ─ ─                                 [1] the backward gets here
 
-``Frame`` joins both sides, and is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack
-all call ``recompute()``, and whoever comes first does the work. The phonies say when; no gradient depends on it.
+``Frame`` joins both sides. It keeps the inputs (``Boundary``) and hands over through two deques of one element each:
+
+     forward ──► frame.ambient ──► replay ──► frame.recomputed ──► backward
+                 settings and                 what the function saved
+                 random numbers               when it ran again, for the slots
+
+``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
+whoever comes first does the work. The phonies say when; no gradient depends on it. The single call ``checkpoint`` has no
+``Recompute``, and goes without ``Checkpoint`` too: the first unpack does it all.
+
+A replay sees the call as it was. ``boundary`` gives it the same arguments, ``module_state`` the same parameters and
+buffers, ``ambient`` the same settings and random numbers, ``norms`` statistics to update that nobody sees.
 """
 from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing

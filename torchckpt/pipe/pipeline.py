@@ -4,15 +4,15 @@ What micro-batch i leaves in the graph between stage j and stage j + 1, and what
 
      stage j                                             backward, on which stream
      ───────                                             ─────────────────────────
-     region(i, j)      fn in grad mode                   [7] its nodes run, with the slots full          compute j
+     Checkpoint ◄─ ─ ─ R(i-k, j)                         [7] the region's end frees R(i-k, j)            compute j
         │
-     gate ◄─ ─ ─ R(i-k, j)                               [6] frees R(i-k, j), which runs after [7]       compute j
+     region(i, j)      fn in grad mode                   [6] its nodes run, with the slots full          compute j
         │
      Wait              compute j ─► copy j, i            [5] compute j waits for the gradient            copy j, i
         │
      fork ─ ─ ─► R(i, j)                                 [4] waits, in the graph, for R(i, j)            copy j, i
         │        ┊                                       [3] R(i, j): the replay, waiting for no data    compute j
-        │        └┄ ─► gate of (i+k, j)
+        │        └┄ ─► Checkpoint of (i+k, j)
      Copy              copy j, i ─► copy j+1, i          [2] the gradient's copy is enqueued             both copies
         │
      Wait              copy j+1, i ─► compute j+1        [1] copies wait for the gradient to be made     compute j+1
@@ -22,7 +22,8 @@ What micro-batch i leaves in the graph between stage j and stage j + 1, and what
 R(i, j), the ``Recompute`` of the region, comes before the Wait [5] that makes its stream wait for the copied gradient,
 and after nothing that has to do with that gradient: so it overlaps the copy, and all of micro-batch i's backward
 downstream. What it does wait for, and what waits for it, is the lane's business (``lane.py``). No edge of a phony
-carries data, so none makes one stream wait for another.
+carries data, so none makes one stream wait for another. Where no input of the region has a gradient (the first stage), or
+it has several outputs, there is no ``Checkpoint`` to hang R(i-k, j) on: it hangs on the region's outputs.
 
 Stages on one device share its compute stream and its thread. On the CPU there are no streams: Wait and Copy are left
 out, and everything runs in the caller's thread, in clock order.
@@ -143,10 +144,10 @@ class Station:
             due = self._lane.due()
             arrived, put_back = self._taken_in(parcel)
             if frame is not None:
-                arrived, due = behind_checkpoints(frame, arrived, due)  # [6]
+                arrived, due = behind_checkpoints(frame, arrived, due)  # [7]
             args, kwargs = put_back(arrived)
             turn = self._stage.turn(Carrier(parcel.skips, partial(_fetched, self._place)), self._given(parcel, frame))
-            returned = turn(*args, **kwargs) if frame is None else frame.forward(turn, args, kwargs)  # [7]
+            returned = turn(*args, **kwargs) if frame is None else frame.forward(turn, args, kwargs)  # [6]
             is_cut = self._place.compute is not None and not self._final
             raise_faults("Pipe", output_faults(self._stage, returned[0], is_cut))
             tensors, put_back = _tensors(returned)
