@@ -1,6 +1,8 @@
 """Greedy placement: a recompute starts as soon as its rank is idle and has no forward or backward that is ready.
 
-An event-driven simulation in which ranks decide as time goes by; its outcome is the order in which they did.
+An event-driven simulation in which ranks decide as time goes by; its outcome is the order in which they did. A rank is
+never interrupted, so a recompute that starts while a message is about to arrive makes that message wait. A patient rank
+waits for the message instead.
 """
 from __future__ import annotations
 
@@ -15,15 +17,19 @@ from torchckpt.model.schedule import Schedule
 __all__ = ["greedy_orders"]
 
 
-def greedy_orders(schedule: Schedule, program: Program, k: int) -> tuple[tuple[Action, ...], ...]:
+def greedy_orders(
+    schedule: Schedule, program: Program, k: int, patience: float = 0.0
+) -> tuple[tuple[Action, ...], ...]:
     """The order of each rank, forwards and backwards among themselves as they were.
 
     Args:
         schedule: with each ``R`` somewhere before its backward, in the order of the backwards.
         k: a rank recomputes only what one of its next ``k`` backwards needs.
+        patience: a rank that knows when its message arrives recomputes before it only if at least this share of the
+            recompute is done by then.
     """
     lanes = [_Lane(order, instructions, k) for order, instructions in zip(schedule.ranks, program.ranks)]
-    _Clock(lanes, program).run()
+    _Clock(lanes, program, patience).run()
     return tuple(tuple(lane.done) for lane in lanes)
 
 
@@ -66,6 +72,10 @@ class _Lane:
         """The token that the next action of the order waits for."""
         return self.main[self.next_main][1][0]
 
+    def recompute_seconds(self) -> float:
+        """Of the next recompute."""
+        return self.aside[self.next_aside][1][2]
+
     def take_main(self) -> Instruction:
         action, instruction = self.main[self.next_main]
         self.backwards += action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
@@ -83,8 +93,8 @@ class _Lane:
 class _Clock:
     """Wakes each rank when it is done with an action, or when what it waits for arrives."""
 
-    def __init__(self, lanes: list[_Lane], program: Program) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: list[_Lane], program: Program, patience: float) -> None:
+        self.lanes, self.patience = lanes, patience
         self.arrived: dict[int, float] = dict.fromkeys(program.given, 0.0)
         self.wire_free = [0.0] * program.wires
         self.waiting: dict[int, tuple[int, float]] = {}
@@ -103,12 +113,18 @@ class _Clock:
         there = 0.0 if token == NOTHING else self.arrived.get(token)
         if there is not None and there <= now and lane.is_recomputed:
             self._start(rank, lane.take_main(), now)
-        elif lane.may_recompute:
+        elif lane.may_recompute and not self._waits(lane, now, there):
             self._start(rank, lane.take_aside(), now)
         elif there is None:
             self.waiting[token] = rank, now
         else:
             heappush(self.agenda, (there, rank))
+
+    def _waits(self, lane: _Lane, now: float, there: float | None) -> bool:
+        """Whether the rank rather waits for its message than to recompute before it."""
+        if there is None or not lane.is_recomputed:
+            return False
+        return there - now < self.patience * lane.recompute_seconds()
 
     def _start(self, rank: int, instruction: Instruction, now: float) -> None:
         _, gives, seconds, wire, travel = instruction

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.action import Action, Kind
-from torchckpt.model.greedy import greedy_orders
 from torchckpt.model.inputs import per_boundary, per_stage
 from torchckpt.model.orders import Visit
 from torchckpt.model.policy import Policy, ahead, arrival, chosen, faults_of, none, partial
 from torchckpt.model.program import compile_program
+from torchckpt.model.quickest import quickest_places
 from torchckpt.model.schedule import Schedule, Segments
 from torchckpt.model.validity import check_order, check_schedule
 
@@ -73,7 +73,7 @@ def _placed(schedule: Schedule, policy: Policy, keys: frozenset[Visit]) -> Sched
         return fixed
     costs, _ = per_stage(policy.costs, schedule.stages)
     links, _ = per_boundary(policy.link, schedule.stages)
-    return replace(fixed, ranks=greedy_orders(fixed, compile_program(fixed, costs, links), policy.k))
+    return quickest_places(fixed, compile_program(fixed, costs, links), policy.k)
 
 
 def _before_backwards(order: Sequence[Action], keys: Collection[Visit], k: int) -> Iterator[Action]:
