@@ -14,8 +14,8 @@ Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a pai
 
        inputs
           │
-      Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends here.
-          │                                                          frame.let_go(); what waits for that end may run
+      Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends.
+          │                                                          frame.let_go(); what waits for that may run
           ▼
        function(*args, **kwargs), in grad mode                   [3] its nodes run, and take their slots.
           │    pack:   drop the tensor, hand out a slot              A slot that nobody has filled yet
@@ -34,8 +34,8 @@ Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a pai
                  random numbers               when it ran again, for the slots
 
 ``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
-whoever comes first does the work. The phonies say when; no gradient depends on it. The single call ``checkpoint`` has no
-``Recompute``, and goes without ``Checkpoint`` too: the first unpack does it all.
+whoever comes first does the work. The phonies say when; no gradient depends on it. The single call ``checkpoint`` has
+no ``Recompute``, and goes without ``Checkpoint`` too: the first unpack does it all.
 
 A replay sees the call as it was. ``boundary`` gives it the same arguments, ``module_state`` the same parameters and
 buffers, ``ambient`` the same settings and random numbers, ``norms`` statistics to update that nobody sees.

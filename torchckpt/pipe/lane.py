@@ -29,9 +29,9 @@ class Lane:
     Between B(i+k) and B(i+k-1) stands R(i), so k micro-batches are recomputed and alive. The first of k is *one ahead*:
     R(i) runs as soon as B(i+1) is done, while the gradient of micro-batch i is still on its way. The edges:
 
-        B(i+k)  before  R(i):     R(i)'s phony hangs on the Checkpoint of micro-batch i+k, the last node of B(i+k). Where
-                                  that region has none, it hangs on the output; R(i) was made before that region was
-                                  run, by the same thread, so the engine prefers the region's nodes to it
+        B(i+k)  before  R(i):     R(i)'s phony hangs on the Checkpoint of micro-batch i+k, the last node of B(i+k).
+                                  Where that region has none, it hangs on the output; R(i) was made before that
+                                  region was run, by the same thread, so the engine prefers the region's nodes to it
         R(i)  before  B(i+k-1):   R(i) is made of phonies forked from the outputs of micro-batches i to i+k-1
 
     The last k regions have no B(i+k): their replays are tied to the last micro-batch's output, first of all.
