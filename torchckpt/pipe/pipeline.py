@@ -22,8 +22,8 @@ What micro-batch i leaves in the graph between stage j and stage j + 1, and what
 R(i, j), the ``Recompute`` of the region, comes before the Wait [5] that makes its stream wait for the copied gradient,
 and after nothing that has to do with that gradient: so it overlaps the copy, and all of micro-batch i's backward
 downstream. What it does wait for, and what waits for it, is the lane's business (``lane.py``). No edge of a phony
-carries data, so none makes one stream wait for another. Where no input of the region has a gradient (the first stage), or
-it has several outputs, there is no ``Checkpoint`` to hang R(i-k, j) on: it hangs on the region's outputs.
+carries data, so none makes one stream wait for another. Where no input of the region has a gradient (the first stage),
+or it has several outputs, there is no ``Checkpoint`` to hang R(i-k, j) on: it hangs on the region's outputs.
 
 Stages on one device share its compute stream and its thread. On the CPU there are no streams: Wait and Copy are left
 out, and everything runs in the caller's thread, in clock order.
