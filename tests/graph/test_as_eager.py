@@ -10,7 +10,7 @@ from tests.graph.eager import compare, measured_peak
 from tests.graph.traced import Function, joint_of
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
-from torchckpt.graph.private.trace import eager_kernels
+from torchckpt.graph.private.surroundings import eager_kernels
 
 POLICIES = [{}, {"keep": "memory"}]
 

@@ -11,11 +11,11 @@ from tests.helpers import leaf
 from torchckpt.errors import CaptureError
 from torchckpt.graph.private.operators import is_collective, is_mutable, is_random
 from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
+from torchckpt.graph.private.surroundings import compiling
 from torchckpt.graph.private.trace import (
     Boxed,
     Differentiable,
     backward_node,
-    compiling,
     is_data_dependent,
     mutated_inputs,
     require_supported_torch,
@@ -115,7 +115,10 @@ def test_differentiable_traces_without_running_and_runs_what_was_made():
         runs.append(1)
         return (x * y).sin().sum(), y
 
-    called = Differentiable(function, partition, lambda gradients: [g if g is None else 2 * g for g in gradients])
+    def backward(whole, arguments):
+        return [gradient if gradient is None else 2 * gradient for gradient in whole(arguments)]
+
+    called = Differentiable(function, partition, backward)
     x, y = leaf(3), torch.ones(3)
     called.trace(x, y)
     assert len(parted) == 1

@@ -429,9 +429,22 @@ def test_gradient_of_a_gradient_is_refused(model):
     """No wrong number comes out."""
     model.eval()
     x = leaf(4, 6)
-    (gradient,) = torch.autograd.grad(step_of(model)(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        torch.autograd.grad(gradient.sin().sum(), x)
+    loss = step_of(model)(x).sum()
+    for backward in (lambda: torch.autograd.grad(loss, x, create_graph=True), lambda: loss.backward(create_graph=True)):
+        with pytest.raises(CaptureError, match="a backward with create_graph=True"):
+            backward()
+    assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad(model(x).sum(), x))
+
+
+def test_graph_may_be_retained_in_a_later_call(model):
+    """AOTAutograd would refuse where the first backward was one that frees."""
+    model.eval()
+    step, x = step_of(model), leaf(4, 6)
+    expected = gradients(model(x), x)
+    assert_equal(gradients(step(x), x), expected)
+    outputs = step(x)
+    assert_equal(gradients(outputs, x, retain_graph=True), expected)
+    assert_equal(gradients(outputs, x), expected)
 
 
 # hooks, threads, memory -----------------------------------------------------------------------------------------------

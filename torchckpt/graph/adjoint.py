@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -20,6 +20,7 @@ from torchckpt.graph.emit import emit_one
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.kernel.flags import thread
 
 __all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned", "unrecorded"]
@@ -109,13 +110,17 @@ def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.Tr
 
 
 def unrecorded(function: F) -> F:
-    """Let autograd record nothing of what ``function`` does; but where a call is traced, it may be differentiated."""
+    """Let autograd record nothing of what ``function`` does; but where a call is traced, it may be differentiated.
+
+    Its casts are those of its trace.
+    """
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        if thread.tracing is not None and not torch.compiler.is_dynamo_compiling():
-            return function(*args)
-        with torch.no_grad():
+        if torch.compiler.is_dynamo_compiling():
+            with torch.no_grad():
+                return function(*args)
+        with nullcontext() if thread.tracing is not None else torch.no_grad(), without_autocast():
             return function(*args)
 
     return run  # type: ignore[return-value]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, CheckpointError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
 from torchckpt.graph.again import under_autograd
 from torchckpt.graph.capture import explained
 from torchckpt.graph.choose import Chooser, Costs
@@ -64,8 +64,12 @@ def backend(
 ) -> Backend:
     """A backend of ``torch.compile`` that holds a byte budget, or keeps what it is told to.
 
-    >>> model = torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)
-    >>> model.backend.plans                 # one of each graph that was compiled
+    >>> backend = graph.backend(budget="6GiB")
+    >>> model = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    >>> backend.plans                       # one of each graph that was compiled
+
+    What Dynamo cannot trace it runs as it is, without a word, unless it is told ``fullgraph=True``: then there is no
+    plan. Around ``DistributedDataParallel`` it traces nothing: compile what is inside.
 
     Args:
         budget, keep, costs, exact: as :func:`~torchckpt.graph.rematerialize` takes them.
@@ -78,6 +82,10 @@ def backend(
         CaptureError: at a call: Dynamo has broken the graph, or its sizes are not known.
         BudgetInfeasible: at a call: no schedule was found within the budget.
     """
+    if isinstance(budget, fx.GraphModule):  # it is a backend itself
+        rule = "graph.backend() returns a backend, and is none"
+        works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
+        return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
     return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner)
 
 
@@ -221,14 +229,17 @@ def _plain(module: fx.GraphModule) -> fx.GraphModule:
 
 def _refuse_break(module: fx.GraphModule) -> None:
     found, outside = break_of(module), outer_frame()
+    works = "torch.compile(model, backend=..., fullgraph=True), which says what breaks it; or graph.rematerialize()"
     if found is not None:
         received = f"a break {found[1]}: {found[0].splitlines()[0]}"
     elif outside is not None:
         received = f"a function by itself, called {outside}"
     else:
         return
+    if "optimize_ddp" in received:
+        received = "the buckets of DistributedDataParallel, a graph for each"
+        works = "torch._dynamo.config.optimize_ddp = False; or DistributedDataParallel(graph.rematerialize(model, ...))"
     rule = "a schedule is that of one graph, and a budget too: each part of a graph that breaks would take it whole"
-    works = "torch.compile(model, backend=..., fullgraph=True), which says what breaks it; or graph.rematerialize()"
     raise CaptureError(str(Fault(rule, received, works)))
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,19 +18,18 @@ from torchckpt.graph.emit import emit
 from torchckpt.graph.guard import constant_of
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.notes import Tracing
+from torchckpt.graph.partial import Backward, Partial
+from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
+from torchckpt.graph.turns import TURNS
 from torchckpt.graph.unread import Unread
 from torchckpt.model.remat.dataflow import Schedule
 from torchckpt.model.remat.memory import simulate
 
-__all__ = ["ONE_AT_A_TIME", "Capture", "Choose", "explained"]
+__all__ = ["Capture", "Choose", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """The schedule of a joint graph."""
-
-ONE_AT_A_TIME = threading.RLock()
-"""What torch keeps while it traces, its tracer and its notes, is not by thread."""
-
 
 class Capture:
     """One function of tensors, for tensors like those that it is traced with.
@@ -57,7 +55,9 @@ class Capture:
         require_supported_torch()
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
         self._replay = replay
-        self._differentiable = Differentiable(self._flat, self._partition, lambda made: self._unread.gradients(made))
+        self._are_leaves = [tensor.is_leaf for tensor in tensors]
+        self._casts_are_kept = torch.is_autocast_cache_enabled()
+        self._differentiable = Differentiable(self._flat, self._partition, self._backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
 
@@ -71,7 +71,7 @@ class Capture:
     def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The function's tensors alone; the rest of what it returns is the same at every call."""
         before = [tensor._version for tensor in tensors]
-        with Tracing() as tracing:
+        with casting_once(tensors, self._are_leaves, self._casts_are_kept), Tracing() as tracing:
             leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
             leaves = [tracing.unmarked(leaf) for leaf in leaves]
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
@@ -92,7 +92,14 @@ class Capture:
         self.joint = joint_of(module, num_fwd_outputs, self._cost, self._replay)
         self._unread = Unread(self.joint)
         schedule = self._choose(self.joint)
-        return emit(self.joint, schedule, simulate(self.joint.flow, schedule).boundary)
+        boundary = simulate(self.joint.flow, schedule).boundary
+        forward, backward = emit(self.joint, schedule, boundary)
+        self._partial = Partial(self.joint, schedule, boundary, backward)
+        return forward, backward
+
+    def _backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
+        missing = self._unread.missing()
+        return (self._partial.without(missing) if missing else whole)(arguments)
 
     def _refuse(self, mutated: Iterator[int]) -> None:
         found = [self._data[place] for place in mutated if place in self._data]
@@ -119,7 +126,7 @@ def _collector_paused() -> Iterator[None]:
 def explained() -> Iterator[None]:
     """Say what cannot be traced, and where; what is the function's own error passes through. One thread at a time."""
     try:
-        with ONE_AT_A_TIME:
+        with TURNS.tracing():
             yield
     except CaptureError:
         raise
@@ -130,6 +137,9 @@ def explained() -> Iterator[None]:
         if "derivative" in str(error) or "autograd formula" in str(error):
             _raise("every operation between an input and a loss has a derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
+        if "requires grad is being used in an in-place operation" in str(error):
+            _raise("a call that is differentiated leaves its inputs as they are", error,
+                   "x = x + 1 in place of x.add_(1); or x = x.clone() first")
         if "convert all Tensors to FakeTensors" in str(error):
             _raise("a call reads no tensors but its inputs, parameters and buffers", error,
                    "self.register_buffer(\"mask\", mask, persistent=False) in place of self.mask = mask")

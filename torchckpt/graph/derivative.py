@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.capture import explained
 from torchckpt.graph.private.functional import Functional, backward_of, functional
+from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import require_supported_torch
 from torchckpt.graph.subject import Marks, Subject
 
@@ -86,10 +87,11 @@ def derivative_of(
     def run(*tensors: Tensor) -> list[Tensor | None]:
         state = dict(zip(subject.state, tensors))
         inputs = dict(zip(subject.inputs, tensors[len(state) :]))
+        marks.found.clear()
         with marks:
             leaves, structure = pytree.tree_flatten(subject(list(inputs.values()), state, marks))
             leaves = [marks.unmarked(leaf) for leaf in leaves]
-        found.extend((leaves, structure))
+        found[:] = leaves, structure
         gradients = ask(Traced(leaves, inputs, state, marks.found, tensors[len(names) :]))
         return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *gradients]
 
@@ -115,7 +117,7 @@ def gradients_of(
     if not pairs or not wanted:
         return [None] * len(tensors)
     roots, starts = zip(*pairs)
-    with backward_of(roots):
+    with backward_of(roots), without_autocast():  # as after the with of an autocast
         made = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
     return [next(made) if tensor.requires_grad else None for tensor in tensors]
 

@@ -17,7 +17,7 @@ from torchckpt.graph.joint import Joint
 from torchckpt.graph.private.trace import Boxed
 from torchckpt.model.remat.dataflow import Schedule
 
-__all__ = ["emit", "emit_one"]
+__all__ = ["Emitter", "emit", "emit_one", "forward_of"]
 
 
 def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -27,11 +27,8 @@ def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModul
     crosses; the backward takes what crosses, then the gradients of the outputs, and returns the gradients. Both take
     one list, and clear it.
     """
-    inputs = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
-    forward = _Emitter(joint, inputs)
-    for step in range(boundary):
-        forward.run(schedule[step])
-    backward = _Emitter(joint, joint.tangents, before=forward)
+    forward = forward_of(joint, schedule[:boundary])
+    backward = Emitter(joint, joint.tangents, before=forward)
     for step in range(boundary, len(schedule)):
         backward.run(schedule[step])
     outputs, gradients = joint.outputs[: joint.forward_outputs], joint.outputs[joint.forward_outputs :]
@@ -39,16 +36,32 @@ def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModul
     return forward.finish([*forward.resolved(outputs), *backward.crossing.values()], "Forward"), made
 
 
+def forward_of(joint: Joint, schedule: Schedule) -> Emitter:
+    """What has emitted these steps, on what the joint graph takes but the gradients of the outputs."""
+    inputs = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
+    forward = Emitter(joint, inputs)
+    for index in schedule:
+        forward.run(index)
+    return forward
+
+
 def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
     """All of ``schedule`` as one graph, which returns what the joint graph returns."""
-    emitter = _Emitter(joint, joint.module.graph.find_nodes(op="placeholder"))
+    emitter = Emitter(joint, joint.module.graph.find_nodes(op="placeholder"))
     for index in schedule:
         emitter.run(index)
     return emitter.finish(emitter.resolved(joint.outputs), "Adjoint")
 
 
-class _Emitter:
-    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], before: _Emitter | None = None) -> None:
+class Emitter:
+    """Runs operations of a joint graph in a graph that it makes.
+
+    Args:
+        inputs: what the graph takes.
+        before: what has made what is read here and not made here; it crosses from there.
+    """
+
+    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], before: Emitter | None = None) -> None:
         self.joint, self.graph, self.before = joint, fx.Graph(), before
         self.crossing: dict[fx.Node, fx.Node] = {}  # by placeholder, the node of the graph before
         self._newest: dict[fx.Node, fx.Node] = {}
@@ -84,10 +97,14 @@ class _Emitter:
 
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
-        self.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code(self._is_needed)
         self._forget_unread()
         self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph, name)
+
+    def _is_needed(self, node: fx.Node) -> bool:
+        """Whether ``node`` does something though nothing reads it."""
+        return node.is_impure()
 
     def _forget_unread(self) -> None:
         """What only dead code read does not cross: nothing would free it before the end."""
@@ -108,7 +125,7 @@ class _Emitter:
         return self._newest[node]
 
     def _cross(self, node: fx.Node) -> fx.Node:
-        before = cast(_Emitter, self.before)  # a forward reads nothing that it has not made
+        before = cast(Emitter, self.before)  # a forward reads nothing that it has not made
         last = next(reversed(self.crossing), None)
         with self.graph.inserting_before(None) if last is None else self.graph.inserting_after(last):
             made = self.graph.placeholder(f"saved_{node.name}")

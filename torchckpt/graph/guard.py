@@ -262,11 +262,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _around() -> Hashable:
-    autocast = tuple((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
+    casts = ((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
+    autocast = *casts, torch.is_autocast_cache_enabled()
     attention: Any = torch.backends.cuda
     kernels = attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
-    return autocast, kernels, modes
+    return autocast, kernels, modes, torch.get_default_device()
 
 
 def _hooks(module: nn.Module) -> Hashable:
@@ -281,7 +282,8 @@ def _kind(leaf: Any) -> Hashable:
         if is_lazy(leaf):
             return None
         lies = leaf.stride() if leaf.layout == torch.strided else leaf.layout
-        return type(leaf), tuple(leaf.shape), lies, leaf.dtype, leaf.device, leaf.requires_grad
+        differentiated = leaf.requires_grad and (1 if leaf.is_leaf else 2)  # autocast casts leaves once
+        return type(leaf), tuple(leaf.shape), lies, leaf.dtype, leaf.device, differentiated
     return constant_of(leaf)
 
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.graph.private.operators import is_collective, is_mutable
 from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
+from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.rng import generator_state, replayed
 
 __all__ = ["Measure", "Measured"]
@@ -189,5 +190,5 @@ def _device(node: fx.Node) -> str:
 @contextmanager
 def _aside() -> Iterator[None]:
     """Run operations in the midst of a trace, without it, and without a change to the generators."""
-    with without_modes(), torch.no_grad(), torch.random.fork_rng():
+    with without_modes(), without_autocast(), torch.no_grad(), torch.random.fork_rng():
         yield

@@ -1,7 +1,9 @@
 """rematerialize(): a module that trains within a byte budget, or with what it is told to keep."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -9,22 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, Fault, raise_faults
+from torchckpt.errors import CheckpointError, Fault, raise_faults
 from torchckpt.graph.backend import Backend
-from torchckpt.graph.capture import ONE_AT_A_TIME, Capture
+from torchckpt.graph.call import Call, CompiledCall, state_of, tensors_of
 from torchckpt.graph.choose import Chooser, Costs
-from torchckpt.graph.guard import (
-    argument_names,
-    changed,
-    guard_of,
-    leaving_no_tensors,
-    places_of,
-    warn_of_retraces,
-)
+from torchckpt.graph.guard import changed, guard_of, warn_of_retraces
 from torchckpt.graph.keep import Keep
-from torchckpt.graph.names import named_modules
 from torchckpt.graph.notes import is_tracing
 from torchckpt.graph.private.runtime import is_transformed
+from torchckpt.graph.turns import TURNS
+from torchckpt.graph.wrapped import check_bare, refuse_copies
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.plan import Plan
 
@@ -97,10 +93,27 @@ def rematerialize(
     if engine == "inductor" and rng == "replay":
         faults.append(Fault("Inductor draws random numbers its own way", 'rng="replay"', 'engine="eager"; rng="keep"'))
     raise_faults(caller, faults)
+    check_bare(caller, model)
     made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
     if example:
-        made.prepare(*example)
+        with _blaming(example):
+            made.prepare(*example)
     return made
+
+
+@contextmanager
+def _blaming(example: tuple[Any, ...]) -> Iterator[None]:
+    """Where the model raises on an example in parentheses of its own, say that it is called with what is in them."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if len(example) == 1 and isinstance(example[0], (tuple, list)):
+            rule = "an example is what the model is called with, one argument after the other"
+            received = f"one {type(example[0]).__name__}, of which the model says: {str(error).splitlines()[0]}"
+            raise_faults("rematerialize()", [Fault(rule, received, "graph.rematerialize(model, *example)")])
+        raise
 
 
 _SHARED = (
@@ -109,14 +122,18 @@ _SHARED = (
 )
 
 
+_NEW = object()
+"""In place of a call that is to be traced first."""
+
+
 class Rematerialized(nn.Module):
     """What :func:`rematerialize` returns."""
 
     def __init__(self, model: nn.Module, chooser: Callable[[], Chooser], engine: str) -> None:
         super().__init__()
-        chooser()  # its arguments are checked at once
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
-        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None, _backend=None)
+        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None)
+        self.__dict__.update(_backend=Backend(chooser), _compiling=threading.Lock())  # it checks chooser's arguments
         self.__dict__["_ignored"] = set[tuple[str, str]]()  # attributes that the forward itself sets
 
     @property
@@ -141,8 +158,20 @@ class Rematerialized(nn.Module):
         return self.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            from torchckpt.graph.outside_graph import outside_graph  # imports Dynamo
+
+            return outside_graph(self.forward, args, kwargs)
         call = self._call(args, kwargs)
-        return self.original(*args, **kwargs) if call is None else call()
+        if call is not None:
+            return call()
+        with TURNS.calling():
+            return self.original(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        rule = "a rematerialized module has graphs of its own, which nothing else compiles"
+        works = 'graph.rematerialize(..., engine="inductor"); or torch.compile(model, backend=graph.backend(...))'
+        raise_faults("compile()", [Fault(rule, "compile() of the result of rematerialize()", works)])
 
     @property
     def training(self) -> bool:
@@ -162,7 +191,7 @@ class Rematerialized(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What is set is set on the original, whose forward reads it; see there for what a trace has read before."""
-        if "original" in self.__dict__ and name not in self.__dict__ and name != "training":
+        if "original" in self.__dict__ and name not in self.__dict__ and name not in ("training", "__class__"):
             setattr(self.original, name, value)
         else:
             super().__setattr__(name, value)
@@ -193,111 +222,53 @@ class Rematerialized(nn.Module):
     def __reduce__(self) -> Any:
         return Rematerialized, (self.original, self._chooser, self._engine)
 
+    def _replicate_for_data_parallel(self) -> None:
+        refuse_copies()
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         """The call on these inputs, by the trace that fits them. None where it saves nothing: no derivative is wanted,
         or it is traced, or transformed by torch.func."""
         if is_tracing() or is_transformed():
             return None
-        with ONE_AT_A_TIME:  # another thread's trace has tensors of its own in the model
-            return self._fitting(args, kwargs)
+        with TURNS.calling():
+            call = self._known(args, kwargs)
+        if call is not _NEW:
+            return cast("Callable[[], Any] | None", call)
+        with TURNS.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
+            call = self._known(args, kwargs)  # another thread may have traced it meanwhile
+            return self._trace(args, kwargs) if call is _NEW else cast("Callable[[], Any] | None", call)
 
-    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        state = _state(self.original)
-        tensors = _tensors(state, pytree.tree_leaves((args, kwargs)))
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | object | None:
+        """The call, or that it is to be traced first."""
+        state = state_of(self.original)
+        tensors = tensors_of(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
+        try:
+            guard = guard_of(self.original, state, args, kwargs)
+        except Exception:
+            check_bare("rematerialize()", self.original)
+            raise
+        call = self._calls.get(guard.without(self.original, self._ignored) if self._ignored else guard, _NEW)
+        return call if call is _NEW else self._bound(call, tensors, args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        check_bare("rematerialize()", self.original)
+        state = state_of(self.original)
         guard = guard_of(self.original, state, args, kwargs)
-        key = guard.without(self.original, self._ignored) if self._ignored else guard
-        call = self._calls.get(key)
-        if call is None:
-            call = self._traced(tuple(state), args, kwargs)
-            self._ignored.update(changed(self.original, guard, guard_of(self.original, state, args, kwargs)))
-            self._calls[guard.without(self.original, self._ignored)] = call
-            warn_of_retraces(self.original, tuple(self._calls), args, kwargs)
+        if self._engine == "eager":
+            call: Call | CompiledCall = Call(self.original, tuple(state), args, kwargs, self._chooser())
+        else:
+            call = CompiledCall(self.original, self._backend, args, kwargs)
+        self._ignored.update(changed(self.original, guard, guard_of(self.original, state, args, kwargs)))
+        self._calls[guard.without(self.original, self._ignored)] = call
+        warn_of_retraces(self.original, tuple(self._calls), args, kwargs)
+        return self._bound(call, tensors_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
+
+    def _bound(
+        self, call: Call | CompiledCall, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
         if call.plan is None:  # no output has a derivative
             return None
         self.__dict__["_latest"] = call
         return partial(call, tensors, args, kwargs)
-
-    def _traced(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Compiled:
-        if self._engine == "eager":
-            return _Call(self.original, names, args, kwargs, self._chooser())
-        if self._backend is None:
-            self.__dict__["_backend"] = Backend(self._chooser)
-        return _Compiled(self.original, self._backend, args, kwargs)
-
-
-class _Call:
-    """The module's call, traced for one kind of inputs."""
-
-    def __init__(
-        self, model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], chooser: Chooser
-    ) -> None:
-        self._model, self._names = model, names
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
-        tensors = _tensors(_state(model), leaves)
-        self._places = places_of(tensors)
-        paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
-        data = dict(zip(self._places[len(names) :], paths))
-        with leaving_no_tensors(model):
-            self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
-        self.plan: Plan | None = getattr(chooser, "plan", None)
-
-    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``tensors`` are those of the model, then those of the arguments."""
-        outputs, replaced = self._capture(_once(tensors))
-        for name, value in replaced.items():
-            owner, _, buffer = name.rpartition(".")
-            setattr(self._model.get_submodule(owner), buffer, value)
-        return outputs
-
-    def _function(self, *tensors: Tensor) -> Any:
-        every = [tensors[place] for place in self._places]
-        state, data = dict(zip(self._names, every)), iter(every[len(self._names) :])
-        leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        replaced: dict[str, Tensor] = {}
-        with named_modules(self._model, lambda: replaced.update(_replaced(self._model, state))):
-            return torch.func.functional_call(self._model, state, args, kwargs), replaced
-
-
-class _Compiled:
-    """The same, compiled by Dynamo and Inductor, which keep it by what it is called with."""
-
-    def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-        buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-        with torch.random.fork_rng():
-            self._run(*args, **kwargs)
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
-        self.plan: Plan | None = backend.plans[-1]
-
-    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(*args, **kwargs)
-
-
-def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """New values of the buffers that the forward has replaced, as by ``self.mean = ...``."""
-    now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
-    for name, buffer in now.items():
-        before = state[name]
-        if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
-            rule = "a buffer that is replaced in the forward keeps its shape and dtype"
-            received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
-            raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
-    return {name: buffer.detach() for name, buffer in now.items()}
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _tensors(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
-    return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-
-
-def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

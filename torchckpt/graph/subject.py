@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.names import named_modules
 from torchckpt.graph.notes import Tracing, mark_of
+from torchckpt.graph.wrapped import check_bare
 
 __all__ = ["Marks", "Subject", "is_real"]
 
@@ -65,6 +66,8 @@ class Subject:
                 works = "lambda x: fn(x, 3), which closes over what is no tensor"
                 faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {value!r}", works))
         raise_faults(caller, faults)
+        if isinstance(function, nn.Module):
+            check_bare(caller, function)
         self._function = function
         self.inputs: dict[str, Tensor] = dict(zip(_names(function, len(example)), example))
         self.state: dict[str, Tensor] = {}

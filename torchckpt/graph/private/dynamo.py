@@ -5,15 +5,25 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
-from torchckpt.graph.private.trace import Boxed, Partition, eager_kernels, marked_boxed
+from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
+from torchckpt.graph.private.trace import Boxed, Partition, marked_boxed
 
-__all__ = ["break_of", "by_operator", "constant_under_dynamo", "outer_frame", "refreshed"]
+__all__ = [
+    "break_of",
+    "by_operator",
+    "constant_under_dynamo",
+    "in_one_graph",
+    "is_compiled",
+    "outer_frame",
+    "refreshed",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,6 +32,20 @@ def constant_under_dynamo(function: Function) -> Function:
     """``torch.compiler.assume_constant_result``, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` has made it, or ``module.compile()`` was called."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    is_made = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return is_made or module._compiled_call_impl is not None
+
+
+def in_one_graph() -> AbstractContextManager[Any]:
+    """Inside, Dynamo does not cut the graph of a module in DistributedDataParallel at the buckets of its gradients."""
+    import torch._dynamo.config as config
+
+    return config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
 
 
 def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
@@ -48,7 +72,8 @@ def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partit
     """What runs a graph of Dynamo's by the two that ``partition`` makes of its joint graph, as they are."""
     from torch._dynamo.backends.common import aot_autograd
 
-    with eager_kernels():
+    cast_once_in(module, inputs)
+    with eager_kernels(), backward_without_autocast():
         compiled: Callable[..., Any] = aot_autograd(fw_compiler=_boxed, partition_fn=partition)(module, inputs)
     return compiled
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.trace import compiling, eager_kernels
+from torchckpt.graph.private.surroundings import as_in_eager, casting_once
 
 __all__ = ["Functional", "backward_of", "functional"]
 
@@ -34,7 +34,7 @@ def functional(
     meets. Tensors that the function closes over become constants of the graph, as they are.
 
     Args:
-        function: of tensors; returns tensors, and None. It is called once.
+        function: of tensors; returns tensors, and None. It is called once, and once more where that fails.
         requires_grad: of each tensor, whether it requires a gradient in there.
     """
     from torch._dispatch.python import enable_python_dispatcher
@@ -42,20 +42,32 @@ def functional(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mutated: list[int] = []
+    are_leaves = [tensor.is_leaf for tensor in tensors]
+    casts_are_kept = torch.is_autocast_cache_enabled()
 
     def run(*fakes: Tensor) -> list[Tensor | None]:
-        outputs, found = _functionally(function, fakes)
-        mutated.extend(found)
+        outputs, found = _functionally(casting, fakes)
+        mutated[:] = found
         return [*outputs, *found.values()]
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor.detach()) for tensor in tensors]
-    for fake, required in zip(fakes, requires_grad):
-        fake.requires_grad_(required)
-    with compiling(), eager_kernels(), mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
-        with torch.autograd.set_multithreading_enabled(False):
-            module = make_fx(run)(*fakes)
+    def casting(*tensors: Tensor) -> Sequence[Tensor | None]:
+        with casting_once(tensors, are_leaves, casts_are_kept):
+            return function(*tensors)
+
+    def trace() -> fx.GraphModule:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in tensors]
+        for fake, required in zip(fakes, requires_grad):
+            fake.requires_grad_(required)
+        with mode, enable_python_dispatcher(), preserve_node_meta(), torch.enable_grad():
+            with torch.autograd.set_multithreading_enabled(False):
+                return make_fx(run)(*fakes)
+
+    mutated: list[int] = []
+    try:
+        module = as_in_eager(trace)
+    finally:
+        torch.clear_autocast_cache()  # casts of what the function closes over have no data
     copy_fwd_metadata_to_bw_nodes(module)
     return Functional(module, tuple(mutated))
 

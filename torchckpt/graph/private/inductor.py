@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import fx
 from torch._ops import OpOverload
 
+from torchckpt.graph.private.surroundings import backward_without_autocast
 from torchckpt.graph.private.trace import Partition
 
 __all__ = ["by_inductor"]
@@ -63,7 +64,7 @@ def by_inductor(
         "layout_optimization": False,
         "reorder_for_peak_memory": False,
     }
-    with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+    with backward_without_autocast(), config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         try:
             return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options))
         except Exception as error:

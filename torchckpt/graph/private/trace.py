@@ -5,8 +5,7 @@ comes in. Dynamo's backends go the same way.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +13,19 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 
 __all__ = [
     "Boxed",
     "Differentiable",
     "Partition",
     "backward_node",
-    "compiling",
-    "eager_kernels",
     "input_place",
     "is_data_dependent",
     "marked_boxed",
     "mutated_inputs",
     "require_supported_torch",
+    "retainable",
     "tangent_places",
     "uncompiled",
 ]
@@ -76,53 +75,21 @@ def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
 
 
 def backward_node(output: Tensor, inputs: int) -> Any:
-    """The node of AOTAutograd's that made ``output``, if it has a gradient for each of that many inputs."""
-    node = output.grad_fn
+    """The node of AOTAutograd's that made ``output``, or what it is a view of, if it has a gradient for each of that
+    many inputs."""
+    node: Any = output.grad_fn
+    while node is not None and node.name() != "CompiledFunctionBackward" and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
     is_ours = node is not None and node.name() == "CompiledFunctionBackward" and len(node.next_functions) == inputs
     return node if is_ours else None
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` be true: code that looks at values in eager alone asks for it."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+def retainable(node: Any) -> None:
+    """Let a backward through the node of AOTAutograd's keep what is saved for another; our graphs write to none of it.
 
-
-@contextmanager
-def eager_kernels() -> Iterator[None]:
-    """Trace the kernels that eager runs, where torch would take its own formulas in Python for them.
-
-    Those are for compilers: dozens of operations for a bilinear upsampling, and other last bits.
+    AOTAutograd refuses where it has told a compiler that it may.
     """
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    operators = [getattr(packet, name) for packet in _in_formulas() for name in packet.overloads()]
-    before = [(operator, dict(operator.py_kernels)) for operator in operators]
-    try:
-        for operator in operators:
-            for key in keys:
-                operator.py_kernels.pop(key, None)
-            operator._dispatch_cache.clear()
-        yield
-    finally:
-        for operator, kernels in before:
-            operator.py_kernels.update(kernels)
-            operator._dispatch_cache.clear()
-
-
-def _in_formulas() -> list[Any]:
-    import torch._decomp  # registers them
-
-    sizes = [f"{kind}{size}d" for size in (1, 2, 3) for kind in ("upsample_nearest", "_upsample_nearest_exact")]
-    sizes += ["upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]
-    sizes += ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"]
-    others = ["lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink"]
-    others += ["multi_margin_loss", "multilabel_margin_loss_forward"]
-    return [getattr(torch.ops.aten, name) for name in (*sizes, *others) if hasattr(torch.ops.aten, name)]
+    node._forward_cls.metadata.bw_donated_idxs = []
 
 
 def uncompiled(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
@@ -145,19 +112,22 @@ class Boxed(CodeGen):
 class Differentiable:
     """A function of tensors, traced at its first call; ``partition`` makes of its joint graph the two that are run.
 
-    What the backward returns goes through ``gradients``. The two graphs must take a list and empty it: what the list
-    holds then dies after its last use.
+    ``backward(whole, arguments)`` runs the second on its arguments, or something in its place. The two graphs must take
+    a list and empty it: what the list holds then dies after its last use.
     """
 
     def __init__(
-        self, function: Callable[..., Any], partition: Partition, gradients: Callable[[Sequence[Any]], Sequence[Any]]
+        self,
+        function: Callable[..., Any],
+        partition: Partition,
+        backward: Callable[[Callable[[list[Any]], Any], list[Any]], Any],
     ) -> None:
         from functorch.compile import aot_function  # type: ignore[import-untyped]
 
         self._tracing = False
-        self._gradients = gradients
-        forward, backward = self._forward, self._backward
-        self._run = aot_function(function, fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+        self._run_backward = backward
+        compilers = {"fw_compiler": self._forward, "bw_compiler": self._backward}
+        self._run = aot_function(function, partition_fn=partition, **compilers)
 
     def trace(self, *tensors: Tensor) -> None:
         """Trace, and run nothing: no random number is drawn, no buffer written."""
@@ -165,12 +135,16 @@ class Differentiable:
 
         self._tracing = True
         try:
-            with compiling(), eager_kernels(), _use_lazy_graph_module(True):  # no code of what is not run
-                self._run(*tensors)
-        except _Traced:
-            return
+            with _use_lazy_graph_module(True):  # no code of what is not run
+                as_in_eager(lambda: self._traced(tensors))
         finally:
             self._tracing = False
+
+    def _traced(self, tensors: Sequence[Tensor]) -> None:
+        try:
+            self._run(*tensors)
+        except _Traced:
+            return
 
     def __call__(self, *tensors: Tensor) -> Any:
         return self._run(*tensors)
@@ -179,14 +153,16 @@ class Differentiable:
         def run(arguments: list[Any]) -> Any:
             if self._tracing:
                 raise _Traced
-            return forward(arguments)
+            with without_autocast():
+                return forward(arguments)
 
         forward = module.forward
         return marked_boxed(run)
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         def run(arguments: list[Any]) -> Any:
-            return self._gradients(backward(arguments))
+            with without_autocast():
+                return self._run_backward(backward, arguments)
 
         backward = module.forward
         return marked_boxed(run)

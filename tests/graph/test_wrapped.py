@@ -1,0 +1,171 @@
+"""Modules that something has wrapped or compiled: an error that says what works."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.ranks import one_rank
+from tests.graph.eager import compare
+from torchckpt import graph
+from torchckpt.errors import ArgumentError, CheckpointError
+
+fsdp_of_one = pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+with_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+
+
+def plain():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def in_place(wrap):
+    def wrapped(model):
+        wrap(model)
+        return model
+
+    return wrapped
+
+
+WRAPPED = {
+    "scripted": (torch.jit.script, "what was scripted has none", "the module that it was made of"),
+    "traced": (lambda model: torch.jit.trace(model, torch.ones(2, 6)), "what was scripted has none", "it was made of"),
+    "compiled": (torch.compile, "what was compiled runs other code", "graph.backend"),
+    "compiled in place": (in_place(lambda model: model.compile()), "what was compiled runs other code", "inductor"),
+    "DataParallel": (nn.DataParallel, "runs copies on several devices", "DistributedDataParallel(graph.rematerialize"),
+}
+
+
+@pytest.fixture(params=WRAPPED)
+def wrapped(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **named: None)  # scripting is deprecated
+        return (WRAPPED[request.param][0](plain()), *WRAPPED[request.param][1:])
+
+
+def assert_refused(make, *parts):
+    with pytest.raises(ArgumentError) as caught:
+        make()
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_wrapped_module_is_refused_at_once(wrapped):
+    module, *parts = wrapped
+    assert_refused(lambda: graph.rematerialize(module), "rematerialize():", *parts)
+    assert_refused(lambda: graph.gradient(module, torch.ones(2, 6)), "gradient():", *parts)
+    assert_refused(lambda: graph.gradients(module, torch.ones(2, 6)), "gradients():", *parts)
+
+
+def test_so_is_a_model_with_one_in_it(wrapped):
+    module, *parts = wrapped
+    assert_refused(lambda: graph.rematerialize(nn.Sequential(plain(), module)), ", as 1", *parts)
+
+
+def test_so_is_one_that_is_put_in_later(wrapped):
+    module, *parts = wrapped
+    model = nn.Sequential(plain(), plain())
+    step = graph.rematerialize(model)
+    compare(model, step, torch.ones(2, 6))
+    model[1] = module
+    assert_refused(lambda: step(torch.ones(2, 6)), *parts)
+
+
+@with_gloo
+@fsdp_of_one
+def test_ddp_and_replicate_and_both_kinds_of_fsdp_are_refused():
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    with one_rank():
+        for wrap, *parts in (
+            (DistributedDataParallel, "prepares the sum of gradients", "DistributedDataParallel(graph.rematerialize("),
+            (fully_shard, "gathers its parameters", "checkpoint_module"),
+            (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "gathers its parameters"),
+            (replicate, "prepares the sum of gradients", "replicate(graph.rematerialize("),
+        ):
+            assert_refused(lambda: graph.rematerialize(wrap(plain())), *parts)  # noqa: B023
+            assert_refused(lambda: graph.rematerialize(nn.Sequential(plain(), wrap(plain()))), ", as 1")  # noqa: B023
+
+
+@with_gloo
+@fsdp_of_one
+@pytest.mark.parametrize("original", [False, True])
+def test_first_kind_of_fsdp_around_a_traced_module_is_refused(original):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with one_rank():
+        step = graph.rematerialize(plain())
+        model = FullyShardedDataParallel(step, device_id=torch.device("cpu"), use_orig_params=original)
+        assert_refused(lambda: model(torch.ones(2, 6)), "FullyShardedDataParallel has made one of them", "fully_shard(")
+
+
+def test_data_parallel_around_a_traced_module_is_refused():
+    step = graph.rematerialize(plain())
+    with pytest.raises(ArgumentError, match=r"DataParallel makes a copy for each device[\s\S]*DistributedData"):
+        step._replicate_for_data_parallel()
+
+
+def test_compile_of_a_traced_module_is_refused():
+    model = plain()
+    with pytest.raises(ArgumentError, match='engine="inductor"'):
+        graph.rematerialize(model).compile()
+    compare(model, graph.rematerialize(model), torch.ones(2, 6))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_traced_module_in_compiled_code_runs_by_its_own_graphs():
+    model = plain()
+    step = graph.rematerialize(model, keep="speed")
+    compare(model, torch.compile(lambda x: step(x.sin().asin()), backend="eager"), torch.ones(2, 6) / 2)
+    assert len(step.plans) == 1
+    with pytest.raises(Exception, match=r"graph.backend\(budget=...\) instead"):
+        torch.compile(lambda x: step(x), backend="eager", fullgraph=True)(torch.ones(2, 6))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_function_in_a_forward_is_traced_as_what_it_was_made_of():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rise, self.function = nn.Linear(6, 6), torch.compile(lambda x: (x.sin() * x).cos())
+
+        def forward(self, x):
+            return self.function(self.rise(x))
+
+    model = Model()
+    received = graph.rematerialize(model)
+    expected = Model()
+    expected.load_state_dict(model.state_dict())
+    expected.function = lambda x: (x.sin() * x).cos()
+    received(torch.ones(2, 6)).sum().backward()
+    expected(torch.ones(2, 6)).sum().backward()
+    assert torch.equal(model.rise.weight.grad, expected.rise.weight.grad)
+
+
+@pytest.mark.parametrize("parentheses", [tuple, list])
+def test_example_in_parentheses_of_its_own(parentheses):
+    x = torch.ones(2, 6)
+    for make in (graph.rematerialize, graph.frontier):
+        with pytest.raises(ArgumentError, match=r"one argument after the other[\s\S]*rematerialize\(model, \*example"):
+            make(plain(), parentheses([x]))
+
+
+def test_example_in_parentheses_that_the_model_takes():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rise = nn.Linear(6, 6)
+
+        def forward(self, pair):
+            return self.rise(pair[0] + pair[1])
+
+    model, x = Sum(), torch.ones(2, 6)
+    assert graph.rematerialize(model, (x, x)).plan.peak_bytes
+
+
+def test_error_of_the_model_on_its_example_passes():
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as caught:
+        graph.rematerialize(plain(), torch.ones(2, 5))
+    assert not isinstance(caught.value, CheckpointError)

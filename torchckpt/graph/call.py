@@ -1,0 +1,99 @@
+"""Call: a module's call, traced for one kind of inputs and run from then on without its Python."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.backend import Backend
+from torchckpt.graph.capture import Capture
+from torchckpt.graph.choose import Chooser
+from torchckpt.graph.guard import argument_names, leaving_no_tensors, places_of
+from torchckpt.graph.names import named_modules
+from torchckpt.graph.private.dynamo import in_one_graph
+from torchckpt.graph.turns import TURNS
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
+
+
+class Call:
+    """The module's call, traced for one kind of inputs."""
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], chooser: Chooser
+    ) -> None:
+        self._model, self._names = model, names
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
+        tensors = tensors_of(state_of(model), leaves)
+        self._places = places_of(tensors)
+        paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
+        data = dict(zip(self._places[len(names) :], paths))
+        with leaving_no_tensors(model):
+            self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
+        self.plan: Plan | None = getattr(chooser, "plan", None)
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``tensors`` are those of the model, then those of the arguments."""
+        outputs, replaced = self._capture(_once(tensors))
+        if replaced:
+            with TURNS.calling():  # a trace puts back what it found
+                for name, value in replaced.items():
+                    owner, _, buffer = name.rpartition(".")
+                    setattr(self._model.get_submodule(owner), buffer, value)
+        return outputs
+
+    def _function(self, *tensors: Tensor) -> Any:
+        every = [tensors[place] for place in self._places]
+        state, data = dict(zip(self._names, every)), iter(every[len(self._names) :])
+        leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        replaced: dict[str, Tensor] = {}
+        with named_modules(self._model, lambda: replaced.update(_replaced(self._model, state))):
+            return torch.func.functional_call(self._model, state, args, kwargs), replaced
+
+
+class CompiledCall:
+    """The same, compiled by Dynamo and Inductor, which keep it by what it is called with."""
+
+    def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+        with torch.random.fork_rng(), in_one_graph():
+            self._run(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+        self.plan: Plan | None = backend.plans[-1]
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New values of the buffers that the forward has replaced, as by ``self.mean = ...``."""
+    now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
+    for name, buffer in now.items():
+        before = state[name]
+        if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
+            rule = "a buffer that is replaced in the forward keeps its shape and dtype"
+            received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
+            raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
+    return {name: buffer.detach() for name, buffer in now.items()}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+
+
+def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
