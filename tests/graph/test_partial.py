@@ -14,7 +14,6 @@ from torchckpt import graph
 from torchckpt.graph.partial import Partial
 from torchckpt.model.remat import planner
 
-
 A_LOSS_BYTES = 64
 """Of the caller's: a few scalars."""
 

@@ -20,6 +20,7 @@ from torchckpt.graph.private.operators import (
     BATCH_NORM_BACKWARD,
     BATCH_NORM_BY_STATISTICS,
     FUSED_LSTM,
+    branches_of,
     is_collective,
     is_mutable,
 )
@@ -49,6 +50,8 @@ def runs_once(node: fx.Node) -> bool:
     target = node.target
     if target is _DROPOUT:
         return node.args[2] is not False
+    if any(runs_once(inner) for branch in branches_of(node) for inner in branch.graph.nodes):
+        return True
     return target is generator_state or draws(node) or is_collective(target) or is_mutable(target)
 
 

@@ -12,7 +12,8 @@ from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.backend import Backend
 from torchckpt.graph.capture import Capture
 from torchckpt.graph.choose import Chooser
-from torchckpt.graph.guard import argument_names, leaving_no_tensors, places_of
+from torchckpt.graph.guard import argument_names, places_of
+from torchckpt.graph.left import leaving_no_tensors
 from torchckpt.graph.names import named_modules
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.turns import TURNS
@@ -36,6 +37,7 @@ class Call:
         data = dict(zip(self._places[len(names) :], paths))
         with leaving_no_tensors(model):
             self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
+        self._capture.witness.refuse_left()
         self.plan: Plan | None = getattr(chooser, "plan", None)
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from torchckpt.graph.notes import Tracing
 from torchckpt.graph.partial import Backward, Partial
 from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
+from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.turns import TURNS
 from torchckpt.graph.unread import Unread
 from torchckpt.model.remat.dataflow import Schedule
@@ -57,6 +58,7 @@ class Capture:
         self._replay = replay
         self._are_leaves = [tensor.is_leaf for tensor in tensors]
         self._casts_are_kept = torch.is_autocast_cache_enabled()
+        self.witness = Witness()
         self._differentiable = Differentiable(self._flat, self._partition, self._backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
@@ -71,7 +73,8 @@ class Capture:
     def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The function's tensors alone; the rest of what it returns is the same at every call."""
         before = [tensor._version for tensor in tensors]
-        with casting_once(tensors, self._are_leaves, self._casts_are_kept), Tracing() as tracing:
+        casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
+        with casting, self.witness.watching(tensors), Tracing() as tracing:
             leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
             leaves = [tracing.unmarked(leaf) for leaf in leaves]
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
@@ -146,6 +149,9 @@ def explained() -> Iterator[None]:
         if any(kind in str(error) for kind in ("FakeTensor", "FunctionalTensor", "tensor subclasses")):
             _raise("a call is traced on tensors that have no data", error,
                    "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
+        if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+            _raise("control flow that tensors decide is traced where torch can trace it with its derivatives", error,
+                   "torch.cond(), or a loop of Python whose number of rounds is known")
         raise
 
 

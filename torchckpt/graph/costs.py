@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchckpt.graph.measure import Measure
+from torchckpt.graph.private.operators import branches_of
 
 __all__ = ["Cost", "CostOf", "flops_of", "given", "measured", "profiled", "roofline"]
 
@@ -72,7 +73,13 @@ def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Multiplications and additions of products and convolutions, as torch counts them; of others, none."""
+    """Multiplications and additions of products and convolutions, as torch counts them; of others, none.
+
+    Of control flow, those of the branch that has most.
+    """
+    branches = [sum(map(flops_of, branch.graph.nodes)) for branch in branches_of(node)]
+    if branches:
+        return max(branches)
     operator = str(getattr(node.target, "overloadpacket", ""))
     if operator in _ATTENTION:
         count_flops, inputs = _ATTENTION[operator]

@@ -87,7 +87,7 @@ def derivative_of(
     def run(*tensors: Tensor) -> list[Tensor | None]:
         state = dict(zip(subject.state, tensors))
         inputs = dict(zip(subject.inputs, tensors[len(state) :]))
-        marks.found.clear()
+        marks.forget()
         with marks:
             leaves, structure = pytree.tree_flatten(subject(list(inputs.values()), state, marks))
             leaves = [marks.unmarked(leaf) for leaf in leaves]
@@ -98,11 +98,13 @@ def derivative_of(
     given = {**subject.state, **subject.inputs}
     tensors = [*given.values(), *more]
     requires_grad = [tensor.requires_grad or name in required for name, tensor in given.items()]
-    with explained():
+    with explained(), subject.left_as_it_is():
         traced = functional(run, tensors, [*requires_grad, *(False for _ in more)])
-    leaves, structure = found
+    constants, structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1]
+    found.clear()
+    marks.forget()
+    traced.witness.refuse_left()
     _refuse_mutated(names, subject, traced)
-    constants = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     buffers = tuple(names[place] for place in traced.mutated)
     outputs = constants.count(Tensor)
     return Derivative(_lifted(traced.module, subject, outputs, len(buffers)), buffers, outputs, constants, structure)

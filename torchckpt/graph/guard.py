@@ -1,14 +1,11 @@
 """Guard: what a trace of a module depends on beside the values of tensors; a call with another guard is traced anew."""
 from __future__ import annotations
 
-import collections
-import copy
 import enum
 import functools
 import types
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,23 +16,24 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 
 __all__ = [
+    "CONSTANTS",
+    "OF_EVERY_MODULE",
     "Guard",
     "argument_names",
     "changed",
     "constant_of",
     "guard_of",
-    "leaving_no_tensors",
     "places_of",
     "warn_of_retraces",
 ]
 
 
-_CONSTANTS = (
+CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, slice, range, enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType,
 )
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _RETRACES = 8
 _MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked through at each call
 
@@ -94,7 +92,7 @@ def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoR
 def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
     found: list[tuple[str, Hashable]] = []
     for name, value in module.__dict__.items():
-        if name in _OF_EVERY_MODULE:
+        if name in OF_EVERY_MODULE:
             continue
         kind = type(value)
         constant = (kind, value) if kind in _PLAIN else constant_of(value)
@@ -147,87 +145,6 @@ def argument_names(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Of each leaf of the arguments, how to write it: ``args[0]``, ``kwargs['mask']``."""
     for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
         yield pytree.keystr(path).replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1), leaf
-
-
-@contextmanager
-def leaving_no_tensors(model: nn.Module) -> Iterator[None]:
-    """Trace a forward of ``model`` inside. What it leaves on its modules has no data, and goes.
-
-    Recurrent layers have a list of their parameters, which ``torch.func.functional_call`` leaves with those of the
-    trace; weights that the old weight and spectral norm make of parameters are made again at each call.
-
-    Raises:
-        CaptureError: it is something else that was left, or a parameter, a buffer or a module was made.
-    """
-    tensors = _tensors_of(model)
-    own = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
-    try:
-        yield
-    except Exception as error:
-        left = _put_back(model, tensors, own)
-        if left is None or isinstance(error, CaptureError):
-            raise
-        raise CaptureError(str(left)) from error
-    left = _put_back(model, tensors, own)
-    if left is not None:
-        raise CaptureError(str(left))
-
-
-_OWN = ("_parameters", "_buffers", "_modules")
-_Tensors = dict[tuple[str, str], tuple[Any, tuple[Tensor, ...]]]
-
-
-def _put_back(model: nn.Module, tensors: _Tensors, own: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Fault | None:
-    """Have the modules hold what they held; what is wrong with what they did."""
-    left = None
-    for module, kinds in own:
-        for kind, before in kinds.items():
-            now = getattr(module, kind)
-            made = [name for name, value in now.items() if before.get(name) is None and value is not None]
-            if any(now.get(name) is not value for name, value in before.items()) or len(now) != len(before):
-                now.clear()
-                now.update(before)
-            if made:
-                rule = "the parameters, buffers and modules of a call that is traced are there before it"
-                works = "make it in __init__(); or model(*inputs), once, before rematerialize()"
-                left = Fault(rule, f"the forward of {type(module).__name__} makes {made[0]}", works)
-    return left or _taken_back(model, tensors)
-
-
-def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
-    left = None
-    for (place, name), (_, tensors) in _tensors_of(model).items():
-        module, (value, known) = model.get_submodule(place), before.get((place, name), (None, ()))
-        if {id(tensor) for tensor in tensors} <= {id(tensor) for tensor in known}:
-            continue
-        is_made_of_parameters = any(parameter.startswith(f"{name}_") for parameter in module._parameters)
-        if not (is_made_of_parameters or (known and all(isinstance(tensor, nn.Parameter) for tensor in known))):
-            rule = "a call that is recomputed returns what it makes, and leaves no tensor on its modules"
-            received = f"after the forward, {name} of {type(module).__name__} {place!r} holds one".replace(" ''", "")
-            left = left or Fault(rule, received, f"return output, {name}")
-        del module.__dict__[name]
-        module.__dict__.update({name: value} if (place, name) in before else {})
-    return left
-
-
-def _tensors_of(model: nn.Module) -> _Tensors:
-    """By module and attribute: its value, and the tensors in it; not of parameters and buffers."""
-    return {
-        (place, name): (copy.copy(value) if isinstance(value, _CONTAINERS) else value, tuple(_tensors(_parts(value))))
-        for place, module in model.named_modules()
-        for name, value in module.__dict__.items()
-        if name not in _OF_EVERY_MODULE and not isinstance(value, (*_CONSTANTS, nn.Module))
-    }
-
-
-_CONTAINERS = (list, dict, set, collections.deque)
-
-
-def _parts(value: Any) -> Any:
-    """What may be tensors in it: of a container of any depth, of another object its attributes."""
-    if isinstance(value, (set, frozenset, collections.deque)):
-        return list(value)
-    return value if isinstance(value, (Tensor, list, tuple, dict)) else list(getattr(value, "__dict__", {}).values())
 
 
 def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwargs: Any) -> None:
@@ -298,7 +215,7 @@ def constant_of(value: Any) -> tuple[type, Hashable] | None:
         return _container(value)
     if isinstance(value, types.MethodType):
         return kind, (value.__func__, id(value.__self__))
-    return (kind, value) if isinstance(value, _CONSTANTS) and isinstance(value, Hashable) else None
+    return (kind, value) if isinstance(value, CONSTANTS) and isinstance(value, Hashable) else None
 
 
 def _container(value: Any) -> tuple[type, Hashable] | None:

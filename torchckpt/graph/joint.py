@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from torchckpt.graph.again import Again, again_of, as_eager_runs, forget_statistics, runs_once
 from torchckpt.graph.costs import Cost, CostOf
+from torchckpt.graph.private.operators import note_branches
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import input_place, mutated_inputs, uncompiled
 from torchckpt.graph.rng import record_states, refuse_generators
@@ -60,6 +61,7 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: CostOf, replay:
         replay: let random operations be repeated, each from the state that its generator had.
     """
     module = uncompiled(module, copied(module.graph))
+    note_branches(module)
     forget_statistics(module.graph)
     as_eager_runs(module.graph)
     refuse_generators(module.graph)

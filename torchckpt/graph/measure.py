@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchckpt.graph.private.operators import is_collective, is_mutable
+from torchckpt.graph.private.operators import is_branching, is_collective, is_mutable
 from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.rng import generator_state, replayed
@@ -65,18 +65,33 @@ class Measure:
                 arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
                 if node.target is replayed:
                     arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
-                run = _bound(node.target, arguments, named)
                 given = set(map(storage_of, _tensors((arguments, named))))
-                before = generator_state(device)
-                seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
-                workspace_bytes, made = _allocated(run, device)
+                runs = [_bound(node.target, those, named) for those in _ways(node, arguments)]
+                found = [self._measured(run, given, device) for run in runs]
             except Exception:  # what a kernel of the user's raises on made-up numbers is no error of the step's
                 return Measured()
-            parts = _tensors(made)
-            sizes = tuple(0 if storage_of(part) in given else _storage_bytes(part) for part in parts)
-            draws = not torch.equal(before, generator_state(device))
-            dtypes = tuple(getattr(part, "dtype", None) for part in made)
-            return Measured(workspace_bytes, seconds, sizes, dtypes, draws)
+            return max(found, key=lambda one: one.workspace_bytes)._replace(
+                seconds=max(one.seconds for one in found),
+                made_bytes=tuple(map(max, zip(*(one.made_bytes for one in found)))),
+                draws=any(one.draws for one in found),
+            )
+
+    def _measured(self, run: Callable[[], Any], given: set[int], device: str) -> Measured:
+        """``given`` are the storages that ``run`` reads."""
+        before = generator_state(device)
+        seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
+        workspace_bytes, made = _allocated(run, device)
+        parts = _tensors(made)
+        sizes = tuple(0 if storage_of(part) in given else _storage_bytes(part) for part in parts)
+        dtypes = tuple(getattr(part, "dtype", None) for part in made)
+        return Measured(workspace_bytes, seconds, sizes, dtypes, not torch.equal(before, generator_state(device)))
+
+
+def _ways(node: fx.Node, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments; where a value among them decides what is run, for each of its values."""
+    if not is_branching(node.target):
+        return [arguments]
+    return [(torch.tensor(way), *arguments[1:]) for way in (True, False)]
 
 
 def _followed(node: fx.Node) -> Any:
@@ -174,6 +189,8 @@ class _Kinds:
         self._value = value
 
     def __repr__(self) -> str:
+        if isinstance(self._value, fx.GraphModule):
+            return f"graph {id(self._value)}"
         return repr(pytree.tree_map_only(Tensor, _kind, self._value))
 
 

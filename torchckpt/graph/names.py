@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -25,11 +26,15 @@ def named_modules(root: nn.Module, at_end: Callable[[], None] = lambda: None) ->
     tracing = thread.tracing
 
     def enter(module: nn.Module, arguments: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
+            return
         if module in names and thread.tracing is tracing:
             entered.append(inside_module(names[module]))
             entered[-1].__enter__()
 
     def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         if module in names and thread.tracing is tracing:
             entered.pop().__exit__(None, None, None)
         elif module is root and thread.tracing is tracing:

@@ -63,6 +63,10 @@ class Tracing:
             value = self._aliases[id(value)][1]
         return value
 
+    def forget(self) -> None:
+        """The tensors of the trace."""
+        self._aliases.clear()
+
     def __enter__(self) -> Tracing:
         self._before, thread.tracing = thread.tracing, self
         return self

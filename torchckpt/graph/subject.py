@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.left import leaving_no_tensors
 from torchckpt.graph.names import named_modules
 from torchckpt.graph.notes import Tracing, mark_of
 from torchckpt.graph.wrapped import check_bare
@@ -42,6 +44,11 @@ class Marks(Tracing):
         self.found.setdefault(name, []).append(alias.requires_grad_() if is_leaf and is_outside else tensor)
         return alias
 
+    def forget(self) -> None:
+        """What a trace has left."""
+        self.found.clear()
+        super().forget()
+
 
 class Subject:
     """A function of tensors, ready to be called on others in their place.
@@ -73,6 +80,10 @@ class Subject:
         self.state: dict[str, Tensor] = {}
         if isinstance(function, nn.Module):
             self.state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
+
+    def left_as_it_is(self) -> AbstractContextManager[None]:
+        """Trace calls inside: a module holds afterwards what it held before."""
+        return leaving_no_tensors(self._function) if isinstance(self._function, nn.Module) else nullcontext()
 
     def __call__(self, inputs: Sequence[Tensor], state: dict[str, Tensor], marks: Marks) -> Any:
         """Call it on ``inputs``, with ``state`` in place of its own."""

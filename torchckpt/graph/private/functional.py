@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.surroundings import as_in_eager, casting_once
+from torchckpt.graph.private.witness import Witness
 
 __all__ = ["Functional", "backward_of", "functional"]
 
@@ -18,11 +20,12 @@ __all__ = ["Functional", "backward_of", "functional"]
 class Functional(NamedTuple):
     """A graph: its placeholders are the function's tensors, its outputs what the function returned, then new values.
 
-    ``mutated`` are the places of the tensors that those are new values of.
+    ``mutated`` are the places of the tensors that those are new values of; ``witness`` knows what is left of the trace.
     """
 
     module: fx.GraphModule
     mutated: tuple[int, ...]
+    witness: Witness
 
 
 def functional(
@@ -51,7 +54,7 @@ def functional(
         return [*outputs, *found.values()]
 
     def casting(*tensors: Tensor) -> Sequence[Tensor | None]:
-        with casting_once(tensors, are_leaves, casts_are_kept):
+        with casting_once(tensors, are_leaves, casts_are_kept), witness.watching(tensors):
             return function(*tensors)
 
     def trace() -> fx.GraphModule:
@@ -64,12 +67,13 @@ def functional(
                 return make_fx(run)(*fakes)
 
     mutated: list[int] = []
+    witness = Witness()
     try:
         module = as_in_eager(trace)
     finally:
         torch.clear_autocast_cache()  # casts of what the function closes over have no data
     copy_fwd_metadata_to_bw_nodes(module)
-    return Functional(module, tuple(mutated))
+    return Functional(module, tuple(mutated), witness)
 
 
 @contextmanager
@@ -111,8 +115,14 @@ def _refusing_to_write_outside() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # the branches of torch.cond are compiled inside
+
         def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if target._schema.is_mutable:
+            if isinstance(target, OpOverload) and target._schema.is_mutable:
                 given = {**dict(zip((one.name for one in target._schema.arguments), args)), **(kwargs or {})}
                 written = [given.get(one.name) for one in target._schema.arguments if one.is_write]
                 if any(isinstance(one, Tensor) and not isinstance(one, FunctionalTensor) for one in written):

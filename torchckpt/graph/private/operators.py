@@ -14,9 +14,12 @@ __all__ = [
     "BATCH_NORM_BY_STATISTICS",
     "FUSED_LSTM",
     "argument_of",
+    "branches_of",
+    "is_branching",
     "is_collective",
     "is_mutable",
     "is_random",
+    "note_branches",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -53,3 +56,24 @@ def is_collective(target: object) -> bool:
 def is_mutable(target: object) -> bool:
     """Whether an operator writes to what it is given."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_branching(target: object) -> bool:
+    """Whether an operator runs one of two graphs, which a value decides."""
+    return target is torch.ops.higher_order.cond
+
+
+def note_branches(module: fx.GraphModule) -> None:
+    """Have the nodes of graphs in ``module``, which operators of control flow run, know them."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        part: Any = module
+        for name in str(node.target).split("."):
+            part = getattr(part, name, None)
+        if isinstance(part, fx.GraphModule):
+            node.meta["val"] = part
+
+
+def branches_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that an operator of control flow may run."""
+    parts = [source.meta.get("val") for source in node.all_input_nodes if source.op == "get_attr"]
+    return [part for part in parts if isinstance(part, fx.GraphModule)]

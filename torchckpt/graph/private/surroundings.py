@@ -1,7 +1,7 @@
 """Surroundings: what holds around a trace, so that a call does in it what it does in eager."""
 from __future__ import annotations
 
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -25,17 +25,18 @@ T = TypeVar("T")
 
 
 def as_in_eager(trace: Callable[[], T]) -> T:
-    """``trace()``. Where that fails, once more, with ``torch.compiler.is_compiling()``.
+    """``trace()``. Where that fails, once more with ``torch.compiler.is_compiling()``.
 
-    Code that looks at the values of tensors in eager asks for it, and does without them.
+    Code that looks at the values of tensors in eager asks for it, and does without them. What fails in a function that
+    ``torch.compile`` has made is traced with what it was made of.
     """
-    with eager_kernels(), _uncompiled_functions(), backward_without_autocast():
+    with eager_kernels(), backward_without_autocast():
         try:
             return trace()
         except CheckpointError:
             raise
-        except Exception:
-            with compiling():
+        except Exception as error:
+            with compiling(), _uncompiled_functions() if _is_of_compiled_function(error) else nullcontext():
                 return trace()
 
 
@@ -98,9 +99,14 @@ def backward_without_autocast() -> AbstractContextManager[Any]:
 
 def _uncompiled_functions() -> AbstractContextManager[Any]:
     """Inside, a function that ``torch.compile`` has made runs as the function that it was made of."""
-    if "torch._dynamo" not in sys.modules:  # there is none
-        return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def _is_of_compiled_function(error: Exception) -> bool:
+    """Control flow of torch's compiles its branches itself, and works."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_control_flow = any("_higher_order_ops" in frame.filename for frame in frames)
+    return not is_control_flow and any(frame.name == "compile_wrapper" for frame in frames)
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""Witness: it sees what a forward makes while it is traced, and knows afterwards what of it is still there."""
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CaptureError, Fault
+
+__all__ = ["Witness"]
+
+
+_NO_HOLDERS = (types.FrameType, types.GeneratorType, Tensor)
+
+
+class Witness:
+    """Remembers each tensor that is made inside :meth:`watching`, and keeps none of them."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[Tensor], str]] = []
+
+    def watching(self, given: Iterable[Tensor]) -> AbstractContextManager[Any]:
+        """``given`` are the tensors that the forward gets."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        saw = self._saw
+
+        class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            supports_higher_order_operators = True
+
+            @classmethod
+            def ignore_compile_internals(cls) -> bool:
+                return True  # the branches of torch.cond are compiled inside
+
+            def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                made = target(*args, **(kwargs or {}))
+                saw(made, f"a result of {target}")
+                return made
+
+        saw(list(given), "an input, a parameter or a buffer")
+        return Watching()  # type: ignore[no-untyped-call]
+
+    def refuse_left(self) -> None:
+        """Raise a CaptureError where a tensor is still there: nobody may have it, for it has no data."""
+        if any(True for _ in self._left()):
+            gc.collect()  # a cycle may hold it
+        for tensor, what in self._left():
+            holders = [type(one).__name__ for one in gc.get_referrers(tensor) if not isinstance(one, _NO_HOLDERS)]
+            if holders:
+                rule = "a call that is traced returns what it makes, and leaves no tensor anywhere else"
+                received = f"{what}, of shape {tuple(tensor.shape)}, in a {holders[0]} that outlives the call"
+                works = "return output, tensor; or copy_() it into a buffer of the module"
+                raise CaptureError(str(Fault(rule, received, works)))
+        self._seen.clear()
+
+    def _saw(self, made: Any, what: str) -> None:
+        self._seen.extend((weakref.ref(one), what) for one in pytree.tree_leaves(made) if isinstance(one, Tensor))
+
+    def _left(self) -> Iterator[tuple[Tensor, str]]:
+        for one, what in self._seen:
+            tensor = one()
+            if tensor is not None:
+                yield tensor, what
