@@ -97,6 +97,35 @@ def test_a_counter_of_flops_is_no_reason_to_trace_again(traces):
     assert len(traces) == 1
 
 
+def test_a_hook_of_all_modules_is_traced_anew(traces):
+    net, x = Net(), torch.randn(5, 4)
+    step = graph.rematerialize(net, x)
+
+    def tripled(module, inputs, output):
+        return output * 3 if module is net.fall else output
+
+    hook = nn.modules.module.register_module_forward_hook(tripled)
+    try:
+        compare(net, step, x)
+        compare(net, step, x)
+    finally:
+        hook.remove()
+    compare(net, step, x)
+    assert len(traces) == 2
+
+
+def test_another_default_device_is_traced_anew(traces):
+    class Made(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.ones(2).to("cpu")
+
+    net, x = Made(3, 2), torch.randn(4, 3)
+    step = graph.rematerialize(net, x)
+    with torch.device("meta"), pytest.raises(NotImplementedError):
+        step(x)  # as the model does
+    assert len(traces) == 2
+
+
 def test_what_is_there_again_has_its_trace_still(traces):
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(net, x)

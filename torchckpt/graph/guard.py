@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.runtime import hooks_of_all_modules
 
 __all__ = [
     "CONSTANTS",
@@ -35,12 +36,14 @@ CONSTANTS = (
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _RETRACES = 8
+_OUTSIDE = "outside of the modules"
 _MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked through at each call
 
 
 class Guard(NamedTuple):
     """``around`` are torch's modes; ``modules`` their classes, children and hooks; ``places`` tell of tensors that come
-    twice; ``kinds`` tell of a tensor its shape, strides, dtype and device, of another argument what it is."""
+    twice; ``kinds`` tell of a tensor its shape, strides, dtype and device, of another argument what it is; ``outside``
+    is what the code reads elsewhere, by what it calls it."""
 
     around: Hashable
     modules: Hashable
@@ -49,6 +52,7 @@ class Guard(NamedTuple):
     structure: Hashable
     places: tuple[int, ...]
     kinds: tuple[Hashable, ...]
+    outside: tuple[tuple[str, Hashable], ...] = ()
 
     def without(self, model: nn.Module, ignored: Collection[tuple[str, str]]) -> Guard:
         """One in which these attributes do not count."""
@@ -57,10 +61,14 @@ class Guard(NamedTuple):
             tuple(one for one in those if (path, one[0]) not in ignored)  # type: ignore[attr-defined]
             for path, those in zip(paths, self.attributes)
         )
-        return self._replace(attributes=tuple(kept))
+        outside = tuple(one for one in self.outside if (_OUTSIDE, one[0]) not in ignored)
+        return self._replace(attributes=tuple(kept), outside=outside)
 
 
-def guard_of(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any) -> Guard:
+def guard_of(
+    model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any,
+    outside: tuple[tuple[str, Hashable], ...] = (),
+) -> Guard:
     """Of a call of ``model``.
 
     Raises:
@@ -74,7 +82,7 @@ def guard_of(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: A
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
     places = places_of([*state.values(), *_tensors(leaves)])
-    return Guard(_around(), modules, attributes, tuple(state), structure, places, kinds)
+    return Guard(_around(), modules, attributes, tuple(state), structure, places, kinds, outside)
 
 
 def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoReturn:
@@ -99,11 +107,11 @@ def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
         if constant is not None:
             found.append((name, constant))
         elif not _holds_tensors(value):
-            found.append((name, _Itself(value)))
+            found.append((name, Itself(value)))
     return tuple(found)
 
 
-class _Itself:
+class Itself:
     """An object that is no constant: it is seen that another takes its place, and not that it changes."""
 
     __slots__ = ("value",)
@@ -112,7 +120,7 @@ class _Itself:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value is other.value
+        return isinstance(other, Itself) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -125,11 +133,12 @@ def _holds_tensors(value: Any) -> bool:
 
 def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str]]:
     """The attributes, by module and name, that a forward has set: they differ, or are there once."""
+    outside = {(_OUTSIDE, name) for name, _ in set(before.outside) ^ set(after.outside)}
     if before.modules != after.modules:
-        return set()
+        return outside
     pairs = zip(model.named_modules(), before.attributes, after.attributes)
     names = {(path, name) for (path, _), one, other in pairs for name, _ in set(one) ^ set(other)}  # type: ignore[call-overload]
-    return {(path, name) for path, name in names if name != "training"}
+    return outside | {(path, name) for path, name in names if name != "training"}
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -167,10 +176,11 @@ def _differences(
     for (place, _), olds, news in zip(model.named_modules(), before.attributes, after.attributes):
         both = zip(dict(olds).items(), dict(news).items())  # type: ignore[call-overload]
         pairs += [(f"{place}.{name}".lstrip("."), old, new) for (name, old), (_, new) in both]
+    pairs += [(name, old, new) for (name, old), (_, new) in zip(before.outside, after.outside)]
     for name, one, other in pairs:
         if one != other and all(isinstance(those, tuple) and len(those) == 2 for those in (one, other)):
             yield name, one[1], other[1]
-        elif one != other and isinstance(one, _Itself) and isinstance(other, _Itself):
+        elif one != other and isinstance(one, Itself) and isinstance(other, Itself):
             yield name, f"a {type(one.value).__name__}", f"another {type(other.value).__name__}"
 
 
@@ -184,11 +194,10 @@ def _around() -> Hashable:
     attention: Any = torch.backends.cuda
     kernels = attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
-    return autocast, kernels, modes, torch.get_default_device()
+    return autocast, kernels, modes, torch.get_default_device(), hooks_of_all_modules()
 
 
 def _hooks(module: nn.Module) -> Hashable:
-    """Not those of all modules, which profilers and counters come and go with."""
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return tuple(map(tuple, kinds)) if any(kinds) else ()
 

@@ -18,6 +18,7 @@ from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.guard import changed, guard_of, warn_of_retraces
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.notes import is_tracing
+from torchckpt.graph.outside import Outside
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.turns import TURNS
 from torchckpt.graph.wrapped import check_bare, refuse_copies
@@ -132,7 +133,7 @@ class Rematerialized(nn.Module):
     def __init__(self, model: nn.Module, chooser: Callable[[], Chooser], engine: str) -> None:
         super().__init__()
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
-        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None)
+        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None, _outside=None)
         self.__dict__.update(_backend=Backend(chooser), _compiling=threading.Lock())  # it checks chooser's arguments
         self.__dict__["_ignored"] = set[tuple[str, str]]()  # attributes that the forward itself sets
 
@@ -245,7 +246,7 @@ class Rematerialized(nn.Module):
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
         try:
-            guard = guard_of(self.original, state, args, kwargs)
+            guard = guard_of(self.original, state, args, kwargs, self._outside.now() if self._outside else ())
         except Exception:
             check_bare("rematerialize()", self.original)
             raise
@@ -255,12 +256,14 @@ class Rematerialized(nn.Module):
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         check_bare("rematerialize()", self.original)
         state = state_of(self.original)
-        guard = guard_of(self.original, state, args, kwargs)
+        self.__dict__["_outside"] = outside = Outside(self.original)  # anew: objects may be others
+        guard = guard_of(self.original, state, args, kwargs, outside.now())
         if self._engine == "eager":
             call: Call | CompiledCall = Call(self.original, tuple(state), args, kwargs, self._chooser())
         else:
             call = CompiledCall(self.original, self._backend, args, kwargs)
-        self._ignored.update(changed(self.original, guard, guard_of(self.original, state, args, kwargs)))
+        after = guard_of(self.original, state, args, kwargs, outside.now())
+        self._ignored.update(changed(self.original, guard, after))
         self._calls[guard.without(self.original, self._ignored)] = call
         warn_of_retraces(self.original, tuple(self._calls), args, kwargs)
         return self._bound(call, tensors_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)

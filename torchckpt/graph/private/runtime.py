@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["allocations", "is_transformed", "storage_of", "without_modes"]
+__all__ = ["allocations", "hooks_of_all_modules", "is_transformed", "storage_of", "without_modes"]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -24,6 +24,22 @@ def is_transformed() -> bool:
     from torch.autograd import forward_ad
 
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """Those that every module calls; not torch's own, which count and name, and come and go."""
+    from torch.nn.modules import module
+
+    kinds = (
+        module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_backward_pre_hooks, module._global_backward_hooks,
+    )
+    if not any(kinds):
+        return ()
+    return tuple(
+        (place, hook) for place, kind in enumerate(kinds) for hook in kind.values()
+        if str(getattr(hook, "__module__", "")).partition(".")[0] != "torch"
+    )
 
 
 def without_modes() -> AbstractContextManager[Any]:
