@@ -126,6 +126,35 @@ def test_another_default_device_is_traced_anew(traces):
     assert len(traces) == 2
 
 
+def test_an_argument_that_lies_in_a_buffer_is_traced_anew(traces):
+    """The forward changes both."""
+    class Shifting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(3, 4))
+
+        def forward(self, x, shift):
+            self.seen.add_(1)
+            return super().forward(x) + shift.detach().clone()
+
+    class Normed(nn.BatchNorm1d):
+        def forward(self, x, shift):
+            return super().forward(x) + shift
+
+    x = torch.randn(5, 4)
+    net = Normed(4)
+    step = graph.rematerialize(net)
+    for shift in (torch.ones(4), net.running_mean[:], torch.ones(4), net.running_mean[:]):
+        compare(net, step, x, shift)
+    assert len(traces) == 2
+    net = Shifting()
+    step = graph.rematerialize(net)
+    compare(net, step, x, torch.ones(4))
+    for shift in (net.seen[0], net.seen[2], net.seen.detach()[0], net.seen):
+        with pytest.raises(CaptureError, match="a call that is recomputed leaves its inputs as they are"):
+            step(x[:3], shift)
+
+
 def test_what_is_there_again_has_its_trace_still(traces):
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(net, x)

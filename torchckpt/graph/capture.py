@@ -140,6 +140,9 @@ def explained() -> Iterator[None]:
         if "derivative" in str(error) or "autograd formula" in str(error):
             _raise("every operation between an input and a loss has a derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
+        if "view input mutations" in str(error):
+            _raise("a call that is recomputed leaves its inputs as they are; one lies in a buffer that it changes", error,
+                   "x = x.clone() before the call")
         if "requires grad is being used in an in-place operation" in str(error):
             _raise("a call that is differentiated leaves its inputs as they are", error,
                    "x = x + 1 in place of x.add_(1); or x = x.clone() first")

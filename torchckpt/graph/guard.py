@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.runtime import hooks_of_all_modules
+from torchckpt.graph.private.runtime import hooks_of_all_modules, storage_of
 
 __all__ = [
     "CONSTANTS",
@@ -42,7 +42,7 @@ _MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked
 
 class Guard(NamedTuple):
     """``around`` are torch's modes; ``modules`` their classes, children and hooks; ``places`` tell of tensors that come
-    twice; ``kinds`` tell of a tensor its shape, strides, dtype and device, of another argument what it is; ``outside``
+    twice, ``aliases`` of arguments that lie in buffers; ``kinds`` tell of a tensor its shape, strides, dtype and device, of another argument what it is; ``outside``
     is what the code reads elsewhere, by what it calls it."""
 
     around: Hashable
@@ -51,6 +51,7 @@ class Guard(NamedTuple):
     state: tuple[str, ...]
     structure: Hashable
     places: tuple[int, ...]
+    aliases: tuple[Hashable, ...]
     kinds: tuple[Hashable, ...]
     outside: tuple[tuple[str, Hashable], ...] = ()
 
@@ -81,8 +82,9 @@ def guard_of(
     parts = list(model.modules())
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
-    places = places_of([*state.values(), *_tensors(leaves)])
-    return Guard(_around(), modules, attributes, tuple(state), structure, places, kinds, outside)
+    given = list(_tensors(leaves))
+    places, aliases = places_of([*state.values(), *given]), _aliases(state, given)
+    return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
 
 
 def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoReturn:
@@ -148,6 +150,17 @@ def places_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """
     places: dict[int, int] = {}
     return tuple(places.setdefault(id(tensor), len(places)) for tensor in tensors)
+
+
+def _aliases(state: Mapping[str, Tensor], given: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """Which arguments lie in the storage of which buffers, and where: what changes one changes the other."""
+    storages = {storage_of(tensor): place for place, tensor in enumerate(given)}
+    found = []
+    for name, tensor in state.items():
+        if type(tensor) is not nn.Parameter and storage_of(tensor) in storages:
+            place = storages[storage_of(tensor)]
+            found.append((name, place, given[place].storage_offset()))
+    return tuple(found)
 
 
 def argument_names(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
