@@ -21,6 +21,7 @@ from torchckpt.graph.private.operators import (
     BATCH_NORM_BY_STATISTICS,
     FUSED_LSTM,
     branches_of,
+    has_effect,
     is_collective,
     is_mutable,
 )
@@ -52,7 +53,7 @@ def runs_once(node: fx.Node) -> bool:
         return node.args[2] is not False
     if any(runs_once(inner) for branch in branches_of(node) for inner in branch.graph.nodes):
         return True
-    return target is generator_state or draws(node) or is_collective(target) or is_mutable(target)
+    return target is generator_state or has_effect(target) or draws(node) or is_collective(target) or is_mutable(target)
 
 
 def again_of(node: fx.Node) -> Again | None:

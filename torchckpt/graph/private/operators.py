@@ -15,6 +15,7 @@ __all__ = [
     "FUSED_LSTM",
     "argument_of",
     "branches_of",
+    "has_effect",
     "is_branching",
     "is_collective",
     "is_mutable",
@@ -31,6 +32,7 @@ BATCH_NORM_BY_STATISTICS: Any = torch.ops.aten._native_batch_norm_legit_no_train
 BATCH_NORM_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default
 
 FUSED_LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
+_CHECKS: Any = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_scalar.default)
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 
 
@@ -56,6 +58,11 @@ def is_collective(target: object) -> bool:
 def is_mutable(target: object) -> bool:
     """Whether an operator writes to what it is given."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def has_effect(target: object) -> bool:
+    """Whether an operator is there for what it does, such as a check, and not for what it returns."""
+    return target is torch.ops.higher_order.with_effects or target in _CHECKS
 
 
 def is_branching(target: object) -> bool:

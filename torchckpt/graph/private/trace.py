@@ -60,12 +60,20 @@ def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
 
 def input_place(node: fx.Node) -> int | None:
     """Of an input of a joint graph, its place among the tensors that the function was traced with."""
-    return getattr(node.meta.get("desc"), "idx", None)
+    what = node.meta.get("desc")
+    return None if _is_token(what) else getattr(what, "idx", None)
+
+
+def _is_token(what: object) -> bool:
+    return "Token" in type(what).__name__
 
 
 def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
-    """Of each gradient of an output that a joint graph takes, the output's place among what the forward returns."""
-    outputs = list(joint.output_node().meta.get("desc") or ())
+    """Of each gradient of an output that a joint graph takes, the output's place among what the forward returns.
+
+    Tokens count for nothing: operations with an effect, such as a check, are put in order by them.
+    """
+    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
     found = {}
     for node in joint.find_nodes(op="placeholder"):
         output = getattr(node.meta.get("desc"), "output", None)
