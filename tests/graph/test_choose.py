@@ -7,8 +7,12 @@ from torch import nn
 
 from tests.graph.traced import plan_of
 from tests.helpers import leaf
+from tests.models.untuned import UNTUNED
+from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
+from torchckpt.graph import choose
 from torchckpt.graph.choose import Chooser
+from torchckpt.model.remat import planner
 from torchckpt.model.remat.plan import Plan
 
 
@@ -105,6 +109,25 @@ def test_pinned_values_are_kept_within_the_budget_or_it_is_refused():
     with pytest.raises(BudgetInfeasible) as caught:
         plan_of(chain, leaf(1000), keep=every, budget=0.5)
     assert caught.value.plan.recomputed == ()
+
+
+def test_least_bytes_that_are_named_are_held(monkeypatch):
+    """A search for few bytes went below what one for those bytes found."""
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
+    model, inputs = UNTUNED["Checkpointed"]()
+    for share in (0.05, 0.4):
+        with pytest.raises(BudgetInfeasible) as caught:
+            graph.rematerialize(model, *inputs, budget=share)
+        least = caught.value.least_bytes
+        assert graph.rematerialize(model, *inputs, budget=least).plan.peak_bytes <= least - 64
+
+
+def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
+    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned: planner.solution(flow, flow.eager))
+    plan = plan_of(chain, leaf(1000), budget=0.6, exact=True)
+    assert plan.peak_bytes <= plan.budget_bytes - 64
+    with pytest.raises(BudgetInfeasible, match="the least found is 40.08kB"):
+        plan_of(chain, leaf(1000), budget=8_000, exact=True)
 
 
 # costs ----------------------------------------------------------------------------------------------------------------

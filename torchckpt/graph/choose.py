@@ -80,11 +80,14 @@ class Chooser:
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
         room = budget - _RESERVED_BYTES
         found = fit(flow, room, pinned)
-        if found.peak_bytes > room or not self._exact:
+        if not self._exact:
             return found.schedule
-        from torchckpt.model.remat.exact import optimum
+        from torchckpt.model.remat.exact import Infeasible, optimum
 
-        return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
+        try:
+            return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
+        except Infeasible:
+            return found.schedule
 
     def _refuse(self, budget: int) -> None:
         """With what the caller's loss takes in every figure, so that each is a budget that could be given."""

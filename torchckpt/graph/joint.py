@@ -170,7 +170,8 @@ class _Builder:
             self._costs[node] = self._cost(node)
         for key in fresh:
             self._known[key] = len(self.sizes)
-            self.sizes.append(self._allocated_bytes(node, parts, keys.index(key)))
+            places = [place for place, other in enumerate(keys) if other == key]
+            self.sizes.append(self._allocated_bytes(node, parts, places))
         if isinstance(value, Tensor):
             self.storages[node] = frozenset({self._known[keys[0]]})
         if node in self._costs:
@@ -178,13 +179,17 @@ class _Builder:
         elif is_called:
             self.views.add(node)
 
-    def _allocated_bytes(self, node: fx.Node, parts: list[Tensor], place: int) -> int:
-        """Of a storage: what was seen in a run, for a loss may be a part of what it reduces; else what is traced."""
-        part = parts[place]
+    def _allocated_bytes(self, node: fx.Node, parts: list[Tensor], places: list[int]) -> int:
+        """Of a storage, which these parts lie in: what was seen in a run, else what is traced.
+
+        A loss may be a part of what it reduces, and gradients of two biases, one in the trace, are two.
+        """
+        part = parts[places[0]]
         if _is_sparse(part):  # an input: it is there
             return 0
         seen = self._costs[node].made_bytes if node in self._costs else ()
-        size = (seen[place] if len(seen) == len(parts) else 0) or part.untyped_storage().nbytes()
+        size = sum(seen[place] for place in places) if len(seen) == len(parts) else 0
+        size = size or part.untyped_storage().nbytes()
         return size if part.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
     def _is_part(self, node: fx.Node) -> bool:

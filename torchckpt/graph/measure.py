@@ -25,7 +25,7 @@ _DTYPES = "dtypes"
 
 class Measured(NamedTuple):
     """Of a kind of operation: what it allocates at its highest point beside its outputs, the least time of its runs,
-    the storage and dtype of each tensor that it returns, and whether it draws random numbers and does not say so."""
+    of each tensor that it returns the storage, where it is the first in it, and the dtype, and whether it draws random numbers and does not say so."""
 
     workspace_bytes: int = 0
     seconds: float = 0.0
@@ -81,10 +81,12 @@ class Measure:
         before = generator_state(device)
         seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
         workspace_bytes, made = _allocated(run, device)
-        parts = _tensors(made)
-        sizes = tuple(0 if storage_of(part) in given else _storage_bytes(part) for part in parts)
+        known, sizes = set(given), []
+        for part in _tensors(made):
+            sizes.append(0 if storage_of(part) in known else _storage_bytes(part))
+            known.add(storage_of(part))
         dtypes = tuple(getattr(part, "dtype", None) for part in made)
-        return Measured(workspace_bytes, seconds, sizes, dtypes, not torch.equal(before, generator_state(device)))
+        return Measured(workspace_bytes, seconds, tuple(sizes), dtypes, not torch.equal(before, generator_state(device)))
 
 
 def _ways(node: fx.Node, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:

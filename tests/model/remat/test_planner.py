@@ -92,6 +92,7 @@ def test_what_cannot_fit_comes_as_small_as_found(name: str) -> None:
     found = fit(flow, budget)
     assert found.peak_bytes > budget
     assert found.peak_bytes < eager_peak_bytes(flow)
+    assert fit(flow, found.peak_bytes).peak_bytes <= found.peak_bytes
 
 
 @pytest.mark.parametrize("name", FLOWS)

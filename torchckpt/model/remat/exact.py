@@ -16,10 +16,14 @@ from torchckpt.model.remat.tables import Tables
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver
 
-__all__ = ["Exact", "optimum"]
+__all__ = ["Exact", "Infeasible", "optimum"]
 
 FINEST = 1_000_000
 """Parts of the step that seconds are counted in, if they have no common measure: the solver wants whole numbers."""
+
+
+class Infeasible(ArgumentError):
+    """No schedule fits, or none was found in time."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ def optimum(
         Exact(schedule=(0, 1, 2, 3, 4, 0, 5), seconds=7.0, bound_seconds=7.0, proven=True)
 
     Raises:
-        ArgumentError: no schedule fits, or none was found in time and ``hint`` does not fit; OR-tools is not installed.
+        Infeasible: no schedule fits, or none was found in time and ``hint`` does not fit.
+        ArgumentError: OR-tools is not installed.
     """
     cp_model = _library()
     eager, hinted = _eager(flow, budget_bytes), _fitting(flow, budget_bytes, hint)
@@ -141,10 +146,10 @@ def _verified(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> Schedule
     return schedule
 
 
-def _nothing(flow: Dataflow, budget_bytes: int, time_limit_seconds: float, proven: bool) -> ArgumentError:
+def _nothing(flow: Dataflow, budget_bytes: int, time_limit_seconds: float, proven: bool) -> Infeasible:
     within = "none exists" if proven else f"none found in {time_limit_seconds} s"
     works = f"budget_bytes={simulate(flow, flow.eager).peak_bytes}"
-    return ArgumentError(str(Fault("a budget is one that a schedule fits", f"{budget_bytes} bytes: {within}", works)))
+    return Infeasible(str(Fault("a budget is one that a schedule fits", f"{budget_bytes} bytes: {within}", works)))
 
 
 def _measure(costs: Sequence[float], step_seconds: float) -> float:

@@ -61,7 +61,9 @@ class Solution:
 
 
 def fit(flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset()) -> Solution:
-    """The fastest schedule found whose peak is at most ``budget_bytes``; if none was, the one of least peak.
+    """The fastest schedule found whose peak is at most ``budget_bytes``; if none was, the one of least peak found.
+
+    That peak is a budget which the same call meets.
 
     Args:
         pinned: storages that no repeat may write. An operation that writes one of them runs once.
@@ -75,7 +77,22 @@ def fit(flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset()) -> So
         ((0, 1, 2, 3), 15)
     """
     eager = solution(flow, flow.eager)
-    return eager if eager.peak_bytes <= budget_bytes else _search(flow, budget_bytes, pinned)
+    if eager.peak_bytes <= budget_bytes:
+        return eager
+    found = _search(flow, budget_bytes, pinned)
+    return found if found.peak_bytes <= budget_bytes else _lowest(flow, found, pinned)
+
+
+def _lowest(flow: Dataflow, found: Solution, pinned: Set[int]) -> Solution:
+    """In place of what was found and is over its budget: what does not hang on that budget, or is found again.
+
+    A search for its own peak may miss a schedule that one for a smaller budget has met.
+    """
+    low = _search(flow, lower_bound_bytes(flow), pinned)
+    if low.peak_bytes <= found.peak_bytes:
+        return low
+    again = _search(flow, found.peak_bytes, pinned)
+    return found if again.peak_bytes <= found.peak_bytes else low
 
 
 def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
