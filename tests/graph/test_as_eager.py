@@ -227,5 +227,6 @@ def test_operator_that_raises_on_numbers_that_are_made_up():
     with torch.no_grad():
         net[0].weight.copy_(torch.eye(4))
         net[0].bias.zero_()
-    step = graph.rematerialize(net, x, keep="memory")
+    with pytest.warns(UserWarning, match="cannot be measured"):
+        step = graph.rematerialize(net, x, keep="memory")
     assert_equal(step(x), net(x))

@@ -14,6 +14,7 @@ from tests.graph.eager import Result, assert_same, step
 from tests.graph.executed import backward, counted, repeats
 from tests.helpers import assert_equal
 from tests.models import MODELS
+from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.graph import mark, region
 from torchckpt.graph.gradient import gradient
@@ -281,6 +282,7 @@ def test_argument_is_refused(options, message, x):
     [
         (3, (torch.ones(1),), "the first argument is a function or a module.*graph.gradient"),
         (torch.sum, (3,), "inputs are tensors.*input 0: 3"),
+        (sum, ((torch.ones(1), torch.ones(1)),), r"(?s)inputs are tensors.*lambda a, b: fn\(\(a, b\)\)"),
         (torch.sum, (torch.arange(3),), "an input is floating, or require_grads says what is"),
     ],
 )
@@ -299,6 +301,32 @@ def test_call_is_refused(function, inputs, message):
 def test_function_that_cannot_be_traced_is_refused(function, message, x):
     with pytest.raises(CaptureError, match=f"(?s){message}"):
         gradient(function, x)
+
+
+def _behind(x):
+    h = x.sin()
+    return (graph.mark(h, "h") * h.mul_(2)).sum()
+
+
+def _view(x):
+    base = x.sin()
+    h = graph.mark(base[:2], "h")
+    base.mul_(2)
+    return h.exp().sum()
+
+
+def _itself(x):
+    return graph.mark(x.sin(), "h").mul_(2).exp().sum()
+
+
+@pytest.mark.parametrize("function", [_behind, _view, _itself])
+def test_gradient_of_what_is_written_to_after_its_mark_is_refused(function, x):
+    with pytest.raises(ArgumentError, match=r"(?s)stays as it is after its mark.*'h' is changed in place"):
+        graph.gradient(function, x, require_grads=["h"])
+    (slope,) = graph.gradient(function, x)(x)[1]
+    with torch.enable_grad():
+        other = x.detach().requires_grad_()
+        assert_equal(slope, torch.autograd.grad(function(other), other)[0])
 
 
 def test_function_that_writes_to_what_it_closes_over_is_refused(x):

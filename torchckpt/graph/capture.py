@@ -141,7 +141,7 @@ def explained() -> Iterator[None]:
             _raise("every operation between an input and a loss has a derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
         if "view input mutations" in str(error):
-            _raise("a call that is recomputed leaves its inputs as they are; one lies in a buffer that it changes", error,
+            _raise("a call that is recomputed leaves its inputs as they are; one lies in a buffer it changes", error,
                    "x = x.clone() before the call")
         if "requires grad is being used in an in-place operation" in str(error):
             _raise("a call that is differentiated leaves its inputs as they are", error,

@@ -67,7 +67,8 @@ def gradient(
 
     def ask(traced: Traced) -> list[Tensor | None]:
         found = _Found(traced, wanted)
-        raise_faults(_CALLER, [*_target_faults(traced.leaves, target_index), *found.faults()])
+        faults = [*_target_faults(traced.leaves, target_index), *found.faults(), *map(_changed, marks.changed())]
+        raise_faults(_CALLER, faults)
         target, tensors = traced.leaves[target_index], found.tensors()
         made = gradients_of([target], [torch.ones_like(target)], tensors)
         return [_zeros(tensor) if grad is None else grad for tensor, grad in zip(tensors, made)]
@@ -149,6 +150,12 @@ def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
         works = "return y.sum(); or graph.gradients(fn, x)"
         return [Fault("the target is a scalar, without dimensions", received, works)]
     return []
+
+
+def _changed(name: str) -> Fault:
+    rule = "what a gradient is asked of stays as it is after its mark"
+    works = f'h = graph.mark(h, "{name}") * 2, in place of h.mul_(2)'
+    return Fault(rule, f"{name!r} is changed in place", works)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

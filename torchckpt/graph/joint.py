@@ -158,7 +158,7 @@ class _Builder:
         value = node.meta.get("val")
         if node.op == "output" or (value is None and node.op != "call_function"):
             return
-        if _is_sparse(value) and node.op == "call_function":  # made of tensors that there are
+        if self._is_made_of_others(node):
             self.storages[node] = self._roots_of(node.all_input_nodes)
             self.views.add(node)
             return
@@ -185,12 +185,17 @@ class _Builder:
         A loss may be a part of what it reduces, and gradients of two biases, one in the trace, are two.
         """
         part = parts[places[0]]
-        if _is_sparse(part):  # an input: it is there
-            return 0
         seen = self._costs[node].made_bytes if node in self._costs else ()
+        if _is_sparse(part):  # an input is there
+            return sum(seen)
         size = sum(seen[place] for place in places) if len(seen) == len(parts) else 0
         size = size or part.untyped_storage().nbytes()
         return size if part.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+
+    def _is_made_of_others(self, node: fx.Node) -> bool:
+        """Whether it is a sparse tensor whose indices and values are tensors that there are."""
+        is_called = _is_sparse(node.meta.get("val")) and node.op == "call_function"
+        return is_called and not sum(self._cost(node).made_bytes)
 
     def _is_part(self, node: fx.Node) -> bool:
         """Whether ``node`` is one of the outputs of an operation."""

@@ -44,12 +44,14 @@ def rematerialize(
     ``engine="eager"``, outputs, gradients, buffers and random numbers are those of the model, bit for bit, and the
     peak is the one that the plan says.
 
-    Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules. Of an
-    object that is no constant it is seen that another takes its place, and not that it changes. The forward's Python
-    runs for a trace alone: what it counts or seeds is not counted or seeded, and what it returns is all that comes out.
+    Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules, and
+    the globals, closures and fields of objects that its code names. A tensor in a global is a constant of the trace.
+    The forward's Python runs for a trace alone: what it counts or seeds is not counted or seeded, and what it returns
+    is all that comes out.
 
-    Where torch traces another kernel than it runs (``nn.GRU``, ``prod``), the last bits may differ. An output that no
-    loss reads has a gradient of zeros: where its derivative is infinite, as a root's at 0, that makes nan.
+    Where torch traces another kernel than it runs (``nn.GRU``, ``prod``), the last bits may differ. What an operation
+    allocates is seen on made-up numbers: where it raises on them, a copy of all that it reads and writes is planned,
+    with a warning.
 
     >>> step = graph.rematerialize(model, inputs, budget="6GiB")
     >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs

@@ -34,6 +34,7 @@ class Marks(Tracing):
         super().__init__()
         self.wanted = wanted
         self.found: dict[str, list[Tensor]] = {}
+        self._made_by: list[tuple[str, Tensor, Any]] = []  # what autograd knew of each when it was marked
 
     def mark(self, tensor: Tensor, name: str) -> Tensor:
         is_leaf = name in self.wanted and is_real(tensor) and not tensor.requires_grad
@@ -41,12 +42,20 @@ class Marks(Tracing):
         if is_leaf and not is_outside:
             tensor.requires_grad_()
         alias = super().mark(tensor, name)
-        self.found.setdefault(name, []).append(alias.requires_grad_() if is_leaf and is_outside else tensor)
+        noted = alias.requires_grad_() if is_leaf and is_outside else tensor
+        self.found.setdefault(name, []).append(noted)
+        self._made_by.append((name, noted, noted.grad_fn))
         return alias
+
+    def changed(self) -> list[str]:
+        """Those among the wanted whose values were written to afterwards: their gradient would be another's."""
+        names = [name for name, noted, made_by in self._made_by if noted.grad_fn is not made_by]
+        return [name for name in dict.fromkeys(names) if name in self.wanted]
 
     def forget(self) -> None:
         """What a trace has left."""
         self.found.clear()
+        self._made_by.clear()
         super().forget()
 
 
@@ -71,6 +80,8 @@ class Subject:
         for place, value in enumerate(example):
             if not isinstance(value, Tensor):
                 works = "lambda x: fn(x, 3), which closes over what is no tensor"
+                if isinstance(value, (tuple, list, dict)):
+                    works = "lambda a, b: fn((a, b)), of each tensor for itself"
                 faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {value!r}", works))
         raise_faults(caller, faults)
         if isinstance(function, nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["allocations", "hooks_of_all_modules", "is_transformed", "storage_of", "without_modes"]
+__all__ = ["allocations", "hooks_of_all_modules", "is_transformed", "parts_of", "storage_of", "without_modes"]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -17,6 +17,13 @@ def storage_of(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """What a tensor is made of: a sparse one of its indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout == torch.strided else []
 
 
 def is_transformed() -> bool:
