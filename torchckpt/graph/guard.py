@@ -42,8 +42,8 @@ _MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked
 
 class Guard(NamedTuple):
     """``around`` are torch's modes; ``modules`` their classes, children and hooks; ``places`` tell of tensors that come
-    twice, ``aliases`` of arguments that lie in buffers; ``kinds`` tell of a tensor its shape, strides, dtype and device,
-    of another argument what it is; ``outside`` is what the code reads elsewhere, by what it calls it."""
+    twice, ``aliases`` of arguments that lie in buffers; ``kinds`` tell of a tensor its shape, strides, dtype and
+    device, of another argument what it is; ``outside`` is what the code reads elsewhere, by what it calls it."""
 
     around: Hashable
     modules: Hashable

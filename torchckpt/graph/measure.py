@@ -93,7 +93,8 @@ class Measure:
         if node.target is replayed:
             arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
         given = set(map(storage_of, _tensors((arguments, named))))
-        runs = [_bound(node.target, those, named) for those in _ways(node, arguments)]
+        target = cast(Callable[..., Any], node.target)
+        runs = [_bound(target, those, named) for those in _ways(node, arguments)]
         return [self._measured(run, given, _device(node)) for run in runs]
 
     def _measured(self, run: Callable[[], Any], given: set[int], device: str) -> Measured:

@@ -20,8 +20,8 @@ class Decomposed(Loss):
         lower = torch.linalg.cholesky(positive)
         solved = torch.linalg.solve(positive, h)
         values, vectors = torch.linalg.eigh(positive)
-        q, r = torch.linalg.qr(h)
-        u, s, v = torch.linalg.svd(h + 3 * torch.eye(8), full_matrices=False)
+        r = torch.linalg.qr(h).R
+        s = torch.linalg.svd(h + 3 * torch.eye(8), full_matrices=False).S
         others = torch.linalg.inv(positive), torch.linalg.slogdet(positive).logabsdet, torch.linalg.matrix_exp(h / 8)
         triangular = torch.linalg.solve_triangular(lower, h, upper=False)
         return self.loss(lower, solved, values, vectors.abs(), r, s, *others, triangular, torch.cholesky_inverse(lower))
@@ -57,7 +57,8 @@ class Fourier(Loss):
         h = torch.fft.irfft2(torch.fft.rfft2(x) * self.weight, s=(16, 16))
         h = h + torch.fft.ifft(torch.fft.fft(x.flatten(1, 2), n=300)[:, :256] * 2, dim=-1).real.view(4, 16, 16)
         waves = torch.stft(h.flatten(1), 32, 16, window=torch.hann_window(32), return_complex=True)
-        return self.loss(h, waves.abs(), torch.fft.fftshift(torch.fft.rfft(self.filter)), torch.fft.hfft(waves[0], dim=0))
+        shifted = torch.fft.fftshift(torch.fft.rfft(self.filter))
+        return self.loss(h, waves.abs(), shifted, torch.fft.hfft(waves[0], dim=0))
 
 
 @model((6, 8), (6, 8))
@@ -81,10 +82,12 @@ class Distances(Loss):
 
     def forward(self, x, y):
         a, b = self.a(x), self.b(y)
-        near = torch.cdist(a, b), torch.cdist(a, b, p=1.0), F.pdist(a), F.cosine_similarity(a[:8], b), F.pairwise_distance(a[:8], b)
+        pairs = F.cosine_similarity(a[:8], b), F.pairwise_distance(a[:8], b)
+        near = torch.cdist(a, b), torch.cdist(a, b, p=1.0), F.pdist(a), *pairs
         kernel = torch.exp(-near[0].square() / 2)
-        norms = torch.linalg.vector_norm(a, 3, dim=1), torch.linalg.matrix_norm(b), a.norm(dim=0), torch.renorm(b, 2, 0, 1.0)
-        return self.loss(*near, kernel.logsumexp(1), *norms, torch.cross(a[:, :3], a[:, 3:], dim=1), torch.cov(b.T))
+        norms = torch.linalg.vector_norm(a, 3, dim=1), torch.linalg.matrix_norm(b), a.norm(dim=0)
+        others = torch.renorm(b, 2, 0, 1.0), torch.cross(a[:, :3], a[:, 3:], dim=1)
+        return self.loss(*near, kernel.logsumexp(1), *norms, *others)
 
 
 @model((12, 6))
@@ -97,11 +100,12 @@ class Special(Loss):
         h = self.mix(x)
         p = h.abs() + 0.1
         kinds = [
-            torch.special.gammaln(p), torch.digamma(p), torch.erf(h), torch.erfinv(h.tanh() * 0.9), torch.special.i0e(h),
-            torch.atan2(h, p), torch.hypot(h, p), torch.xlogy(p, p), torch.logaddexp(h, p), torch.sinc(h), torch.logit(h.sigmoid()),
-            torch.fmod(h, 0.7), torch.remainder(h, 0.3), torch.frac(h), torch.where(h > 0, h.sqrt().nan_to_num(), h.square()),
-            torch.special.entr(p), torch.float_power(p, 1.5), torch.addcmul(h, h, p), torch.addcdiv(h, h, p), torch.copysign(h, p),
-            torch.clamp(h, min=p * 0.1), torch.maximum(h, p), torch.special.log_ndtr(h), torch.polygamma(1, p), torch.mvlgamma(p + 2, 2),
+            torch.special.gammaln(p), torch.digamma(p), torch.erf(h), torch.erfinv(h.tanh() * 0.9),
+            torch.special.i0e(h), torch.atan2(h, p), torch.hypot(h, p), torch.xlogy(p, p), torch.logaddexp(h, p),
+            torch.sinc(h), torch.logit(h.sigmoid()), torch.fmod(h, 0.7), torch.remainder(h, 0.3), torch.frac(h),
+            torch.where(h > 0, h.exp(), h.square()), torch.special.entr(p), torch.float_power(p, 1.5),
+            torch.addcmul(h, h, p), torch.addcdiv(h, h, p), torch.copysign(h, p), torch.clamp(h, min=p * 0.1),
+            torch.maximum(h, p), torch.special.log_ndtr(h), torch.polygamma(1, p), torch.mvlgamma(p + 2, 2),
         ]
         return self.loss(*kinds)
 

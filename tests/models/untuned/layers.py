@@ -56,7 +56,8 @@ class Convolutions(Loss):
         self.body = nn.Sequential(
             nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU6(), nn.Conv2d(8, 16, 1), nn.Hardswish(),
             nn.Conv2d(16, 16, 3, padding=2, dilation=2), nn.SiLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1, groups=4),
-            nn.Mish(), nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.Softplus(), nn.ConvTranspose2d(8, 8, 3, dilation=2, groups=2),
+            nn.Mish(), nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.Softplus(),
+            nn.ConvTranspose2d(8, 8, 3, dilation=2, groups=2),
         )
 
     def forward(self, x):
@@ -74,7 +75,8 @@ class OtherDimensions(Loss):
             nn.Conv1d(8, 8, 3, padding=4, dilation=4), nn.GLU(1), nn.ConvTranspose1d(4, 4, 3),
         )
         self.three = nn.Sequential(
-            nn.Conv3d(3, 6, 3, padding=1), nn.BatchNorm3d(6), nn.LeakyReLU(), nn.MaxPool3d(2), nn.ConvTranspose3d(6, 3, 2, 2),
+            nn.Conv3d(3, 6, 3, padding=1), nn.BatchNorm3d(6), nn.LeakyReLU(), nn.MaxPool3d(2),
+            nn.ConvTranspose3d(6, 3, 2, 2),
         )
 
     def forward(self, x, y):

@@ -43,7 +43,8 @@ class Sorted(Loss):
         middle = h.median(-1).values, h.kthvalue(5, -1).values, h.quantile(0.3, dim=-1), h.nanmean(-1)
         back = torch.zeros_like(h).scatter(1, where, top).gather(1, places)
         ranked = self.after(values * back.cumsum(1))
-        return self.loss(ranked, *middle, h.var(0), h.amax(0), h.argsort(-1).to(h.dtype) * h, torch.aminmax(h, dim=1)[0])
+        others = h.var(0), h.amax(0), h.argsort(-1).to(h.dtype) * h, torch.aminmax(h, dim=1)[0]
+        return self.loss(ranked, *middle, *others)
 
 
 @model((2, 4, 8, 8))
@@ -75,7 +76,8 @@ class Resampled(Loss):
         kinds = ["bilinear", "bicubic", "nearest", "area", "nearest-exact"]
         sized = [F.interpolate(h, size=(13, 15), mode=kind) for kind in kinds]
         smooth = F.interpolate(h, scale_factor=0.5, mode="bilinear", antialias=True)
-        return self.loss(*sized, smooth, *(F.grid_sample(h, grid, mode=kind) for kind in ("bilinear", "bicubic", "nearest")))
+        sampled = [F.grid_sample(h, grid, mode=kind) for kind in ("bilinear", "bicubic", "nearest")]
+        return self.loss(*sized, smooth, *sampled)
 
 
 @model((6, 5, 4))

@@ -1,0 +1,58 @@
+"""Models that nobody tuned for: as in eager to the bit, in no more bytes than planned; the least budget named is held."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.graph.eager import assert_same, measured_peak, step
+from tests.models.untuned import UNTUNED
+from torchckpt import graph
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.model.remat import planner
+
+A_LOSS_BYTES = 16
+
+MORE_THAN_TAKEN = {"Normed": 6500}
+"""Bytes that are planned beside those that are taken: a kernel takes most on numbers that are not those of the call."""
+
+OPTIONS = [{}, {"budget": 0.6}]
+
+
+@pytest.fixture(autouse=True)
+def quick_planner(monkeypatch):
+    """Any schedule will do."""
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A convolution has a workspace for each thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def itself(loss):
+    return loss
+
+
+def within(model, inputs, options):
+    """Rematerialized, within the least budget that there is where it is refused."""
+    try:
+        return graph.rematerialize(model, *inputs, **options)
+    except BudgetInfeasible as error:
+        return graph.rematerialize(model, *inputs, budget=error.least_bytes)
+
+
+@pytest.mark.parametrize("name", UNTUNED)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_bits_and_bytes(name, options):
+    model, inputs = UNTUNED[name]()
+    rematerialized = within(model, inputs, options)
+    expected = step(model, inputs, itself)
+    assert_same(step(model, inputs, itself, call=rematerialized), expected)
+    measured = measured_peak(lambda: rematerialized(*inputs).backward())
+    plan = rematerialized.plan
+    assert measured - A_LOSS_BYTES <= plan.peak_bytes <= measured + MORE_THAN_TAKEN.get(name, A_LOSS_BYTES)
+    assert plan.budget_bytes is None or measured <= plan.budget_bytes
