@@ -1,4 +1,4 @@
-"""Models that nobody tuned for: as in eager to the bit, in no more bytes than planned; the least budget named is held."""
+"""Models that nobody tuned for: as in eager to the bit, in the bytes that are planned, within the least budget named."""
 from __future__ import annotations
 
 import pytest

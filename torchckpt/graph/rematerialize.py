@@ -45,9 +45,8 @@ def rematerialize(
     peak is the one that the plan says.
 
     Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules, and
-    the globals, closures and fields of objects that its code names. A tensor in a global is a constant of the trace.
-    The forward's Python runs for a trace alone: what it counts or seeds is not counted or seeded, and what it returns
-    is all that comes out.
+    the globals, closures and fields of objects that its code names. The forward's Python runs for a trace alone: what
+    it counts or seeds is not counted or seeded, and what it returns is all that comes out.
 
     Where torch traces another kernel than it runs (``nn.GRU``, ``prod``), the last bits may differ. What an operation
     allocates is seen on made-up numbers: where it raises on them, a copy of all that it reads and writes is planned,
