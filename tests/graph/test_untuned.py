@@ -1,4 +1,4 @@
-"""Models that nobody tuned for: as in eager to the bit, in the bytes that are planned, within the least budget named."""
+"""Models that nobody tuned for: as in eager to the bit, in the bytes planned, within the least budget that is named."""
 from __future__ import annotations
 
 import pytest

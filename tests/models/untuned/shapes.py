@@ -76,7 +76,7 @@ class Resampled(Loss):
         kinds = ["bilinear", "bicubic", "nearest", "area", "nearest-exact"]
         sized = [F.interpolate(h, size=(13, 15), mode=kind) for kind in kinds]
         smooth = F.interpolate(h, scale_factor=0.5, mode="bilinear", antialias=True)
-        sampled = [F.grid_sample(h, grid, mode=kind) for kind in ("bilinear", "bicubic", "nearest")]
+        sampled = [F.grid_sample(h, grid, kind, align_corners=False) for kind in ("bilinear", "bicubic", "nearest")]
         return self.loss(*sized, smooth, *sampled)
 
 

@@ -51,7 +51,7 @@ class Witness:
         if any(True for _ in self._left()):
             gc.collect()  # a cycle may hold it
         for tensor, what in self._left():
-            holders = [type(one).__name__ for one in gc.get_referrers(tensor) if not isinstance(one, _NO_HOLDERS)]
+            holders = [type(one).__name__ for one in _holders(tensor)]
             if holders:
                 rule = "a call that is traced returns what it makes, and leaves no tensor anywhere else"
                 received = f"{what}, of shape {tuple(tensor.shape)}, in a {holders[0]} that outlives the call"
@@ -67,3 +67,13 @@ class Witness:
             tensor = one()
             if tensor is not None:
                 yield tensor, what
+
+
+def _holders(tensor: Tensor) -> list[Any]:
+    """What holds it; not a tuple that no object holds: that is a call's of torch's own, which no code can reach."""
+    found = [one for one in gc.get_referrers(tensor) if not isinstance(one, _NO_HOLDERS)]
+    return [one for one in found if type(one) is not tuple or _is_held(one, found)]
+
+
+def _is_held(holder: Any, beside: list[Any]) -> bool:
+    return any(one is not beside and not isinstance(one, _NO_HOLDERS) for one in gc.get_referrers(holder))
