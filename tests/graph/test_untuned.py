@@ -45,6 +45,7 @@ def within(model, inputs, options):
         return graph.rematerialize(model, *inputs, budget=error.least_bytes)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("name", UNTUNED)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bits_and_bytes(name, options):

@@ -66,6 +66,8 @@ class Measure:
     def _run(self, node: fx.Node) -> Measured:
         if not callable(node.target) or is_collective(node.target) or is_mutable(node.target):
             return Measured()
+        if "meta" in map(_device, [node, *node.all_input_nodes]):  # nothing there has bytes
+            return Measured()
         found, refused = list[Measured](), ""
         for whole in (0, 1) if _may_be_ones(node) else (0,):
             try:
