@@ -15,6 +15,9 @@ __all__ = ["Boundary"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
+_VIEWED = (torch.strided, torch.jagged)
+"""The layouts of tensors of which there are views."""
+
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -63,6 +66,11 @@ class Boundary:
         return args, kwargs, list(tensors.values())
 
 
+    def modules(self) -> list[nn.Module]:
+        """Those among the arguments."""
+        return [] if self.spec is None else [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
+
+
 class Input:
     """A tensor among the arguments of a region.
 
@@ -100,11 +108,18 @@ class Input:
         return self._twin(kept if self._unpack is None else kept.detach())
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
-        """Whether nobody made ``original`` a leaf since, or gave it other data."""
-        if original.requires_grad != self._requires_grad:
+        """Whether nobody made ``original`` a leaf since, or gave it other data or attributes."""
+        if original.requires_grad != self._requires_grad or not self._has_attributes_of(original):
             return False
-        # Of a leaf eager autograd, too, would see other data.
-        return not self._is_inner or (not original.is_leaf and (self._unpack is not None or original.is_set_to(kept)))
+        if not self._is_inner:  # of a leaf eager autograd, too, would see other data
+            return True
+        if self._unpack is not None or original.layout != torch.strided:
+            return not original.is_leaf
+        return not original.is_leaf and original.is_set_to(kept)
+
+    def _has_attributes_of(self, original: Tensor) -> bool:
+        then, now = self._attributes or {}, original.__dict__
+        return then.keys() == now.keys() and all(now[name] is value for name, value in then.items())
 
     def _twin(self, twin: Tensor) -> Tensor:
         if self._requires_grad:
@@ -132,7 +147,7 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
     graded = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
-        return leaf.view_as(leaf)
+        return leaf.view_as(leaf) if leaf.layout in _VIEWED else leaf.clone()
     finally:
         set_grad_enabled(graded)
 

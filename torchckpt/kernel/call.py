@@ -71,8 +71,7 @@ class Call:
         it finds around it goes into ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
-        # Modules may be among the arguments.
-        seen, exclusive = look(self.function, () if self._boundary.spec is None else args)
+        seen, exclusive = look(self.function, self._boundary.modules())
         try:
             if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
                 return function(*args, **kwargs)
@@ -85,8 +84,8 @@ class Call:
             finally:
                 thread.flags = before
                 pop_hooks()
-            if seen is not None:
-                seen.settle()
+                if seen is not None:
+                    seen.settle()
         finally:
             if exclusive:
                 lending.release()

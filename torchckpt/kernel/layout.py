@@ -1,9 +1,9 @@
 """Layout: where the modules of a region's function keep their parameters, buffers and generators."""
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from torchckpt.kernel.norms import updates
 from torchckpt.kernel.private import norm_layer, set_version
 from torchckpt.typing import Function
 
-__all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "values_of", "version_of"]
+__all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "lengths_of", "values_of", "version_of"]
 
 Key: TypeAlias = tuple[int, str]
 """A buffer: the place of its module in a layout, and its name there."""
@@ -58,12 +58,17 @@ class _End:
 class Layout:
     """Of some modules and those inside them, as they are now. It keeps the former alive no longer than they are.
 
-    A norm layer's buffers are left out while it updates them: ``norms.py`` sees to those.
+    The buffers of torch's norm layers are left out while these update them: ``norms.py`` sees to those. Scripted
+    modules are left out; what they have is not in Python.
     """
 
-    def __init__(self, owners: Sequence[nn.Module]) -> None:
-        modules = list(dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners)))
-        self.owners = [weakref.ref(owner) for owner in owners]
+    def __init__(self, owners: Sequence[nn.Module], gone: Callable[[Any], object] | None = None) -> None:
+        found = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
+        modules = [module for module in found if not isinstance(module, torch.jit.ScriptModule)]
+        self.owners = [weakref.ref(owner, gone) for owner in owners]
+        self.dicts = [vars(module) for module in modules]
+        self.lengths = lengths_of(self.dicts)
+        """Of ``dicts``: an attribute more is another layout."""
         self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
@@ -74,35 +79,43 @@ class Layout:
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
         self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
-        self._norms = {place: weakref.ref(m) for place, m in enumerate(modules) if isinstance(m, norm_layer)}
-        others = [buffers for place, buffers in enumerate(self._buffers) if place not in self._norms]
+        norms = ((place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m))
+        self.norms = {place: weakref.ref(norm) for place, norm in norms}
+        others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """All that is compared at each call: the children, the parameters, the buffers of what is no norm layer."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
-        self._attributes = [(len(modules) + n, vars(m), _names_of_tensors(m)) for n, m in enumerate(modules)]
-        self._attributes = [found for found in self._attributes if found[2]]
-        self.is_simple = not self._norms and not self._attributes
+        named = enumerate(map(partial(_names_of, Tensor), modules), start=len(modules))
+        self._attributes = [(place, name) for place, names in named for name in names]
+        self.is_simple = not self.norms and not self._attributes
         """Whether ``tables`` has all that there is."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
-        self._generators = [(vars(module), name) for module in modules for name in _names_of_generators(module)]
+        self._generators = [(vars(module), name) for module in modules for name in _names_of(torch.Generator, module)]
 
     def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
         """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
         for place, buffers in enumerate(self._buffers):
-            if buffers and not (place in self._norms and self._is_updated(self._norms[place]())):
+            if buffers and not (place in self.norms and self._is_updated(self.norms[place]())):
                 for name, tensor in buffers.items():
                     yield (place, name), tensor
-        for place, attributes, names in self._attributes:
-            for name in names:
-                if isinstance(tensor := attributes.get(name), Tensor):
-                    yield (place, name), tensor
+        for key in self._attributes:
+            value = self.home(key).get(key[1])
+            if value is None or isinstance(value, Tensor):
+                yield key, value
+
+    def later(self) -> Iterator[Key]:
+        """Tensors that are attributes by now, under names that were not there."""
+        if self.lengths != lengths_of(self.dicts):
+            for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
+                for name, value in attributes.items():
+                    if isinstance(value, Tensor) and (place, name) not in self._attributes:
+                        yield place, name
 
     def home(self, key: Key) -> dict[str, Any]:
-        """The dictionary that has a buffer under its name."""
-        if key[0] < len(self._buffers):
-            return self._buffers[key[0]]
-        return next(attributes for place, attributes, _ in self._attributes if place == key[0])
+        """The dictionary that has a buffer, or an attribute, under its name."""
+        place = key[0]
+        return self._buffers[place] if place < len(self._buffers) else self.dicts[place - len(self._buffers)]
 
     def generators(self) -> list[torch.Generator]:
         """Those that modules have as attributes."""
@@ -111,9 +124,19 @@ class Layout:
         found = (attributes.get(name) for attributes, name in self._generators)
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a module is compiled, in place or by ``torch.compile(module)``."""
+        return any(
+            attributes.get("_compiled_call_impl") is not None or "_orig_mod" in attributes["_modules"]
+            for attributes in self.dicts
+        )
+
     def path_of(self, tensor: Tensor) -> str:
         """The name of a parameter or buffer, with the class of the module."""
-        for owner in filter(None, (reference() for reference in self.owners)):
+        for owner in (reference() for reference in self.owners):
+            if owner is None:
+                continue
             for name, one in chain(owner.named_parameters(), owner.named_buffers()):
                 if one is tensor:
                     return f"{type(owner).__name__}.{name}"
@@ -150,7 +173,8 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         if modules is not None and not (args or layout.is_lazy):
             modules.layout = layout
     values = values_of(layout.tables)
-    if values[: len(layout.children)] == layout.children:  # modules are equal if they are the same
+    # Modules are equal if they are the same.
+    if values[: len(layout.children)] == layout.children and lengths_of(layout.dicts) == layout.lengths:
         return layout, values
     layout = _made([owner for reference in layout.owners if (owner := reference()) is not None])
     if modules is not None and not (args or layout.is_lazy):
@@ -170,18 +194,17 @@ def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
 
 
 def _made(owners: Sequence[nn.Module]) -> Layout:
-    layout, key = Layout(owners), _key(owners)
+    key, forget = _key(owners), _layouts.pop
+    layout = Layout(owners, lambda _: forget(key, None))
     if not layout.is_lazy:
         _layouts[key] = layout
-        for owner in owners:
-            weakref.finalize(owner, _layouts.pop, key, None).atexit = False
     return layout
 
 
 def _owners(function: Function, args: Sequence[Any]) -> list[nn.Module]:
     owners = [arg for arg in args if isinstance(arg, nn.Module)]
-    if isinstance(function, functools.partial):
-        return _owners(function.func, [*function.args, *owners])
+    if isinstance(function, partial):
+        return _owners(function.func, [*function.args, *function.keywords.values(), *owners])
     function = getattr(function, "_torchdynamo_orig_callable", function) if type(function) is FunctionType else function
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
@@ -202,14 +225,22 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _names_of_tensors(module: nn.Module) -> list[str]:
-    return [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
+    return list(map(len, tables))
 
 
-def _names_of_generators(module: nn.Module) -> list[str]:
-    """Of attributes that hold a generator, or will by their name."""
+_OF_ALL = frozenset(vars(nn.Module()))
+
+
+def _names_of(kind: type, module: nn.Module) -> list[str]:
+    """Of attributes that hold one of ``kind``, or may come to: those that are None, but for torch's own layers."""
+    may_come = not _is_of_torch(module)
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, torch.Generator) or (value is None and "generator" in name)
+        if isinstance(value, kind) or (value is None and may_come and name not in _OF_ALL)
     ]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")

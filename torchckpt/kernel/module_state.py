@@ -25,13 +25,16 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import RecomputationError
 from torchckpt.kernel.determinism import name_of
-from torchckpt.kernel.layout import Copy, Key, Layout, layout_of, values_of, version_of
+from torchckpt.kernel.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
+from torchckpt.kernel.private import storage_key
 from torchckpt.typing import Function
 
 __all__ = ["Loans", "Seen", "lending", "lent", "look"]
 
 lending = threading.RLock()
 """Held while something is lent, and by forwards that change buffers: none may change what is lent."""
+
+_PATIENCE_SECONDS = 300
 
 _SMALL_BYTES = 2**12
 """Up to this size the copy of a buffer is kept although no forward has changed it."""
@@ -50,16 +53,20 @@ _NOTHING: Any = object()
 class Seen:
     """What one call found on its modules."""
 
-    __slots__ = ("_buffers", "_fresh", "_values", "_versions", "layout")
+    __slots__ = ("_buffers", "_fresh", "_modes", "_values", "_versions", "layout")
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))
+        self._modes = [attributes.get("training") for attributes in layout.dicts]
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         if not layout.is_simple or len(values) > layout.without_buffers:
             self._fresh: list[Key] = []  # the copies that this call made
             for key, tensor in layout.buffers():
-                self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
+                if tensor is not None and tensor.grad_fn is not None:  # made by a forward: its graph would be kept
+                    self._buffers[key] = tensor.detach().requires_grad_(), None
+                else:
+                    self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
 
     def _copy(self, key: Key, tensor: Tensor) -> Copy:
         copy = self.layout.copies.get(key)
@@ -96,6 +103,8 @@ class Seen:
         layout, then = self.layout, self._values
         now, first = values_of(layout.tables), len(layout.children)
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
+        modes = [attributes.get("training") for attributes in layout.dicts]
+        same = same and modes == self._modes and layout.lengths == lengths_of(layout.dicts)
         if same and layout.is_simple and not layout.unversioned:
             return None
         if now[:first] != layout.children:
@@ -103,6 +112,11 @@ class Seen:
         loans = Loans([], {})
         self._lend_parameters(loans, function)
         self._lend_buffers(loans)
+        loans.lent.extend((layout.home(key), key[1], _NOTHING) for key in layout.later())
+        others = [(of, mode) for of, mode, now_is in zip(layout.dicts, self._modes, modes) if mode is not now_is]
+        loans.lent.extend((of, "training", mode) for of, mode in others)
+        if loans.changed and layout.is_compiled:  # what compiled code reads is out of sight
+            raise _changed(function, *next(iter(loans.changed.values())))
         return loans if loans.lent or loans.changed else None
 
     def _lend_parameters(self, loans: Loans, function: Function) -> None:
@@ -121,20 +135,22 @@ class Seen:
                 loans.lent.append((parameters, name, tensor))
 
     def _lend_buffers(self, loans: Loans) -> None:
-        for key in self._buffers:
-            if not self._is_there(key):
-                self._lend_buffer(key, loans)
-        added = [key for key, _ in self.layout.buffers() if key not in self._buffers]
-        loans.lent.extend((self.layout.home(key), key[1], _NOTHING) for key in added)
-
-    def _lend_buffer(self, key: Key, loans: Loans) -> None:
-        tensor, copy = self._buffers[key]
-        if tensor is not None and copy is not None:
-            if copy.values is not None and not tensor.requires_grad:
-                tensor = copy.again()
-            elif not copy.is_of(tensor):
-                loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
-        loans.lent.append((self.layout.home(key), key[1], tensor))
+        twins: dict[int, Tensor] = {}  # one tensor stays one tensor
+        memory: dict[int | None, int] = {}
+        for key, (tensor, copy) in self._buffers.items():
+            if self._is_there(key):
+                continue
+            twin = tensor
+            if tensor is not None and copy is not None:
+                is_alone = memory.setdefault(storage_key(tensor), id(tensor)) == id(tensor)
+                if copy.values is not None and not tensor.requires_grad and is_alone:
+                    twin = twins[id(tensor)] if id(tensor) in twins else twins.setdefault(id(tensor), copy.again())
+                elif not copy.is_of(tensor):
+                    loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+            loans.lent.append((self.layout.home(key), key[1], twin))
+        layout = self.layout
+        added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
+        loans.lent.extend((layout.home(key), key[1], _NOTHING) for key in added)
 
 
 def look(function: Function, args: Sequence[Any] = ()) -> tuple[Seen | None, bool]:
@@ -157,7 +173,7 @@ def look(function: Function, args: Sequence[Any] = ()) -> tuple[Seen | None, boo
 @contextmanager
 def lent(loans: Loans, function: Function) -> Iterator[None]:
     """Inside, modules have what they are lent; to read what was changed in place is an error."""
-    with lending:
+    with _lock_of(function):
         own = [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in loans.lent]
         try:
             _put(loans.lent)
@@ -170,12 +186,29 @@ def lent(loans: Loans, function: Function) -> Iterator[None]:
             _put(own)
 
 
+@contextmanager
+def _lock_of(function: Function) -> Iterator[None]:
+    if not lending.acquire(timeout=_PATIENCE_SECONDS):
+        raise RecomputationError(
+            f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
+            f"may change, and that has not ended for {_PATIENCE_SECONDS} seconds: does it wait for this backward?\n"
+            "  works:    a backward outside of regions whose modules change buffers, such as spectral_norm"
+        )
+    try:
+        yield
+    finally:
+        lending.release()
+
+
 def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
     for dictionary, name, value in values:
         if value is _NOTHING:
             dictionary.pop(name, None)
         else:
             dictionary[name] = value
+
+
+_GRADIENT: Any = getattr(Tensor, "grad").__get__  # noqa: B009  # a descriptor, unknown to torch's stubs
 
 
 class _Unread(TorchFunctionMode):
@@ -186,11 +219,13 @@ class _Unread(TorchFunctionMode):
         self._changed, self._function = changed, function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # a look at a shape is no use of values
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if id(leaf) in self._changed:
-                    raise _changed(self._function, *self._changed[id(leaf)])
-        return func(*args, **(kwargs or {}))
+        found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self._changed]
+        is_look = bool(found) and getattr(func, "__name__", "") == "__get__"
+        result = func(*args, **(kwargs or {})) if is_look or not found else None
+        # A look at a shape, or at a gradient, is no use of values; one at what is a view of them is.
+        if found and not (is_look and (func == _GRADIENT or not isinstance(result, Tensor))):
+            raise _changed(self._function, *self._changed[id(found[0])])
+        return result
 
 
 def _versions(values: Sequence[Any], first: int) -> list[int]:
