@@ -68,7 +68,7 @@ class Boundary:
 
     def modules(self) -> list[nn.Module]:
         """Those among the arguments."""
-        return [] if self.spec is None else [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
+        return [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
 
 
 class Input:
@@ -109,7 +109,9 @@ class Input:
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
         """Whether nobody made ``original`` a leaf since, or gave it other data or attributes."""
-        if original.requires_grad != self._requires_grad or not self._has_attributes_of(original):
+        if original.requires_grad != self._requires_grad:
+            return False
+        if (self._attributes is not None or original.__dict__) and not self._has_attributes_of(original):
             return False
         if not self._is_inner:  # of a leaf eager autograd, too, would see other data
             return True

@@ -71,7 +71,8 @@ class Call:
         it finds around it goes into ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
-        seen, exclusive = look(self.function, self._boundary.modules())
+        boundary = self._boundary
+        seen, exclusive = look(self.function, () if boundary.spec is None else boundary.modules())
         try:
             if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
                 return function(*args, **kwargs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import RecomputationError
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
-from torchckpt.kernel.private import storage_key
+from torchckpt.kernel.private import alive, storage_key
 from torchckpt.typing import Function
 
 __all__ = ["Loans", "Seen", "lending", "lent", "look"]
@@ -53,18 +54,21 @@ _NOTHING: Any = object()
 class Seen:
     """What one call found on its modules."""
 
-    __slots__ = ("_buffers", "_fresh", "_modes", "_values", "_versions", "layout")
+    __slots__ = ("_buffers", "_fresh", "_grown", "_modes", "_values", "_versions", "layout")
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))
         self._modes = [attributes.get("training") for attributes in layout.dicts]
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
+        self._grown: dict[Key, weakref.ref[Tensor]] = {}
+        """Those that are no leaves; an alias of each is in ``_buffers``."""
         if not layout.is_simple or len(values) > layout.without_buffers:
             self._fresh: list[Key] = []  # the copies that this call made
             for key, tensor in layout.buffers():
-                if tensor is not None and tensor.grad_fn is not None:  # made by a forward: its graph would be kept
+                if tensor is not None and tensor.grad_fn is not None:  # its graph would be kept
                     self._buffers[key] = tensor.detach().requires_grad_(), None
+                    self._grown[key] = weakref.ref(tensor)
                 else:
                     self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
 
@@ -94,7 +98,8 @@ class Seen:
     def _is_there(self, key: Key) -> bool:
         """Whether the module has the buffer as the forward found it."""
         tensor, copy = self._buffers[key]
-        if self.layout.home(key).get(key[1], _NOTHING) is not tensor:
+        found = alive(self._grown[key]) if key in self._grown else tensor
+        if self.layout.home(key).get(key[1], _NOTHING) is not found:
             return False
         return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
 
@@ -140,7 +145,8 @@ class Seen:
         for key, (tensor, copy) in self._buffers.items():
             if self._is_there(key):
                 continue
-            twin = tensor
+            original = alive(self._grown[key]) if key in self._grown else None
+            twin = tensor if original is None else original
             if tensor is not None and copy is not None:
                 is_alone = memory.setdefault(storage_key(tensor), id(tensor)) == id(tensor)
                 if copy.values is not None and not tensor.requires_grad and is_alone:
