@@ -74,23 +74,30 @@ class Boundary:
 class Input:
     """A tensor among the arguments of a region.
 
-    It is saved as autograd saves: through the hooks in force, or else held without its graph, and checked for changes
-    in place when it is read. A replay gets the tensor itself while the caller has it, and then a twin: as much of a
-    leaf, and with the same attributes. A parameter is held itself, since no twin would be that parameter.
+    It is saved as autograd saves: through the hooks in force, or else a leaf that requires grad as it is, another
+    without its graph; and checked for changes in place when it is read. A replay gets the tensor itself while it is
+    alive, and then a twin: as much of a leaf, and with the same attributes. A parameter is held itself, since no twin
+    would be that parameter.
     """
 
     __slots__ = ("_attributes", "_is_inner", "_kept", "_original", "_requires_grad", "_unpack", "_version")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         self._version = tensor._version
-        self._original = weakref.ref(tensor)
         self._requires_grad = requires_grad = tensor.requires_grad
-        self._is_inner = requires_grad and not tensor.is_leaf
+        self._is_inner = is_inner = requires_grad and not tensor.is_leaf
         self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
         self._unpack: Callable[[Any], Tensor] | None = None
-        if tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter):
+        self._original: weakref.ref[Tensor] | None = None
+        """None: ``_kept`` is the tensor itself."""
+        if requires_grad and not is_inner and hooks is None:  # no change in place can put a graph behind it
             self._kept: Any = tensor
-        elif hooks is None:
+            return
+        if tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter):
+            self._kept = tensor
+            return
+        self._original = weakref.ref(tensor)
+        if hooks is None:
             self._kept = tensor.detach()
         else:
             with torch.no_grad():
@@ -100,12 +107,12 @@ class Input:
     def again(self) -> Tensor:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
-        original = alive(self._original)
+        original = kept if self._original is None else alive(self._original)
         if original is not None and self._is_as_it_was(original, kept):
             return original if original._version == self._version else self._changed(original)
         if self._unpack is None and kept._version != self._version:
             return self._changed(kept)
-        return self._twin(kept if self._unpack is None else kept.detach())
+        return self._twin(kept if original is not kept and self._unpack is None else kept.detach())
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
         """Whether nobody made ``original`` a leaf since, or gave it other data or attributes."""
