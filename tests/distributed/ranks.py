@@ -30,7 +30,7 @@ def one_rank() -> Iterator[None]:
         os.environ.update({} if before is None else {"GLOO_SOCKET_IFNAME": before})
 
 
-def on_ranks(function: Callable[[int], Any], folder: Any, ranks: int = 2, timeout: float = 60) -> list[Any]:
+def on_ranks(function: Callable[[int], Any], folder: Any, ranks: int = 2, timeout: float = 300) -> list[Any]:
     """What ``function(rank)`` returned on each of ``ranks`` processes, of which none outlives this.
 
     ``function`` is one of a module. Whatever a rank raises is raised here.

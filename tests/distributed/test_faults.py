@@ -102,7 +102,7 @@ def reported(tmp_path_factory):
     processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False).processes
     try:
         for process in processes:
-            process.join(timeout=90)
+            process.join(timeout=300)
         assert [process.exitcode for process in processes] == [17 if rank == FAULTY else 0 for rank in range(RANKS)]
     finally:
         for process in processes:

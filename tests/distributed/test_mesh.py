@@ -192,7 +192,7 @@ def work(rank: int):
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
     """The reports of all ranks."""
-    return on_ranks(work, tmp_path_factory.mktemp("mesh"), RANKS, timeout=150)
+    return on_ranks(work, tmp_path_factory.mktemp("mesh"), RANKS)
 
 
 CASES = [

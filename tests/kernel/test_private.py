@@ -251,6 +251,18 @@ def function_modes():
     assert isinstance(other, Mode)
 
 
+def look_through():
+    # Before torch 2.15 nobody asks.
+    hooks_of_the_user = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", lambda: None)
+
+    def pack(tensor):
+        return tensor
+
+    private.look_through(pack)
+    with saved_tensors_hooks(pack, pack):
+        assert hooks_of_the_user() is None
+
+
 def profiler_is_on():
     assert not private.profiler_is_on()
     with torch.autograd.profiler.profile():
@@ -273,6 +285,7 @@ COUNTERPARTS = {
     "global_forward_pre_hooks": global_forward_pre_hooks,
     "hooks_in_force": hooks_in_force,
     "keep_from_dynamo": keep_from_dynamo,
+    "look_through": look_through,
     "modes_are_active": modes_are_active,
     "norm_layer": norm_layer,
     "pop_hooks": push_hooks_and_pop_hooks,
@@ -285,7 +298,7 @@ COUNTERPARTS = {
 
 
 @pytest.mark.usefixtures("collected")
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is deprecated")
 @pytest.mark.parametrize("name", private.__all__)
 def test_private_name_does_what_its_public_counterpart_does(name):
     COUNTERPARTS[name]()

@@ -53,6 +53,9 @@ _WORDS = {
     "UNSHARD": "gathering of parameters",
     "RESHARD": "release of gathered parameters",
     "REDUCE_GRAD": "reduction of gradients",
+    "WAIT_SEND_F": "wait for the end of the send of the activation",
+    "WAIT_SEND_B": "wait for the end of the send of the gradient",
+    "WAIT_REDUCE_GRAD": "wait for the end of the reduction of gradients",
 }
 
 
@@ -132,11 +135,11 @@ class RecomputeAhead(Runtime):
         self._record.asked()
 
     @contextmanager
-    def computing(self, action: Action) -> Iterator[None]:
+    def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
         start = self._record.now()
         stage, kind, micro_batch = action
         if kind is Kind.FORWARD and self.is_training:
-            with self._gathering(stage, micro_batch):
+            with self._gathering(stage, micro_batch, outputs):
                 yield
         else:
             self._frames.drop(stage, micro_batch)  # [3]
@@ -153,7 +156,7 @@ class RecomputeAhead(Runtime):
     # how ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _gathering(self, stage: int, micro_batch: int) -> Iterator[None]:
+    def _gathering(self, stage: int, micro_batch: int, outputs: list[object]) -> Iterator[None]:
         keep = (stage, micro_batch) in self._exempt
         is_first = stage not in self._sizes.found
         module = self._of[stage].submod
@@ -167,7 +170,7 @@ class RecomputeAhead(Runtime):
         if is_first and frames:
             warn_of_compiled_regions(stage, module)
         if not keep and not frames:
-            raise_without_regions(stage, module, self._of[stage].fwd_cache[micro_batch])
+            raise_without_regions(stage, module, outputs)
 
     @contextmanager
     def _replaying(self, stage: int, micro_batch: int, recomputed: deque[Fresh]) -> Iterator[None]:

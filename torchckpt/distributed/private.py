@@ -62,7 +62,7 @@ _RECOMPUTE: Any = _Computation.RECOMPUTE  # which torch's types know nothing of
 _OVERLAP = _ComputationType.OVERLAP_F_B
 _KINDS = tuple(kind.value for kind in Kind)
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-_OF_FORWARDS = ("F", "SEND_F", "RECV_F")
+_OF_FORWARDS = ("F", "SEND_F", "RECV_F", "WAIT_SEND_F")
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
 
@@ -158,8 +158,9 @@ class Runtime(_PipelineScheduleRuntime):
         """Right before each action, such as ``1F0`` or ``1RECV_B3``."""
         raise NotImplementedError
 
-    def computing(self, action: Action) -> AbstractContextManager[None]:
-        """Around the computation of each action, when its input is there."""
+    def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
+        """Around the computation of each action, when its input is there; at the end ``outputs`` has what it returned.
+        """
         raise NotImplementedError
 
     def recompute(self, action: Action) -> None:
@@ -208,19 +209,22 @@ class Runtime(_PipelineScheduleRuntime):
         plain = [getattr(stage, name) for name in _CHUNKS]
         before = {name: stage.__dict__[name] for name in _CHUNKS if name in stage.__dict__}
 
+        def computed(action: Action, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            outputs: list[Any] = []
+            with self.computing(action, outputs):
+                outputs.append(call(*args, **kwargs))
+            return outputs.pop()
+
         # With the names of torch's parameters: functions of the user's may call them, too.
         def forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with self.computing(Action(index, Kind.FORWARD, fwd_chunk_id)):
-                return plain[0](fwd_chunk_id, *args, **kwargs)
+            return computed(Action(index, Kind.FORWARD, fwd_chunk_id), plain[0], fwd_chunk_id, *args, **kwargs)
 
         def backward(bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
-            kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
-            with self.computing(Action(index, kind, bwd_chunk_id)):
-                return plain[1](bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            action = Action(index, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id)
+            return computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
 
         def weights(bwd_chunk_id: int, **kwargs: Any) -> Any:
-            with self.computing(Action(index, Kind.WEIGHT_GRAD, bwd_chunk_id)):
-                return plain[2](bwd_chunk_id, **kwargs)
+            return computed(Action(index, Kind.WEIGHT_GRAD, bwd_chunk_id), plain[2], bwd_chunk_id, **kwargs)
 
         stage.__dict__.update(zip(_CHUNKS, (forward, backward, weights)))
         try:

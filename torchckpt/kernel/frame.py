@@ -20,7 +20,7 @@ from torchckpt.kernel.ambient import Ambient
 from torchckpt.kernel.call import Call, Stop
 from torchckpt.kernel.determinism import differs, name_of
 from torchckpt.kernel.options import Options
-from torchckpt.kernel.private import keep_from_dynamo
+from torchckpt.kernel.private import keep_from_dynamo, look_through
 from torchckpt.kernel.slots import Slot, describe
 from torchckpt.kernel.streams import Trail
 from torchckpt.typing import Function
@@ -160,6 +160,7 @@ class Frame:
                 raise _error(call, slots, place, different)
             raise Stop
 
+        look_through(pack)
         try:
             call.replay(self.ambient[0], pack)
         except Exception:
@@ -178,3 +179,4 @@ def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> R
 
 
 keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay)
+look_through(Frame._pack)

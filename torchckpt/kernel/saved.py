@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchckpt.kernel.private import look_through
+
 __all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
 
 
@@ -27,6 +29,9 @@ class SavedBytes:
         if not isinstance(whole, nn.Parameter):
             self._storages.update(storage_of(tensor))
         return tensor if tensor.is_leaf else tensor.detach()
+
+
+look_through(SavedBytes._pack)
 
 
 @contextmanager

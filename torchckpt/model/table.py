@@ -1,6 +1,6 @@
 """Table: schedules as CSV, in the format of torch.distributed.pipelining: a row per rank, a cell per action.
 
-An empty cell is a bubble. What torch adds for communication (``0SEND_F1``, ``0UNSHARD``, ``0REDUCE_GRAD`` and the
+An empty cell is a bubble. What torch adds for communication (``0SEND_F1``, ``0WAIT_SEND_F1``, ``0UNSHARD`` and the
 like) is passed over; a pair that may overlap, ``(0F3;7B0)OVERLAP_F_B``, is read as one action after the other.
 """
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["from_csv", "to_csv"]
 
 _CALLER = "from_csv()"
 _ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
-_PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_PASSED_OVER = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|UNSHARD|RESHARD|RECV_F|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 

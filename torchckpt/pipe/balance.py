@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import generators_of, put_back, random_state
+from torchckpt.kernel.private import look_through
 from torchckpt.kernel.saved import bytes_of
 from torchckpt.kernel.streams import accelerators_among
 from torchckpt.model.counts import whole
@@ -212,6 +213,7 @@ def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         kept.append(tensor.detach())
         return kept[-1]
 
+    look_through(pack)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = layer(*args, **kwargs)
     return bytes_of(kept, but=(*layer.parameters(), *layer.buffers(), *_tensors(outputs))), outputs

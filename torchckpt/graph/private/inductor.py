@@ -34,9 +34,12 @@ def by_inductor(
     What these raise comes out as it is.
     """
     from torch._functorch import config
+    from torch._inductor import custom_graph_pass
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, CustomSchedulerPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+    # Before there was such a class, any function would do.
+    scheduler_pass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
     raised: list[Exception] = []
 
     def hook(kind: Any, function: Callable[..., Any]) -> Any:
@@ -58,7 +61,7 @@ def by_inductor(
     options = {
         "custom_partitioner_fn": hook(CustomPartitionerFn, partition),
         "joint_custom_pre_pass": hook(CustomGraphPass, before),
-        "_post_fusion_custom_pass": hook(CustomSchedulerPass, watched),
+        "_post_fusion_custom_pass": hook(scheduler_pass, watched),
         "fx_graph_cache": False,
         "allow_buffer_reuse": False,
         "layout_optimization": False,
