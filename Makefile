@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint test-levels test-kernel slow gpu clean
+.PHONY: demo test lint test-levels test-kernel slow compat compat-of-nothing compat-table pure gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
@@ -28,6 +28,33 @@ test-kernel:
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# The suite on another torch: make compat TORCH=2.15.0. Each has an environment in COMPAT, of 5 GB.
+COMPAT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/torchckpt
+THERE  := $(COMPAT)/torch-$(TORCH)
+
+compat: $(if $(TORCH),$(THERE)/.test,compat-of-nothing)
+	status=0; OMP_NUM_THREADS=1 $(THERE)/bin/python -m pytest tests --junitxml=$(THERE)/results.xml || status=$$?; \
+	$(THERE)/bin/python -m tests.results $(COMPAT)/torch-*/results.xml; exit $$status
+
+compat-of-nothing:
+	@echo "make compat needs a release of torch: make compat TORCH=2.15.0" >&2; exit 2
+
+compat-table:
+	$(PYTHON) -m tests.results $(COMPAT)/torch-*/results.xml
+
+# setuptools is not pinned there: some releases of torch want an older one.
+$(THERE)/.test: pyproject.toml constraints.txt
+	test -x $(THERE)/bin/python || $(PYTHON) -m venv $(THERE)
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(THERE)/constraints.txt
+	$(THERE)/bin/python -m pip install -q -c $(THERE)/constraints.txt torch==$(TORCH) -e '.[test]'
+	touch $@
+
+# What needs no torch, on a Python that has pytest: make pure PYTHON=python3.10
+PURE := tests/model tests/test_command.py tests/test_results.py
+
+pure:
+	$(PYTHON) -m pytest --noconftest $(PURE)
 
 # On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:

@@ -24,13 +24,14 @@ MAY_IMPORT = {
     "testing": (*GROUND, "model", "kernel", "pipe", "distributed", "graph", "plan"),
     # floor 4
     "pipe": (*GROUND, "model", "kernel"),
-    "distributed": (*GROUND, "model", "kernel"),
+    "distributed": (*GROUND, "features", "model", "kernel"),
     "plan": (*GROUND, "model", "kernel"),
     "graph": (*GROUND, "model", "kernel.flags"),
     # floor 3
-    "kernel": GROUND,
+    "kernel": (*GROUND, "features"),
     # floor 2
     "model": GROUND,
+    "features": GROUND,
     # floor 1
     **dict.fromkeys(GROUND, ()),
 }

@@ -45,7 +45,7 @@ def test_what_is_no_schedule(one):
 
 def test_a_stage_is_no_schedule():
     (stage, _) = stages_of("ScheduleInterleaved1F1B", Blocks)
-    assert error_of(stage) == fault("a schedule of torch.distributed.pipelining", "PipelineStage", WORKS)
+    assert error_of(stage) == fault("a schedule of torch.distributed.pipelining", "Stage", WORKS)
 
 
 def test_twice():

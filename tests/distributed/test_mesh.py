@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
 from tests.distributed.ranks import on_ranks
+from tests.distributed.stages import Stage
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.testing import count_recomputes
 
@@ -97,7 +98,7 @@ def train(mesh, name, wrap, make, options):
     # With metadata given: torch's inference of it, a forward and backward of its own, breaks DDP's reducer.
     static = [torch.zeros(2, 8, requires_grad=index > 0) for index in indices]
     stages = [
-        PipelineStage(
+        Stage(
             wrap(replicas, make(index)), index, 2 * len(indices), torch.device("cpu"), input_args=example,
             output_args=torch.zeros(2, 8, requires_grad=True), group=pipeline.get_group(),
         )

@@ -30,7 +30,9 @@ def test_torch_reads_what_is_written():
 
 
 def test_bubbles_blanks_and_communication_are_passed_over():
-    text = "0UNSHARD,0F0,0SEND_F0, 0F1 ,,0RECV_B0,0WAIT_SEND_F0,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\r\n,1RECV_F0,1F0,1B0,,1F1,1B1,1WAIT_SEND_B1\r\n\r\n"
+    text = "0UNSHARD,0F0,0SEND_F0, 0F1 ,,0RECV_B0,0B0,0B1,0REDUCE_GRAD\r\n,1RECV_F0,1F0,1B0,,1F1,1B1,\r\n\r\n"
+    assert from_csv(text, "1f1b") == one_f_one_b(2, 2)
+    text = "0F0,0SEND_F0,0F1,0WAIT_SEND_F0,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n1F0,1B0,1WAIT_SEND_B0,1F1,1B1"
     assert from_csv(text, "1f1b") == one_f_one_b(2, 2)
 
 

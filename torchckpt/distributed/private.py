@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchckpt.errors import CheckpointError
+from torchckpt.features import TESTED
 from torchckpt.model import Action, Kind, Schedule
 
 __all__ = [
@@ -64,6 +65,8 @@ _KINDS = tuple(kind.value for kind in Kind)
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _OF_FORWARDS = ("F", "SEND_F", "RECV_F", "WAIT_SEND_F")
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
+_LEFT_BEHIND = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "_deferred_stages")
+"""By a step that failed. After one that did not, stages may be left gathered: ``step(finalize_gradients=False)``."""
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
 
 
@@ -73,7 +76,8 @@ def raise_unless_supported(schedule: object) -> None:
     lacking += [name for name in _METHODS if not callable(getattr(schedule, name, None))]
     if lacking:
         raise CheckpointError(
-            "torchckpt.distributed needs the runtime of torch.distributed.pipelining as torch 2.11 to 2.13 have it\n"
+            "torchckpt.distributed needs the runtime of torch.distributed.pipelining as torch "
+            f"{TESTED[0]} to {TESTED[-1]} have it\n"
             f"  received: one without {', '.join(lacking)}\n"
             "  works:    the release of torchckpt that was made for this torch"
         )
@@ -187,20 +191,18 @@ class Runtime(_PipelineScheduleRuntime):
         actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
         self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
         with ExitStack() as stack:
-            stack.callback(self._forget)
+            stack.push(self._forget)
             stack.enter_context(self.running())
             for stage in self._stages:
                 stack.enter_context(self._watched(stage))
             return super()._step_microbatches(*args, **kwargs)
 
-    def _forget(self) -> None:
+    def _forget(self, failed: type[BaseException] | None, *_: object) -> None:
         self.pipeline_order_with_comms[self.rank] = self._training  # and no reference to self, which would be a cycle
-        # Of a step that failed; after one that did not, all are empty.
-        self.fwd_recv_ops.clear()
-        self.bwd_recv_ops.clear()
-        self.unshard_ops.clear()
-        self.unsharded_stages.clear()
         self._internal_losses.clear()
+        if failed is not None:
+            for name in _LEFT_BEHIND:
+                getattr(self, name, set()).clear()
 
     @contextmanager
     def _watched(self, stage: Stage) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torchckpt.errors import CheckpointError
+from torchckpt.features import warn_of_newer_torch
 
 __all__ = [
     "DeviceContext",
@@ -50,11 +51,9 @@ try:
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
-    from torch._C._autograd import _profiler_enabled as profiler_is_on  # whether one sees this thread; no public form
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
     from torch._C._autograd import _unsafe_set_version_counter as _set_versions
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
@@ -69,6 +68,16 @@ except ImportError as missing:
         f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
+
+try:
+    from torch._C._autograd import _profiler_enabled as profiler_is_on  # whether one sees this thread; no public form
+except ImportError:
+
+    def profiler_is_on() -> bool:
+        return True  # names are given to ranges that nobody may read
+
+
+warn_of_newer_torch(torch.__version__)
 
 
 def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
@@ -112,6 +121,10 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
     Autograd and modules call them from within compiled code, whose callees Dynamo compiles. ``torch.compiler.disable``
     would do it too, at the price of importing Dynamo.
     """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # then Dynamo compiles them, where a region is around compiled code
+        return
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     codes = [function.__code__ for function in functions]
     for code in codes:

@@ -1,0 +1,95 @@
+"""What torch has for each feature: the table in the README, this torch, and one that lacks something or is newer."""
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchckpt import features
+from torchckpt.features import FEATURES, TESTED, Feature, release_of, table, warn_of_newer_torch
+from torchckpt.kernel import private
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_readme_has_the_table():
+    assert table() in README.read_text()
+    assert f"{', '.join(TESTED[:-1])} and {TESTED[-1]}" in README.read_text()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's modules that are imported for the first time
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_this_torch_has_what_the_table_says(feature):
+    is_due = release_of(torch.__version__) >= release_of(feature.since)
+    assert (feature.missing() == ()) == is_due
+    assert is_due or feature.since in TESTED
+
+
+def test_what_is_missing_is_named():
+    needs = ("torch:no_such_name", "torch.no_such_module:name", "torch.nn:Module.no_such_method", "torch:Tensor")
+    assert Feature("", "2.11", needs, "").missing() == needs[:3]
+
+
+def test_release_of_a_version():
+    assert [release_of(text) for text in ("2.15.0+cpu", "2.9.1", "2.16.0a0+git0", "3.0.0.dev1")] == [
+        *((2, 15), (2, 9), (2, 16), (3, 0)),
+    ]
+
+
+def test_a_newer_torch_is_one_warning():
+    warn_of_newer_torch.cache_clear()
+    major, minor = release_of(TESTED[-1])
+    with pytest.warns(UserWarning, match=rf"tested with torch 2\.11 to {TESTED[-1]}\n  received: torch 2\.\d+\.0\n"):
+        warn_of_newer_torch(f"{major}.{minor + 1}.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_newer_torch(f"{major}.{minor + 1}.0")
+        for release in TESTED:
+            warn_of_newer_torch(f"{release}.1+cpu")
+    warn_of_newer_torch.cache_clear()
+
+
+def test_command_says_what_this_torch_lacks(monkeypatch, capsys):
+    monkeypatch.setattr(features, "FEATURES", (Feature("all", "2.11", ("torch:no_such_name",), "nothing"), FEATURES[0]))
+    features._main()
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "no   all: nothing",
+        "       without torch:no_such_name",
+        f"yes  {FEATURES[0].name}",
+    ]
+
+
+def test_the_features_are_a_command():
+    command = [sys.executable, "-W", "ignore", "-m", "torchckpt.features"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert made.stdout.startswith(f"torch {torch.__version__}; tested: ")
+
+
+def again():
+    """The kernel's private names, imported once more."""
+    spec = importlib.util.spec_from_file_location("again", Path(private.__file__))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_the_name_of_the_profiler_ranges_are_always_named(monkeypatch):
+    monkeypatch.delattr(torch._C._autograd, "_profiler_enabled")
+    assert again().profiler_is_on()
+
+
+def test_without_what_dynamo_skips_by_functions_stay_as_they_are(monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    again().keep_from_dynamo(again)
+
+
+def test_a_newer_torch_is_told_at_import(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "99.1.0")
+    with pytest.warns(UserWarning, match=r"received: torch 99\.1\.0"):
+        again()
+    warn_of_newer_torch.cache_clear()

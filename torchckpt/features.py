@@ -1,0 +1,146 @@
+"""Features: what of torch each part of the package stands on, and what happens on a torch that lacks it.
+
+``python -m torchckpt.features`` prints the table for the torch that is installed. A feature is there if all of torch's
+names that it needs are, whatever the number of the release.
+"""
+from __future__ import annotations
+
+import functools
+import warnings
+from importlib import import_module
+from typing import NamedTuple
+
+__all__ = ["FEATURES", "TESTED", "Feature", "release_of", "table", "warn_of_newer_torch"]
+
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The releases of torch on which the whole suite was run."""
+
+
+class Feature(NamedTuple):
+    """Something that a user does, and what it needs of torch."""
+
+    name: str
+    since: str
+    """The oldest of the tested releases that has it."""
+    needs: tuple[str, ...]
+    """Such as ``torch._C._autograd:_profiler_enabled``: a module, and a name in it."""
+    without: str
+
+    def missing(self) -> tuple[str, ...]:
+        """What this torch lacks of what the feature needs."""
+        return tuple(need for need in self.needs if not _is_there(need))
+
+
+_KERNEL = (
+    "torch._C:_are_functorch_transforms_active",
+    "torch._C:_len_torch_dispatch_stack",
+    "torch._C:_len_torch_function_stack",
+    "torch._C._autograd:_push_saved_tensors_default_hooks",
+    "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "torch._C._autograd:_unsafe_set_version_counter",
+    "torch.nn.modules.batchnorm:_NormBase",
+    "torch.overrides:_get_current_function_mode_stack",
+)
+_DISTRIBUTED = (
+    "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",
+    "torch.distributed.pipelining.schedules:_ComputationType.OVERLAP_F_B",
+    "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",
+)
+_GRAPH = (
+    "torch._functorch._aot_autograd.graph_capture_wrappers:set_partitioner_tag_is_backward",
+    "torch._functorch._aot_autograd.utils:copy_fwd_metadata_to_bw_nodes",
+    "torch.fx._lazy_graph_module:_use_lazy_graph_module",
+)
+_INDUCTOR = (
+    "torch._inductor.custom_graph_pass:CustomPartitionerFn",
+    "torch._inductor.memory:estimate_peak_memory_allocfree",
+    "torch._inductor.config:_post_fusion_custom_pass",
+)
+
+FEATURES = (
+    Feature("regions, `checkpoint_module`, `Pipe`", "2.11", _KERNEL, "`CheckpointError` at import"),
+    Feature(
+        "names of stages and micro-batches in a profile",
+        "2.11",
+        ("torch._C._autograd:_profiler_enabled",),
+        "they are given without a profiler, too",
+    ),
+    Feature(
+        "replays that Dynamo passes by",
+        "2.11",
+        ("torch._C._dynamo.eval_frame:set_code_exec_strategy", "torch._C._dynamo.eval_frame:_FrameExecStrategy"),
+        "the hooks of a region around compiled code are compiled, too",
+    ),
+    Feature("`torchckpt.distributed`", "2.11", _DISTRIBUTED, "`CheckpointError` at its import"),
+    Feature(
+        "neighbouring stages on one rank over gloo (ZBV, DualPipeV)",
+        "2.12",
+        ("torch.distributed.pipelining.stage:PipelineStage._is_same_rank",),
+        "torch's first step fails: gloo cannot send to itself",
+    ),
+    Feature(
+        "the ends of sends and reductions as actions of a schedule",
+        "2.15",
+        (
+            "torch.distributed.pipelining.schedules:_ComputationType.WAIT_SEND_F",
+            "torch.distributed.pipelining.schedules:_ComputationType.WAIT_REDUCE_GRAD",
+        ),
+        "torch waits for its sends at the end of a step",
+    ),
+    Feature("`torchckpt.graph`", "2.11", _GRAPH, "`ImportError` at its first call"),
+    Feature("`torchckpt.graph` with Inductor", "2.11", _INDUCTOR, "`ImportError` at its first call"),
+    Feature(
+        "selective contexts that look for saved-tensor hooks around them",
+        "2.15",
+        ("torch.utils.checkpoint:_current_user_saved_tensors_hooks",),
+        "what they keep does not go through such hooks",
+    ),
+)
+
+
+def _is_there(need: str) -> bool:
+    module, _, path = need.partition(":")
+    try:
+        functools.reduce(getattr, path.split("."), import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Of ``2.15.0+cpu``, 2 and 15."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def table() -> str:
+    """The features, in Markdown: of which release torch has what each needs, and what happens before."""
+    head = "| what | torch | on a torch without it |\n|---|---|---|\n"
+    return head + "".join(f"| {one.name} | {one.since} | {one.without} |\n" for one in FEATURES)
+
+
+@functools.cache
+def warn_of_newer_torch(version: str) -> None:
+    """Warn, once, where torch is newer than the newest release on which this package was tested."""
+    if release_of(version) > release_of(TESTED[-1]):
+        warnings.warn(
+            f"torchckpt was tested with torch {TESTED[0]} to {TESTED[-1]}\n  received: torch {version}\n"
+            "  works:    python -m torchckpt.features, for what this torch lacks; "
+            f"pip install 'torch=={TESTED[-1]}.*', if anything is amiss",
+            stacklevel=2,
+        )
+
+
+def _main() -> None:
+    import torch
+
+    print(f"torch {torch.__version__}; tested: {', '.join(TESTED)}\n")
+    for one in FEATURES:
+        missing = one.missing()
+        print(f"{'yes' if not missing else 'no '}  {one.name}{f': {one.without}' if missing else ''}")
+        for need in missing:
+            print(f"       without {need}")
+
+
+if __name__ == "__main__":
+    _main()
