@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 
@@ -613,12 +614,16 @@ def trained(call, model, rank=0):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+OF_DDP = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+NO_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in OF_DDP else "broadcast_buffers"
+
+
 def data_parallel(rank: int):
     """With the result inside of DDP, and with the model there; no buffer is sent, as each rank has its own."""
     found = []
     for wrap in (step_of, lambda model: model):
         model = build()
-        call = nn.parallel.DistributedDataParallel(wrap(model), forward_sync_buffers=False)
+        call = nn.parallel.DistributedDataParallel(wrap(model), **{NO_BUFFERS: False})
         found.append(trained(call, model, rank))
     return found
 

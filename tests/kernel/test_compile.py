@@ -11,7 +11,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torchckpt
-from tests.helpers import Block, assert_program_transparent, assert_transparent, by_hand, leaf, plain
+from tests.helpers import (
+    Block,
+    assert_program_transparent,
+    assert_transparent,
+    by_hand,
+    compiles_anew_under_a_global_hook,
+    leaf,
+    plain,
+)
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.testing import count_recomputes
 
@@ -60,6 +68,8 @@ COMPILED = {
 }
 
 
+# One that runs while modules have a global hook, as in a replay, is compiled once more from torch 2.15 on, however many
+# replays there are.
 @pytest.mark.parametrize(("make", "compile_it"), COMPILED.values(), ids=COMPILED)
 def test_what_is_compiled_is_what_is_compiled_without_the_region(call, device, make, compile_it):
     def graphs_of(call):
@@ -75,7 +85,8 @@ def test_what_is_compiled_is_what_is_compiled_without_the_region(call, device, m
             call(lambda x: compiled(x).sin(), leaf(3, 4, device=device)).sum().backward()
         return graphs
 
-    assert graphs_of(call) == graphs_of(plain)
+    anew = make is COMPILED["container in place"][0] and compiles_anew_under_a_global_hook()
+    assert graphs_of(call) == graphs_of(plain) * (2 if anew else 1)
 
 
 def test_compiled_block_is_replayed_once(device):

@@ -274,7 +274,6 @@ def test_forward_that_is_set_on_the_instance_is_an_error(model):
     assert type(model) is Model
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_script_is_an_error():
     assert error_of(torch.jit.script(nn.Linear(4, 4))) == FORWARD_ON_THE_INSTANCE.format("RecursiveScriptModule")
 

@@ -298,7 +298,6 @@ COUNTERPARTS = {
 
 
 @pytest.mark.usefixtures("collected")
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is deprecated")
 @pytest.mark.parametrize("name", private.__all__)
 def test_private_name_does_what_its_public_counterpart_does(name):
     COUNTERPARTS[name]()

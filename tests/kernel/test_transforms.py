@@ -9,9 +9,6 @@ from tests.helpers import assert_transparent, by_hand, leaf
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.errors import TransformError
 
-# of torch's own, when forward-mode AD is used for the first time in a process
-pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is deprecated:DeprecationWarning")
-
 
 def under_dual_level(function, x):
     with forward_ad.dual_level():

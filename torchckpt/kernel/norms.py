@@ -29,6 +29,9 @@ _FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # a
 
 _COMPILED = "_orig_mod"  # the name of what torch.compile(module) holds
 
+_replays: list[list[nn.Module]] = []
+"""Those under way, in all threads."""
+
 _lock = threading.Lock()
 _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
 """The layers that hold copies now: in how many threads at once, and their own buffers."""
@@ -40,16 +43,21 @@ def watch(borrowers: list[nn.Module], function: Any) -> None:
     # filter makes Python forget which warnings it has shown, so it is added only where it is missing.
     if "torch._dynamo" in sys.modules and _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
-    global_forward_pre_hooks[id(borrowers)] = _lend
-    global_forward_hooks[id(borrowers)] = _end_of_call
+    with _lock:
+        _replays.append(borrowers)
+        global_forward_pre_hooks[_KEY] = _lend
+        global_forward_hooks[_KEY] = _end_of_call
     if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # that is called, and not the module
         _lend(function.__self__, None)
 
 
 def unwatch(borrowers: list[nn.Module]) -> None:
     """End that, and the loans of layers whose call did not end."""
-    global_forward_pre_hooks.pop(id(borrowers), None)
-    global_forward_hooks.pop(id(borrowers), None)
+    with _lock:
+        _replays[:] = [others for others in _replays if others is not borrowers]
+        if not _replays:
+            global_forward_pre_hooks.pop(_KEY, None)
+            global_forward_hooks.pop(_KEY, None)
     if borrowers:
         _give_back(borrowers)
 
@@ -126,6 +134,10 @@ def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
     for layer in module.modules() if _COMPILED in module._modules else (module,):
         if updates(layer):
             yield layer
+
+
+_KEY = id(_lend)
+"""Of the hooks, which are the same in every replay: Dynamo compiles a module anew where the keys of hooks are others."""
 
 
 keep_from_dynamo(_lend, _end_of_call)

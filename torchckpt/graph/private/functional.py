@@ -73,7 +73,18 @@ def functional(
     finally:
         torch.clear_autocast_cache()  # casts of what the function closes over have no data
     copy_fwd_metadata_to_bw_nodes(module)
+    _pass_notes_on(module.graph)
     return Functional(module, tuple(mutated), witness)
+
+
+def _pass_notes_on(graph: fx.Graph) -> None:
+    """Give operations of the backward the notes of the forward's, by the numbers that autograd gives: torch 2.11 passes
+    on all but those."""
+    ahead = [node for node in graph.nodes if node.meta.get("partitioner_tag") != "is_backward" and "custom" in node.meta]
+    notes = {node.meta.get("seq_nr"): node.meta["custom"] for node in reversed(ahead)}
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in notes:
+            node.meta.setdefault("custom", notes[node.meta["seq_nr"]])
 
 
 @contextmanager
