@@ -3,9 +3,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from torch.distributed.pipelining import schedules as of_torch
+import pytest
 
 COMPUTE = {"F", "B", "I", "W"}
+
+
+def of_torch():
+    """The module of torch's schedules; without torch, the test is skipped."""
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def flat(actions):
@@ -20,7 +25,7 @@ def flat(actions):
 
 def single(name, p, m):
     """Of a schedule with one stage per rank."""
-    orders = getattr(of_torch, name)._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=m))
+    orders = getattr(of_torch(), name)._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=m))
     return [flat(orders[rank]) for rank in range(p)]
 
 
@@ -36,5 +41,5 @@ def multi(name, ranks, chunks, m):
         number_of_rounds=rounds,
         microbatches_per_round=m // rounds,
     )
-    order = getattr(of_torch, name)._calculate_single_rank_operations
+    order = getattr(of_torch(), name)._calculate_single_rank_operations
     return [flat(order(schedule, rank)) for rank in range(ranks)]

@@ -137,7 +137,6 @@ def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 _KEY = id(_lend)
-"""Of the hooks, which are the same in every replay: Dynamo compiles a module anew where the keys of hooks are others."""
-
+"""Of the hooks, the same in every replay: Dynamo compiles a module anew where the keys of hooks are others."""
 
 keep_from_dynamo(_lend, _end_of_call)

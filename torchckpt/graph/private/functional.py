@@ -80,10 +80,13 @@ def functional(
 def _pass_notes_on(graph: fx.Graph) -> None:
     """Give operations of the backward the notes of the forward's, by the numbers that autograd gives: torch 2.11 passes
     on all but those."""
-    ahead = [node for node in graph.nodes if node.meta.get("partitioner_tag") != "is_backward" and "custom" in node.meta]
-    notes = {node.meta.get("seq_nr"): node.meta["custom"] for node in reversed(ahead)}
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
     for node in graph.nodes:
-        if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in notes:
+        (backward if node.meta.get("partitioner_tag") == "is_backward" else forward).append(node)
+    notes = {node.meta.get("seq_nr"): node.meta["custom"] for node in reversed(forward) if "custom" in node.meta}
+    for node in backward:
+        if node.meta.get("seq_nr") in notes:
             node.meta.setdefault("custom", notes[node.meta["seq_nr"]])
 
 
