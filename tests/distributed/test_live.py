@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.model.torch_orders import multi
 from torchckpt.distributed import schedule_of
 from torchckpt.errors import ArgumentError
-from torchckpt.model import Schedule, gpipe, one_f_one_b
+from torchckpt.model import Schedule, StageCosts, gpipe, one_f_one_b, simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -57,6 +57,32 @@ def test_schedules_of_several_stages_per_rank(name, indices):
     assert isinstance(schedule, Schedule)
     assert schedule.name == name
     assert [[str(action) for action in order] for order in schedule.ranks] == multi(name, RANKS, 2, MICRO_BATCHES)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.skipif(
+    not hasattr(schedules, "analyze_pipeline_activation_liveness"),
+    reason="torch says how long activations live from 2.15 on",
+)
+@pytest.mark.parametrize(
+    ("name", "indices"),
+    [
+        ("ScheduleLoopedBFS", lambda rank: (rank, rank + RANKS)),
+        ("ScheduleInterleaved1F1B", lambda rank: (rank, rank + RANKS)),
+        ("ScheduleInterleavedZeroBubble", lambda rank: (rank, rank + RANKS)),
+        ("ScheduleZBVZeroBubble", lambda rank: (rank, 2 * RANKS - 1 - rank)),
+    ],
+)
+def test_peak_of_a_simulated_step_is_how_many_activations_torch_counts_at_once(name, indices):
+    """Not of DualPipeV, whose pairs are two actions here, and one there."""
+    live = getattr(schedules, name)(stages(*indices(0), of=2 * RANKS), MICRO_BATCHES, loss_fn=loss)
+    counted = [
+        schedules.analyze_pipeline_activation_liveness(
+            live, pp_rank=rank, stage_indices=indices(rank), granularity="stage_microbatch"
+        ).num_slots
+        for rank in range(RANKS)
+    ]
+    assert simulate(schedule_of(live), StageCosts(saved_bytes=1.0)).peak_bytes == tuple(counted)
 
 
 def test_what_is_no_schedule_is_an_error_that_shows_one():
