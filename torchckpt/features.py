@@ -91,7 +91,7 @@ FEATURES = (
     Feature("`torchckpt.graph` with Inductor", "2.11", _INDUCTOR, "`ImportError` at its first call"),
     Feature(
         "selective contexts that look for saved-tensor hooks around them",
-        "2.15",
+        "2.14",
         ("torch.utils.checkpoint:_current_user_saved_tensors_hooks",),
         "what they keep does not go through such hooks",
     ),

@@ -201,7 +201,6 @@ def test_measured_costs_place_recomputes_after_the_first_steps(monkeypatch):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so at every use
 def test_recomputes_are_ranges_of_the_profiler():
     schedule, stages = ahead("ScheduleInterleaved1F1B", exempt="none")
     with profile(activities=[ProfilerActivity.CPU]) as seen:

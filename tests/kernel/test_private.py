@@ -252,7 +252,7 @@ def function_modes():
 
 
 def look_through():
-    # Before torch 2.15 nobody asks.
+    # Before torch 2.14 nobody asks.
     hooks_of_the_user = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", lambda: None)
 
     def pack(tensor):

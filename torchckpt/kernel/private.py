@@ -135,7 +135,7 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
 def look_through(*packs: Callable[..., Any]) -> None:
     """Mark hooks as no one's choice: what asks for the user's hooks around a region takes these for none.
 
-    From torch 2.15 on selective contexts do, to warn that what they keep does not go through them. No public form.
+    From torch 2.14 on selective contexts do, to warn that what they keep does not go through them. No public form.
     """
     for pack in packs:
         pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
