@@ -46,7 +46,7 @@ class Plain(Runtime):
     def reaches(self, action: str) -> None:
         pass
 
-    def computing(self, action: Action) -> AbstractContextManager[None]:
+    def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
         return nullcontext()
 
 
