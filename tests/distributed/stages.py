@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from tests.helpers import doing
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
+from torchckpt.features import release_of
 
 SIZE, ROWS = 8, 2  # of a row, of a micro-batch
 
@@ -44,6 +45,15 @@ events: list[str] = []
 
 OLD = not hasattr(PipelineStage, "_is_same_rank")
 """Stages are those of torch 2.11, which find out their metadata in the first step, with random numbers of that step."""
+
+
+BEFORE_2_13 = release_of(torch.__version__) < (2, 13)
+"""Nothing but the release tells of what only fails while it runs."""
+
+
+def not_before_2_13(fails: str) -> pytest.MarkDecorator:
+    """Skips a test of what torch's own schedules cannot do there."""
+    return pytest.mark.skipif(BEFORE_2_13, reason=f"torch before 2.13 alone: {fails}")
 
 
 def not_on_old_stages(fails: str) -> pytest.MarkDecorator:

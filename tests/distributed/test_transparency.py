@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import (
+    BEFORE_2_13,
     NAMES,
     OLD,
     SIZE,
@@ -20,6 +21,7 @@ from tests.distributed.stages import (
     equal,
     events,
     gradients_of,
+    not_before_2_13,
     not_on_old_stages,
     parameters_of,
     run,
@@ -52,7 +54,7 @@ ON_TWO_RANKS = ("default", "one segment", "costs")
 MEASURED = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV", "compute_comms")
 MEASURED_STEPS = 5  # one more than recomputes stay where they are
 
-NO_NONE = not_on_old_stages("an argument None fails where the backward is split")
+NO_NONE = not_before_2_13("an argument None fails where the backward is split")
 
 UNDIVIDED = {"Schedule1F1B": 5, "ScheduleInterleaved1F1B": 3, "ScheduleZBVZeroBubble": 5, "ScheduleDualPipeV": 7}
 """Numbers of micro-batches that torch takes on two ranks."""
@@ -111,7 +113,7 @@ def test_two_ranks_with_several_inputs_and_outputs(reported):
         assert report["several"] is True
 
 
-@not_on_old_stages("all ranks abort at a shorter micro-batch")
+@not_before_2_13("all ranks abort at a shorter micro-batch")
 def test_rows_that_the_micro_batches_do_not_divide_fail_in_torch_as_well(reported):
     """torch receives the last, shorter, micro-batch in a buffer for the others, part of which nobody wrote to."""
     first, last = (report["uneven"] for report in reported)
@@ -130,7 +132,7 @@ def report_of_rank(rank):
     report["measured"] = {name: attempted(same_as_torch, name, ["costs measured"]) for name in MEASURED}
     report["undivided"] = {name: attempted(same, name, train, Blocks, m) for name, m in UNDIVIDED.items()}
     report["several"] = attempted(same, "Schedule1F1B", train, Several)
-    modes = [] if OLD else [None, MODES["nothing exempt"]]
+    modes = [] if BEFORE_2_13 else [None, MODES["nothing exempt"]]
     report["uneven"] = [attempted(step_of_uneven_rows, mode) for mode in modes]
     return report
 

@@ -568,7 +568,7 @@ class Tanh(nn.Module):
 
 
 HELD = pytest.mark.skipif(
-    release_of(torch.__version__) < (2, 12), reason="torch 2.11 holds the gradient of an output for the whole backward"
+    release_of(torch.__version__) < (2, 13), reason="torch before 2.13 holds the gradient of an output to the end"
 )
 
 
