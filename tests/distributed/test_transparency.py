@@ -32,6 +32,7 @@ from tests.distributed.stages import (
 )
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
+from torchckpt.features import release_of
 from torchckpt.model import Link, StageCosts
 from torchckpt.testing import count_recomputes
 
@@ -108,6 +109,9 @@ def test_a_number_of_micro_batches_that_the_ranks_do_not_divide(reported, name):
         assert report["undivided"][name] is True
 
 
+@pytest.mark.skipif(
+    release_of(torch.__version__) == (2, 12), reason="torch 2.12 alone: some inputs have no gradient to send"
+)
 def test_two_ranks_with_several_inputs_and_outputs(reported):
     for report in reported:
         assert report["several"] is True

@@ -308,6 +308,12 @@ def test_sparse_input():
     compare(model, graph.rematerialize(model), mixing, torch.randn(4, 3))
 
 
+EXPANDED = pytest.mark.skipif(
+    release_of(torch.__version__) == (2, 12),
+    reason="torch 2.12 alone: AOTAutograd cannot copy the gradient of an expanded output",
+)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -318,7 +324,7 @@ def test_sparse_input():
         lambda x, h: {"h": h, "n": 3, "none": None, "many": [h.sum(), h.detach()]},
         lambda x, h: (h, h.argmax()),
         lambda x, h: (h.relu_(), x.detach()),
-        lambda x, h: h.expand(2, 4, 3),
+        pytest.param(lambda x, h: h.expand(2, 4, 3), marks=EXPANDED),
     ],
     ids=["input", "repeated", "views", "view of an input", "nested", "integer", "detached", "expanded"],
 )
