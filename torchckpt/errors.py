@@ -29,12 +29,13 @@ class ArgumentError(CheckpointError, ValueError):
 class BudgetInfeasible(CheckpointError, RuntimeError):
     """No schedule was found whose peak stays within the budget.
 
-    ``least_bytes`` is the least budget that was found to hold, and ``plan`` the plan that does it.
+    ``least_bytes`` is the least budget that was found to hold, and ``plan`` the plan that does it; of a pipeline,
+    ``rank`` is the rank that needs them.
     """
 
-    def __init__(self, message: str, least_bytes: int, plan: object) -> None:
+    def __init__(self, message: str, least_bytes: float, plan: object, rank: int | None = None) -> None:
         super().__init__(message)
-        self.least_bytes, self.plan = least_bytes, plan
+        self.least_bytes, self.plan, self.rank = least_bytes, plan, rank
 
 
 class CaptureError(CheckpointError, RuntimeError):

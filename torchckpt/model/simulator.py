@@ -21,7 +21,7 @@ from torchckpt.model.schedule import Schedule
 from torchckpt.model.timeline import Event, Message, Timeline
 from torchckpt.model.validity import check_order, located, stuck
 
-__all__ = ["simulate"]
+__all__ = ["events_of", "messages_of", "simulate"]
 
 _CALLER = "simulate()"
 
@@ -63,22 +63,22 @@ def simulate(
     del program  # of a large step it is as large as what follows
     return Timeline(
         schedule,
-        _events(schedule, played),
-        _messages(schedule, played),
+        events_of(schedule, played),
+        messages_of(schedule, played),
         curves(schedule, stages, played),
         _exposed(schedule, stages, links, played) if exposed else (),
         path,
     )
 
 
-def _events(schedule: Schedule, played: Run) -> tuple[Event, ...]:
+def events_of(schedule: Schedule, played: Run) -> tuple[Event, ...]:
     events: list[Event] = []
     for rank, order in enumerate(schedule.ranks):
         events.extend(map(Event, [rank] * len(order), order, played.starts[rank], played.ends[rank]))
     return tuple(events)
 
 
-def _messages(schedule: Schedule, played: Run) -> tuple[Message, ...]:
+def messages_of(schedule: Schedule, played: Run) -> tuple[Message, ...]:
     m, stages = schedule.micro_batches, schedule.stages
     sent, arrived = played.sent, played.arrived
     found = []

@@ -1,0 +1,14 @@
+"""Planning of a pipeline under a byte budget, without torch: what to keep, what to recompute, and when.
+
+>>> from torchckpt.model import one_f_one_b
+>>> stages = [Stage((Block(boundary_bytes=0.06),) * 8)] * 4
+>>> plan = plan_pipeline(one_f_one_b(4, 8), stages, budget="50%")
+>>> plan.step_seconds, plan.bound_seconds
+(282.0, 282.0)
+"""
+from torchckpt.model.plan.pipeline import plan_bound, plan_pipeline
+from torchckpt.model.plan.replay import Choice
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.stage import Block, Fixed, Stage
+
+__all__ = ["Block", "Choice", "Fixed", "PipelinePlan", "Stage", "plan_bound", "plan_pipeline"]

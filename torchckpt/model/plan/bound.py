@@ -1,0 +1,111 @@
+"""Bound: a step that no plan of a schedule under a byte budget goes below.
+
+What may differ between plans: which blocks are kept, which are recomputed when, and when weight gradients are done.
+What may not: the order of forwards and backwards on each rank, and what they cost. For any two actions x and y of a
+rank, x not after y::
+
+    end(y) >= start(x) + the forwards and backwards from x to y
+                       + the least that is recomputed from x on of what is used from x to y
+                       + weight gradients of backwards from x to y, but for those that can wait beyond y
+
+The first three cannot overlap, for they run on one rank, one after the other. What is recomputed before x has to be in
+memory at x, beside everything else that is there; see :mod:`window`. What waits beyond y has to be in memory during y.
+So each pair is an edge in a graph in which forwards and messages are edges, too, and a longest path through it is no
+longer than any step. One pass finds it: an edge that starts where a rank has not idled before is no better than the one
+that started before it, and of edges that can never say more than others, none is followed.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchckpt.model.plan.lane import FORWARD, INPUT_GRAD, Lane
+from torchckpt.model.plan.window import Capacity, Window
+from torchckpt.model.program import NOTHING, Program
+
+__all__ = ["least_seconds"]
+
+_TINY = 1e-9
+_MOST_WINDOWS = 100
+"""Of a rank at once; of more, those that say least are left."""
+
+
+def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
+    """No plan takes less.
+
+    Args:
+        program: of the schedule without its weight gradients.
+        lanes: whose budgets are no less than the least.
+    """
+    ranks = [_Rank(lane) for lane in lanes]
+    arrived = [-1.0] * program.tokens
+    for token in program.given:
+        arrived[token] = 0.0
+    wire_free = [0.0] * program.wires
+    blocked: dict[int, int] = {}
+    ready = list(range(len(ranks)))
+    while ready:
+        at = ready.pop()
+        rank, instructions = ranks[at], program.ranks[at]
+        while rank.place < len(instructions):
+            needs, gives, _, wire, travel = instructions[rank.place]
+            if needs != NOTHING and arrived[needs] < 0.0:
+                blocked[needs] = at
+                break
+            rank.advance(0.0 if needs == NOTHING else arrived[needs])
+            if gives == NOTHING:
+                continue
+            arrived[gives] = rank.end_seconds
+            if wire != NOTHING:
+                arrived[gives] = wire_free[wire] = max(rank.end_seconds, wire_free[wire]) + travel
+            if gives in blocked:
+                ready.append(blocked.pop(gives))
+    return max((rank.last_seconds() for rank in ranks), default=0.0)
+
+
+class _Rank:
+    """How far a rank has come, at the soonest."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane, self.capacity = lane, Capacity(lane)
+        self.windows: list[Window] = []
+        self.place = 0
+        self.end_seconds = -1.0
+
+    def advance(self, there_seconds: float) -> None:
+        """One more action, whose input is there then."""
+        lane, place = self.lane, self.place
+        if there_seconds > self.end_seconds * (1 + _TINY):
+            self.windows.append(Window(self.capacity, place, there_seconds))
+        visit, kind = lane.visit_at[place], lane.kinds[place]
+        holdings = lane.holdings[visit]
+        seconds, waits = holdings.forward_seconds, 0.0
+        if kind != FORWARD:
+            seconds = holdings.backward_seconds
+        if kind == INPUT_GRAD:
+            seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
+        for window in self.windows:
+            window.plain_seconds += seconds
+            window.wait_seconds += waits
+            window.pass_place(place)
+        deferrable = 0.0
+        if any(window.wait_seconds for window in self.windows):
+            deferrable = self.capacity.deferrable_seconds(place, visit)
+        self.end_seconds = max(window.seconds + max(0.0, window.wait_seconds - deferrable) for window in self.windows)
+        if kind != FORWARD:
+            self._prune()
+        self.place += 1
+
+    def _prune(self) -> None:
+        kept: list[Window] = []
+        for window in self.windows:
+            while kept and not kept[-1].covers(window) and window.covers(kept[-1]):
+                kept.pop()
+            if not (kept and kept[-1].covers(window)):
+                kept.append(window)
+        if len(kept) > _MOST_WINDOWS:
+            kept.remove(min(kept, key=lambda window: window.seconds))
+        self.windows = kept
+
+    def last_seconds(self) -> float:
+        """When everything is done, weight gradients as well."""
+        return max((window.seconds + window.wait_seconds for window in self.windows), default=0.0)

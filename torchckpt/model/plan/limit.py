@@ -1,0 +1,67 @@
+"""Limit: what a user writes for the memory of every rank, in bytes."""
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torchckpt.errors import ArgumentError, Fault, raise_faults
+from torchckpt.model.remat.budget import budget_bytes
+
+__all__ = ["Limit", "limits_of"]
+
+Limit: TypeAlias = "str | float | Sequence[str | float]"
+"""Of every rank, or a list with one for each: bytes, a size such as ``"60GB"``, or ``"50%"`` of the peak of the rank
+that holds most when all is kept."""
+
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_WORKS = 'budget="60GB", budget="50%", budget=6e10, or a list with one for each rank'
+
+
+def limits_of(caller: str, limit: Limit, ranks: int, peak_bytes: float) -> tuple[float, ...]:
+    """Bytes per rank.
+
+    >>> limits_of("plan()", ["50%", "1kB"], 2, 8000.0)
+    (4000.0, 1000.0)
+
+    Args:
+        peak_bytes: what a share is a share of.
+
+    Raises:
+        ArgumentError: it is no size, it is not above zero, or there are not as many as ranks.
+    """
+    if isinstance(limit, (str, int, float)):
+        raise_faults(caller, _faults("budget", limit))
+        return (_bytes(limit, peak_bytes),) * ranks
+    if not isinstance(limit, Sequence) or len(limit) != ranks:
+        received = f"{len(limit)} budgets" if isinstance(limit, Sequence) else f"budget={limit!r}"
+        raise_faults(caller, [Fault(f"a budget is one for every rank, or a list of {ranks}", received, _WORKS)])
+    raise_faults(caller, [fault for rank, one in enumerate(limit) for fault in _faults(f"budget[{rank}]", one)])
+    return tuple(_bytes(one, peak_bytes) for one in limit)
+
+
+def _faults(name: str, limit: object) -> list[Fault]:
+    if _is_limit(limit):
+        return []
+    rule = "a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
+    return [Fault(rule, f"{name}={limit!r}", _WORKS)]
+
+
+def _is_limit(limit: object) -> bool:
+    if isinstance(limit, str):
+        if share := _SHARE.fullmatch(limit):
+            return float(share[1]) > 0
+        try:
+            return budget_bytes(limit, 0) > 0
+        except ArgumentError:
+            return False
+    return isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+
+
+def _bytes(limit: str | float, peak_bytes: float) -> float:
+    if not isinstance(limit, str):
+        return float(limit)
+    if share := _SHARE.fullmatch(limit):
+        return float(share[1]) / 100 * peak_bytes
+    return float(budget_bytes(limit, 0))

@@ -1,0 +1,105 @@
+"""Problem: what is to be planned, checked, and in the forms that the parts of the planner work on."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model.action import Kind
+from torchckpt.model.costs import Link
+from torchckpt.model.inputs import per_boundary
+from torchckpt.model.plan.bound import least_seconds
+from torchckpt.model.plan.holding import Holdings
+from torchckpt.model.plan.lane import Lane, lanes_of
+from torchckpt.model.plan.limit import Limit, limits_of
+from torchckpt.model.plan.replay import Choice, replay, without_weight_grads
+from torchckpt.model.plan.stage import Stage, stage_faults
+from torchckpt.model.program import Program, compile_program
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.timeline import Timeline
+from torchckpt.model.validity import check_schedule
+
+__all__ = ["Links", "Problem", "problem_of"]
+
+Links: TypeAlias = "float | Link | Sequence[Link]"
+"""Seconds of a message, or what :func:`~torchckpt.model.simulator.simulate` takes."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checked."""
+
+    schedule: Schedule
+    """Without recomputes."""
+    stages: tuple[Stage, ...]
+    links: tuple[Link, ...]
+    budget_bytes: tuple[float, ...]
+    """Per rank."""
+
+    @cached_property
+    def keep_all(self) -> Timeline:
+        """The schedule as it is."""
+        return keep_all(self.schedule, self.stages, self.links)
+
+    @cached_property
+    def program(self) -> Program:
+        """Without weight gradients."""
+        costs = [stage.costs() for stage in self.stages]
+        return compile_program(without_weight_grads(self.schedule), costs, self.links)
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        made: dict[Stage, Holdings] = {}
+        holdings = [made.setdefault(stage, Holdings(stage)) for stage in self.stages]
+        return lanes_of(self.schedule, holdings, self.budget_bytes)
+
+    @cached_property
+    def least_bytes(self) -> tuple[float, ...]:
+        """Per rank, of a plan that drops everything."""
+        return tuple(max(lane.profile(lane.all_dropped()), default=0.0) for lane in self.lanes)
+
+    @property
+    def too_small(self) -> list[int]:
+        """Ranks whose budget is below the least."""
+        pairs = zip(self.least_bytes, self.lanes)
+        return [rank for rank, (least, lane) in enumerate(pairs) if least > lane.budget_bytes]
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """No plan is shorter. Infinite if there is none."""
+        return math.inf if self.too_small else least_seconds(self.program, self.lanes)
+
+    def within(self, budget_bytes: Sequence[float]) -> Problem:
+        return replace(self, budget_bytes=tuple(budget_bytes))
+
+
+def keep_all(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link]) -> Timeline:
+    """One step that recomputes nothing."""
+    every = [Choice(tuple(range(len(stage.blocks)))) for stage in stages]
+    visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))
+    return replay(schedule, stages, links, {visit: every[visit[0]] for visit in visits})
+
+
+def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links) -> Problem:
+    """What the caller gave.
+
+    Raises:
+        ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget``.
+    """
+    check_schedule(caller, schedule)
+    each = Link(link) if isinstance(link, (int, float)) else link
+    links, wrong_links = per_boundary(each, schedule.stages)
+    raise_faults(caller, [*_recomputes(schedule), *stage_faults(stages, schedule.stages), *wrong_links])
+    peak = max(keep_all(schedule, stages, links).peak_bytes)
+    limits = limits_of(caller, budget, len(schedule.ranks), peak)
+    return Problem(schedule, tuple(stages), tuple(links), limits)
+
+
+def _recomputes(schedule: Schedule) -> list[Fault]:
+    if not any(kind is Kind.RECOMPUTE for order in schedule.ranks for _, kind, _ in order):
+        return []
+    rule = "the plan says what is recomputed, so the schedule has no R yet"
+    return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]
