@@ -4,7 +4,8 @@
  │ [1] name: step, change, idle, peak                                        │
  │ [2] stage 0 │ boxes: F, R, B (or I and W); a tick above a row: a gradient │
  │     stage 1 │ has arrived there                                           │
- │ [3] memory  │ the curve of the rank that needs most, of few ranks all     │
+ │ [3] memory  │ the curve of the rank that needs most, of few ranks all;    │
+ │             │ where each rank has its budget, each rank by itself         │
  │ [4]           time                                                        │
  └───────────────────────────────────────────────────────────────────────────┘
  [5] legend
@@ -32,6 +33,7 @@ _ON_DARK = "BIW"
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 76.0, 24.0
 _TITLE, _ARRIVALS, _MEMORY, _TIMES = 32.0, 5.0, 72.0, 34.0
+_OWN_MEMORY, _APART = 40.0, 6.0  # of one rank, where each is drawn by itself
 _FEW_RANKS = 8  # of more, only the curve that peaks is drawn
 _LONGEST = 50  # name
 
@@ -43,13 +45,18 @@ class _Layout:
     time: Axis
     memory_bytes: float
     budget_bytes: float | None
+    own_bytes: tuple[float, ...]
+    """Per rank its budget; empty where there is one line for all."""
     units: Units
     row_height: float
     show_labels: bool
 
 
 def svg(
-    *timelines: Timeline, names: Sequence[str] = (), budget_bytes: float | None = None, units: Units | None = None
+    *timelines: Timeline,
+    names: Sequence[str] = (),
+    budget_bytes: float | Sequence[float] | None = None,
+    units: Units | None = None,
 ) -> str:
     """One panel per timeline, one over the other, on the same scales of time and memory.
 
@@ -58,7 +65,8 @@ def svg(
     Args:
         timelines: what to draw, from the top; from the second on, the title says the change from the first.
         names: of the timelines; by default those of their schedules.
-        budget_bytes: where to draw a line across the memory; by default nowhere.
+        budget_bytes: where to draw a line across the memory; by default nowhere. Of a list, with one for each rank,
+            the memory of each rank is drawn by itself, under its line.
         units: how to write times and memory; by default time is a bare number, memory counts in A.
     """
     layout = _layout(timelines, budget_bytes, units or Units())
@@ -84,14 +92,18 @@ def compare(
     return svg(before, after, names=names, budget_bytes=budget_bytes, units=units)
 
 
-def _layout(timelines: Sequence[Timeline], budget_bytes: float | None, units: Units) -> _Layout:
+def _layout(
+    timelines: Sequence[Timeline], budget: float | Sequence[float] | None, units: Units
+) -> _Layout:
+    own = tuple(budget) if isinstance(budget, Sequence) else ()
+    line = budget if isinstance(budget, (int, float)) else max(own, default=None)
     ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
     step = max((timeline.step_seconds for timeline in timelines), default=0.0)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
     time = Axis(step, _LEFT, _WIDTH - _RIGHT)
     height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
     show = all(_most_labels_fit(timeline, time, height) for timeline in timelines)
-    return _Layout(time, max(*peaks, budget_bytes or 0.0, 0.0, 0.0) * 1.12, budget_bytes, units, height, show)
+    return _Layout(time, max(*peaks, line or 0.0, 0.0, 0.0) * 1.12, line, own, units, height, show)
 
 
 def _most_labels_fit(timeline: Timeline, time: Axis, height: float) -> bool:
@@ -126,10 +138,10 @@ def _panel(canvas: Canvas, timeline: Timeline, title: tuple[str, str], layout: _
     canvas.words(_WIDTH - _RIGHT, top + 22, title[1], class_="facts end")
     rows = top + _TITLE
     memory = rows + len(timeline.schedule.ranks) * (layout.row_height + _ARRIVALS) + 14
-    bottom = memory + _MEMORY
+    bottom = memory + (len(timeline.memory) * (_OWN_MEMORY + _APART) if layout.own_bytes else _MEMORY)
     _grid(canvas, layout, rows, bottom)
     _rows(canvas, timeline, layout, rows)
-    _memory(canvas, timeline, layout, memory, bottom)
+    (_own_memory if layout.own_bytes else _memory)(canvas, timeline, layout, memory, bottom)
     _times(canvas, layout, bottom)
     return bottom + _TIMES
 
@@ -212,6 +224,19 @@ def _memory(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float, bot
         canvas.line(_LEFT, at, _WIDTH - _RIGHT, at, class_="budget")
 
 
+def _own_memory(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float, bottom: float) -> None:
+    """[3], of each rank by itself."""
+    for rank, curve in enumerate(timeline.memory):
+        low = bottom - (len(timeline.memory) - rank - 1) * (_OWN_MEMORY + _APART)
+        axis = Axis(layout.memory_bytes, low, low - _OWN_MEMORY)
+        outline = _corners(curve, timeline, layout.time, axis)
+        canvas.steps([(_LEFT, low), *outline, (outline[-1][0], low)], class_="largest")
+        budget = layout.own_bytes[rank] if rank < len(layout.own_bytes) else 0.0
+        canvas.line(_LEFT, axis(budget), _WIDTH - _RIGHT, axis(budget), class_="budget")
+        canvas.words(_LEFT - 8, low - 12, f"memory {rank}", class_="end")
+        canvas.words(_LEFT - 8, low - 1, layout.units.of_memory(timeline.peak_bytes[rank]), class_="end")
+
+
 def _corners(
     curve: Sequence[tuple[float, float]], timeline: Timeline, time: Axis, memory: Axis
 ) -> list[tuple[float, float]]:
@@ -252,6 +277,8 @@ def _entries(timelines: Sequence[Timeline], layout: _Layout) -> list[tuple[str, 
         entries = [(kind, "backward, input gradient" if kind == "B" else name) for kind, name in entries if kind != "I"]
     if any(_arrivals(timeline, rank) for timeline in timelines for rank in range(len(timeline.schedule.ranks))):
         entries.append(("arrival", "a gradient arrives"))
+    if layout.own_bytes:
+        return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
     if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
         entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
     else:

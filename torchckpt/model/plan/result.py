@@ -4,9 +4,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from torchckpt.model.plan.draw import draw
 from torchckpt.model.plan.problem import Problem
 from torchckpt.model.plan.replay import Choices, replay
 from torchckpt.model.plan.rules import Rule, everything, same_blocks
+from torchckpt.model.plan.stored import read, written
+from torchckpt.model.plan.text import table
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.timeline import Timeline
 
@@ -18,13 +21,15 @@ class PipelinePlan:
     """What :func:`~torchckpt.model.plan.pipeline.plan_pipeline` found."""
 
     problem: Problem
-    """What was asked: ``schedule``, ``stages``, ``links``, and ``budget_bytes`` of each rank."""
+    """What was planned: ``schedule``, ``stages``, ``links``, and ``budget_bytes`` of each rank."""
     schedule: Schedule
     """With an ``R`` for each visit of which something is recomputed early, and weight gradients where they are done."""
     choices: Choices
     """Per visit, (stage, micro-batch), which blocks are kept, early and late."""
     bound_seconds: float
     """No plan of the same schedule, stages and budget is shorter."""
+    asked: Problem | None = None
+    """What was asked, if blocks were moved between stages since."""
 
     @classmethod
     def of(cls, problem: Problem, schedule: Schedule, choices: Choices) -> PipelinePlan:
@@ -51,8 +56,8 @@ class PipelinePlan:
 
     @property
     def keep_all_seconds(self) -> float:
-        """The step of the schedule as it was given, if nothing is recomputed, whatever memory that takes."""
-        return self.problem.keep_all.step_seconds
+        """The step of what was asked, if nothing is recomputed, whatever memory that takes."""
+        return (self.asked or self.problem).keep_all.step_seconds
 
     @cached_property
     def recomputed_share(self) -> float:
@@ -73,13 +78,50 @@ class PipelinePlan:
     @cached_property
     def all_recomputed(self) -> Rule:
         """The step in which every block is recomputed inside its backward."""
-        return everything(self.problem)
+        return everything(self.asked or self.problem)
 
     @cached_property
     def same_recomputed(self) -> Rule:
         """The step in which the first k blocks of every stage are, of all micro-batches, with the best k that fits."""
-        return same_blocks(self.problem)
+        return same_blocks(self.asked or self.problem)
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Blocks of each stage."""
+        return tuple(len(stage.blocks) for stage in self.problem.stages)
+
+    @property
+    def static_bytes(self) -> tuple[float, ...]:
+        """Per rank: parameters, gradients, optimizer state. No budget counts them."""
+        found = [0.0] * len(self.schedule.ranks)
+        for stage, rank in enumerate(self.schedule.placement):
+            found[rank] += self.problem.stages[stage].static_bytes
+        return tuple(found)
 
     def overhead(self, seconds: float) -> float:
         """The share by which a step of so many seconds is longer than one that keeps all."""
         return seconds / self.keep_all_seconds - 1
+
+    def print(self) -> None:
+        """The tables by stage and by rank, and what the plan is worth."""
+        print(self)
+
+    def draw(self) -> str:
+        """An SVG: who does what when, and of each rank the memory over time under its budget."""
+        return draw(self)
+
+    def to_json(self) -> str:
+        """For :meth:`from_json`."""
+        return written(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelinePlan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ArgumentError: ``text`` is no plan.
+        """
+        return cls(*read(text))
+
+    def __str__(self) -> str:
+        return table(self)

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from torchckpt.errors import Fault
 from torchckpt.model.costs import StageCosts
 
-__all__ = ["Block", "Fixed", "Stage", "stage_faults"]
+__all__ = ["Block", "Fixed", "Stage", "restaged", "stage_faults"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,12 @@ class Stage:
     @property
     def _parts(self) -> tuple[Fixed | Block, ...]:
         return (self.before, *self.blocks, self.after)
+
+
+def restaged(stages: Sequence[Stage], counts: Sequence[int]) -> tuple[Stage, ...]:
+    """The same blocks in the same order, so many on each stage."""
+    blocks = iter([block for stage in stages for block in stage.blocks])
+    return tuple(replace(stage, blocks=tuple(next(blocks) for _ in range(n))) for stage, n in zip(stages, counts))
 
 
 _POSITIVE = ("forward_seconds", "recompute_seconds", "saved_bytes")

@@ -1,0 +1,63 @@
+"""Balance: blocks moved between stages, so that the step is shorter under the same budget.
+
+The bound is close to what can be planned and much cheaper. So blocks are moved, one at a time, as long as the bound
+falls; then the last few partitions are planned, and the best plan wins. Blocks stay in their order; what comes before
+and after the blocks of a stage stays where it is. Parameters move along with their blocks.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torchckpt.model.plan.problem import Problem
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.solve import planned
+from torchckpt.model.plan.stage import restaged
+
+__all__ = ["planned_with_moves"]
+
+_PLANNED = 3
+"""Partitions, of those that the bound likes best."""
+_WORK = 200_000
+"""Actions of which bounds are computed."""
+_ROUNDING = 1e-9
+
+
+def planned_with_moves(problem: Problem) -> PipelinePlan:
+    """The best plan of ``problem``, with blocks moved between its stages or not."""
+    path = _path(problem)
+    plans = [planned(one) for one in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not one.too_small]
+    if not plans:
+        return planned(problem)  # which says what is wrong
+    best = min(plans, key=lambda plan: plan.step_seconds)
+    return best if best.problem.stages == problem.stages else replace(best, asked=problem)
+
+
+def _path(problem: Problem) -> list[Problem]:
+    """From ``problem`` on, each with a lower bound than the one before."""
+    path, left = [problem], _WORK
+    size = sum(map(len, problem.lanes))
+    while left > 0:
+        best = path[-1]
+        for counts in _moves([len(stage.blocks) for stage in path[-1].stages]):
+            other = replace(problem, stages=restaged(problem.stages, counts))
+            if other.bound_seconds < best.bound_seconds * (1 - _ROUNDING):
+                best = other
+            left -= size
+            if left <= 0:
+                break
+        if best is path[-1]:
+            break
+        path.append(best)
+    return path
+
+
+def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
+    """One block less on one stage, one more on another; a stage keeps one."""
+    for give, few in enumerate(counts):
+        for take in range(len(counts)):
+            if take != give and few > 1:
+                found = list(counts)
+                found[give] -= 1
+                found[take] += 1
+                yield found

@@ -1,0 +1,132 @@
+"""Every: all schedules that have a name, planned under the same budget on the same ranks."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
+from torchckpt.model.counts import whole
+from torchckpt.model.named import NAMES, named_schedule
+from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.pipeline import plan_pipeline
+from torchckpt.model.plan.problem import Links, problem_of
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.stage import Stage, stage_faults
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.units import aligned, percent
+
+__all__ = ["Comparison", "plan_every"]
+
+_CALLER = "plan_every()"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The shortest first."""
+
+    plans: tuple[PipelinePlan, ...]
+    too_small: tuple[str, ...]
+    """Schedules that need more than the budget."""
+    reference: PipelinePlan
+    """Whose step, if nothing is recomputed, all others are compared with: of the schedules, the first that fits."""
+
+    @property
+    def best(self) -> PipelinePlan:
+        return self.plans[0]
+
+    def overhead(self, seconds: float) -> float:
+        """The share by which a step of so many seconds is longer than the reference's that keeps all."""
+        return seconds / self.reference.keep_all_seconds - 1
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("schedule", "stages", "step", "over", "bound", "recomputed", "peak")]
+        for plan in self.plans:
+            share = self.overhead(plan.bound_seconds)
+            rows.append((
+                plan.schedule.name,
+                str(plan.schedule.stages),
+                f"{plan.step_seconds:.4g}",
+                f"{self.overhead(plan.step_seconds) * 100:+.1f} %",
+                f"{share * 100:+.1f} %",
+                percent(plan.recomputed_share),
+                f"{max(plan.peak_bytes):.4g}",
+            ))
+        lines = [aligned(rows), f"over {self.reference.schedule.name} that keeps all"]
+        if self.too_small:
+            lines.append(f"the budget is too small for {', '.join(self.too_small)}")
+        return "\n\n".join(lines)
+
+
+def plan_every(
+    stages: Sequence[Stage],
+    micro_batches: int,
+    budget: Limit,
+    link: Links = 0.0,
+    *,
+    ranks: int | None = None,
+    balance: bool = False,
+) -> Comparison:
+    """Plan each schedule that has a name and fits.
+
+    Schedules with another number of stages get the same blocks in the same order, cut into stages of as many blocks, if
+    there are enough, and if only the first stage has something before its blocks, and the last after.
+
+    Args:
+        budget: as of :func:`~torchckpt.model.plan.pipeline.plan_pipeline`; a share is one of the reference's peak.
+        ranks: default: as many as stages.
+
+    Raises:
+        ArgumentError: an argument is wrong, or no schedule fits.
+        BudgetInfeasible: the budget is too small for all.
+    """
+    count = len(stages) if ranks is None and isinstance(stages, Sequence) else ranks
+    raise_faults(_CALLER, [*whole("ranks", count), *whole("micro_batches", micro_batches)])
+    raise_faults(_CALLER, stage_faults(stages, len(stages)))
+    fitting = list(_fitting(stages, micro_batches, count or 1))
+    if not fitting:
+        received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
+        raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
+    schedule, own = fitting[0]
+    limits = problem_of(_CALLER, schedule, own, budget, link).budget_bytes
+    reference = plan_pipeline(schedule, own, "100%", link)
+    plans, refused = [], []
+    for schedule, own in fitting:
+        try:
+            plans.append(plan_pipeline(schedule, own, limits, link, balance=balance))
+        except BudgetInfeasible as error:
+            refused.append((schedule.name, error))
+    if not plans:
+        raise min((error for _, error in refused), key=lambda error: error.least_bytes)
+    plans.sort(key=lambda plan: plan.step_seconds)
+    return Comparison(tuple(plans), tuple(name for name, _ in refused), reference)
+
+
+def _fitting(stages: Sequence[Stage], micro_batches: int, ranks: int) -> Iterator[tuple[Schedule, Sequence[Stage]]]:
+    """1F1B first. Chunks of a rank are those that ``stages`` has, or two."""
+    per_rank = max(2, len(stages) // ranks)
+    for name in sorted(NAMES, key=lambda one: one != "1f1b"):
+        for chunks in (None, per_rank):
+            try:
+                schedule = named_schedule(name, ranks, micro_batches, chunks)
+            except ArgumentError:
+                continue
+            own = _cut(stages, schedule.stages)
+            if own is not None and (chunks is not None or name not in ("interleaved_1f1b", "looped_bfs")):
+                yield schedule, own
+
+
+def _cut(stages: Sequence[Stage], count: int) -> Sequence[Stage] | None:
+    if len(stages) == count:
+        return stages
+    blocks = [block for stage in stages for block in stage.blocks]
+    plain = Stage(())
+    inner = [*(stage.after for stage in stages[:-1]), *(stage.before for stage in stages[1:])]
+    if len(blocks) < count or any(part != plain.before for part in inner):
+        return None
+    few, more = divmod(len(blocks), count)
+    found, rest = [], iter(blocks)
+    for stage in range(count):
+        found.append(Stage(tuple(next(rest) for _ in range(few + (stage < more)))))
+    found[0] = replace(found[0], before=stages[0].before)
+    found[-1] = replace(found[-1], after=stages[-1].after)
+    return found

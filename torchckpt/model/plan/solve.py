@@ -1,0 +1,91 @@
+"""Solve: the shortest plan that is found of a problem, or why there is none."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.orders import Visit
+from torchckpt.model.plan.dispatch import RECOMPUTE, WEIGHT_GRAD, Played
+from torchckpt.model.plan.holding import Holding
+from torchckpt.model.plan.lane import BACKWARD, FORWARD, INPUT_GRAD
+from torchckpt.model.plan.problem import Problem
+from torchckpt.model.plan.replay import Choice
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.search import search
+
+__all__ = ["planned"]
+
+_KINDS = {
+    FORWARD: Kind.FORWARD,
+    BACKWARD: Kind.BACKWARD,
+    INPUT_GRAD: Kind.INPUT_GRAD,
+    WEIGHT_GRAD: Kind.WEIGHT_GRAD,
+    RECOMPUTE: Kind.RECOMPUTE,
+}
+_ROUNDING = 1e-9
+
+
+def planned(problem: Problem) -> PipelinePlan:
+    """The shortest plan that is found.
+
+    Raises:
+        BudgetInfeasible: below what a rank needs that recomputes everything; with the least that works, and its plan.
+    """
+    if problem.too_small:
+        _refuse(problem)
+    kept = _everything_kept(problem)
+    target = problem.bound_seconds
+    if kept and kept.step_seconds <= target * (1 + _ROUNDING):
+        return kept
+    found = search(problem.program, problem.lanes, target, keep_all=kept is not None)
+    plan = _plan(problem, found.played, found.held)
+    return kept if kept and kept.step_seconds <= plan.step_seconds else plan
+
+
+def _everything_kept(problem: Problem) -> PipelinePlan | None:
+    """The schedule as it is, if the budget has room for it."""
+    pairs = zip(problem.keep_all.peak_bytes, problem.lanes)
+    if any(peak > lane.budget_bytes for peak, lane in pairs):
+        return None
+    every = [Choice(tuple(range(len(stage.blocks)))) for stage in problem.stages]
+    visits = (visit for lane in problem.lanes for visit in lane.visits)
+    return PipelinePlan.of(problem, problem.schedule, {visit: every[visit[0]] for visit in visits})
+
+
+def _plan(problem: Problem, played: Played, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
+    ranks: list[tuple[Action, ...]] = []
+    choices: dict[Visit, Choice] = {}
+    for lane, done, own in zip(problem.lanes, played.done, held):
+        early = [0] * len(own)
+        for kind, visit, blocks, _, _ in done:
+            if kind == RECOMPUTE:
+                early[visit] = blocks
+        ranks.append(tuple(Action(lane.visits[at][0], _KINDS[kind], lane.visits[at][1]) for kind, at, *_ in done))
+        choices |= {visit: _choice(one, count) for visit, one, count in zip(lane.visits, own, early)}
+    return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
+
+
+def _choice(held: Holding, early: int) -> Choice:
+    dropped = held.dropped
+    kept = tuple(at for at in range(held.kept + len(dropped)) if at not in dropped)
+    late = len(dropped) - early
+    return Choice(kept, dropped[late:], dropped[:late])
+
+
+def _refuse(problem: Problem) -> None:
+    """With the plan that the least budget allows."""
+    rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
+    least = problem.least_bytes[rank]
+    needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]
+    others = [one for one in problem.too_small if one != rank]
+    also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
+    raise BudgetInfeasible(
+        "plan_pipeline(): a budget holds what a rank that recomputes everything needs\n"
+        f"  received: {problem.budget_bytes[rank]:.12g} bytes for rank {rank}, which needs {least:.12g}{also}\n"
+        f"  works:    budget={least:.12g} or more, or fewer micro-batches in flight, or smaller ones",
+        least,
+        planned(problem.within(needed)),
+        rank,
+    )

@@ -1,0 +1,91 @@
+"""Stored: a plan as JSON, and back."""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model.costs import Link
+from torchckpt.model.plan.problem import Problem, problem_of
+from torchckpt.model.plan.replay import Choice, Choices
+from torchckpt.model.plan.stage import Block, Fixed, Stage, restaged
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.table import from_csv, to_csv
+
+if TYPE_CHECKING:
+    from torchckpt.model.plan.result import PipelinePlan
+
+__all__ = ["read", "written"]
+
+_FORMAT = 1
+_CALLER = "PipelinePlan.from_json()"
+
+
+def written(plan: PipelinePlan) -> str:
+    """What was asked, the orders of the ranks, and what each visit keeps."""
+    problem = plan.problem
+    stored = {
+        "format": _FORMAT,
+        "schedule": problem.schedule.name,
+        "given": to_csv(problem.schedule),
+        "planned": to_csv(plan.schedule),
+        "stages": [asdict(stage) for stage in (plan.asked or problem).stages],
+        "balance": plan.balance,
+        "links": [[link.latency_seconds, link.bandwidth] for link in problem.links],
+        "budget_bytes": problem.budget_bytes,
+        "bound_seconds": plan.bound_seconds,
+        "choices": [_choices_of(plan, stage) for stage in range(len(problem.stages))],
+    }
+    return json.dumps(stored)
+
+
+def read(text: str) -> tuple[Problem, Schedule, Choices, float, Problem | None]:
+    """What :func:`written` wrote.
+
+    Raises:
+        ArgumentError: it is something else, or does not fit together.
+    """
+    try:
+        stored = json.loads(text)
+        if stored["format"] != _FORMAT:
+            raise ValueError(f"format {stored['format']}")
+        given, planned = (from_csv(stored[name], stored["schedule"]) for name in ("given", "planned"))
+        stages = [_stage(one) for one in stored["stages"]]
+        links = [Link(*pair) for pair in stored["links"]]
+        asked = problem_of(_CALLER, given, stages, stored["budget_bytes"], links)
+        problem = replace(asked, stages=restaged(stages, stored["balance"]))
+        choices = {
+            (stage, i): Choice(*(tuple(part) for part in one))
+            for stage, own in enumerate(stored["choices"])
+            for i, one in enumerate(own)
+        }
+        _check(problem, planned, choices)
+        bound = float(stored["bound_seconds"])
+        return problem, planned, choices, bound, None if problem.stages == asked.stages else asked
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        received = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise_faults(_CALLER, [Fault("a plan is read from what to_json() wrote", received, "plan.to_json()")])
+        raise AssertionError from error  # not reached
+
+
+def _choices_of(plan: PipelinePlan, stage: int) -> list[Sequence[Sequence[int]]]:
+    own = (plan.choices[stage, i] for i in range(plan.schedule.micro_batches))
+    return [(one.kept, one.early, one.late) for one in own]
+
+
+def _stage(stored: dict[str, Any]) -> Stage:
+    before, after = Fixed(**stored["before"]), Fixed(**stored["after"])
+    return Stage(tuple(Block(**block) for block in stored["blocks"]), before, after, stored["message_bytes"])
+
+
+def _check(problem: Problem, planned: Schedule, choices: Choices) -> None:
+    """Raise a ValueError unless the choices are for every block of every visit."""
+    if planned.placement != problem.schedule.placement or planned.micro_batches != problem.schedule.micro_batches:
+        raise ValueError("the planned schedule has other stages, ranks or micro-batches")
+    for stage, own in enumerate(problem.stages):
+        for i in range(planned.micro_batches):
+            choice = choices[stage, i]
+            if sorted((*choice.kept, *choice.early, *choice.late)) != list(range(len(own.blocks))):
+                raise ValueError(f"choices of stage {stage}, micro-batch {i}")

@@ -1,0 +1,101 @@
+"""Text: a plan as a table by stage, a table by rank, and the line that says what it is worth."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from torchckpt.model.plan.replay import Choice
+from torchckpt.model.units import Units, aligned, number, percent
+
+if TYPE_CHECKING:
+    from torchckpt.model.plan.result import PipelinePlan
+
+__all__ = ["summary", "table", "units_of"]
+
+_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_BARE = 1e5
+"""Budgets below this many are in units of the caller's own."""
+
+
+def table(plan: PipelinePlan) -> str:
+    """For people."""
+    problem, units = plan.problem, units_of(plan)
+    counts = f"{len(problem.stages)} stages on {len(plan.schedule.ranks)} ranks, {plan.schedule.micro_batches}"
+    head = f"{plan.schedule.name}: {counts} micro-batches"
+    key = "blocks kept/early/late by micro-batch: kept; recomputed before the gradient arrives; inside the backward"
+    return "\n\n".join((head, _by_stage(plan, units), key, aligned(_by_rank(plan, units)), summary(plan)))
+
+
+def summary(plan: PipelinePlan) -> str:
+    """One line: the step, its bound, and what people do without a plan, over keeping all."""
+    said = [f"step {_step(plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
+    said[0] += f" (bound {_over(plan, plan.bound_seconds)})"
+    if not plan.recomputed_share:
+        said.append("everything fits, so nothing need be recomputed")
+        return "; ".join(said)
+    every, same = plan.all_recomputed, plan.same_recomputed
+    others = [_rule("recomputing all", every.step_seconds, plan)]
+    others.append(_rule(f"the same {same.blocks} blocks on every stage", same.step_seconds, plan))
+    return "; ".join((*said, ", ".join(others)))
+
+
+def units_of(plan: PipelinePlan) -> Units:
+    """Bytes and seconds where budgets are large; else memory in the caller's own unit, time as a bare number."""
+    most = max(plan.problem.budget_bytes)
+    if most < _BARE:
+        return Units(memory="")
+    amount, name = next(pair for pair in _BYTES if most >= pair[0])
+    return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
+
+
+def _by_stage(plan: PipelinePlan, units: Units) -> str:
+    """The choices stand last, as they may be long."""
+    rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
+    texts = ["kept/early/late"]
+    for stage, own in enumerate(plan.problem.stages):
+        redone = plan.recompute_seconds[stage]
+        every = plan.schedule.micro_batches * own.recompute_seconds
+        share = percent(redone / every) if every else "-"
+        rank = plan.schedule.placement[stage]
+        blocks, saved = str(len(own.blocks)), units.of_memory(own.saved_bytes)
+        rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
+        texts.append(_runs([plan.choices[stage, i] for i in range(plan.schedule.micro_batches)]))
+    lines = aligned(rows).split("\n")
+    width = max(map(len, lines))
+    return "\n".join(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts))
+
+
+def _runs(choices: Sequence[Choice]) -> str:
+    """``3/0/5 x4, 8/0/0``: four micro-batches, then one."""
+    found = []
+    for text, group in groupby(map(str, choices)):
+        count = len(list(group))
+        found.append(f"{text} x{count}" if count > 1 else text)
+    return ", ".join(found)
+
+
+def _by_rank(plan: PipelinePlan, units: Units) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("rank", "peak", "budget", "idle")]
+    has_static = any(stage.static_bytes for stage in plan.problem.stages)
+    if has_static:
+        rows = [(*rows[0], "parameters and optimizer")]
+    for rank, idle in enumerate(plan.timeline.idle_share):
+        held, budget = plan.peak_bytes[rank], plan.problem.budget_bytes[rank]
+        row = (str(rank), units.of_memory(held), units.of_memory(budget), percent(idle))
+        rows.append((*row, units.of_memory(plan.static_bytes[rank])) if has_static else row)
+    return rows
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.1f}" if 10 <= seconds < 1e6 else number(seconds)
+
+
+def _over(plan: PipelinePlan, seconds: float) -> str:
+    share = plan.overhead(seconds) * 100
+    return f"{share if abs(share) >= 0.05 else 0.0:+.1f} %"
+
+
+def _rule(name: str, seconds: float, plan: PipelinePlan) -> str:
+    return f"{name} {_over(plan, seconds)}" if math.isfinite(seconds) else f"{name} does not fit"
