@@ -1,18 +1,18 @@
-"""The command: ``python -m torchckpt fit``, ``balance``, and ``simulate``, which needs no torch."""
+"""The command: ``python -m torchckpt fit``, ``balance``; ``simulate`` and ``plan``, which need no torch."""
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from torchckpt.command import balance, fit, simulate
+from torchckpt.command import balance, fit, plan, simulate
 from torchckpt.command.shared import Parser, Unusable, line
 from torchckpt.errors import CheckpointError
 from torchckpt.version import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = {"fit": fit, "simulate": simulate, "balance": balance}
-_DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on paper; a model cut into stages."
+_COMMANDS = {"fit": fit, "simulate": simulate, "plan": plan, "balance": balance}
+_DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on paper or planned; a model cut into stages."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
-        parser.error("say what to do: python -m torchckpt fit --help, simulate --help, or balance --help")
+        parser.error("say what to do: python -m torchckpt fit --help, simulate --help, plan --help, or balance --help")
     try:
         _COMMANDS[options.command].run(options)
     except (Unusable, CheckpointError) as error:

@@ -96,7 +96,8 @@ def plan_every(
         except BudgetInfeasible as error:
             refused.append((schedule.name, error))
     if not plans:
-        raise min((error for _, error in refused), key=lambda error: error.least_bytes)
+        nearest = min((error for _, error in refused), key=lambda error: error.least_bytes)
+        raise nearest
     plans.sort(key=lambda plan: plan.step_seconds)
     return Comparison(tuple(plans), tuple(name for name, _ in refused), reference)
 

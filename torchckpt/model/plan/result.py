@@ -9,7 +9,7 @@ from torchckpt.model.plan.problem import Problem
 from torchckpt.model.plan.replay import Choices, replay
 from torchckpt.model.plan.rules import Rule, everything, same_blocks
 from torchckpt.model.plan.stored import read, written
-from torchckpt.model.plan.text import table
+from torchckpt.model.plan.text import summary, table
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.timeline import Timeline
 
@@ -102,6 +102,11 @@ class PipelinePlan:
         """The share by which a step of so many seconds is longer than one that keeps all."""
         return seconds / self.keep_all_seconds - 1
 
+    @property
+    def summary(self) -> str:
+        """One line: the step, its bound, and what people do without a plan."""
+        return summary(self)
+
     def print(self) -> None:
         """The tables by stage and by rank, and what the plan is worth."""
         print(self)
@@ -124,4 +129,4 @@ class PipelinePlan:
         return cls(*read(text))
 
     def __str__(self) -> str:
-        return table(self)
+        return f"{table(self)}\n\n{self.summary}"

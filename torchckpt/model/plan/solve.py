@@ -79,6 +79,8 @@ def _refuse(problem: Problem) -> None:
     rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
     least = problem.least_bytes[rank]
     needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]
+    if len(set(problem.budget_bytes)) == 1:  # one for all
+        needed = [max(needed)] * len(needed)
     others = [one for one in problem.too_small if one != rank]
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
     raise BudgetInfeasible(

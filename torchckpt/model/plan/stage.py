@@ -127,11 +127,21 @@ def stage_faults(stages: object, count: int) -> list[Fault]:
         strangers.append(f"{len(stages)} of {count}")
     if strangers:
         return [Fault(rule, received, works) for received in strangers]
-    return [fault for at, stage in enumerate(stages) for fault in _faults_of(f"stages[{at}]", stage)]
+    firsts = {stage: at for at, stage in reversed(list(enumerate(stages)))}
+    faults = [fault for stage, at in sorted(firsts.items(), key=_place) for fault in _faults_of(f"stages[{at}]", stage)]
+    if not faults and not any(stage.blocks for stage in stages):
+        faults.append(Fault("some stage has blocks, for only blocks are recomputed", "none", works))
+    return faults
+
+
+def _place(item: tuple[object, int]) -> int:
+    return item[1]
 
 
 def _faults_of(where: str, stage: Stage) -> Iterator[Fault]:
-    wrong = [fault for at, block in enumerate(stage.blocks) for fault in _block_faults(f"{where}.blocks[{at}]", block)]
+    firsts = {block: at for at, block in reversed(list(enumerate(stage.blocks)))}
+    places = sorted(firsts.items(), key=_place)
+    wrong = [fault for block, at in places for fault in _block_faults(f"{where}.blocks[{at}]", block)]
     for name in ("before", "after"):
         wrong += _fixed_faults(f"{where}.{name}", getattr(stage, name))
     if stage.message_bytes is not None and not _is_amount(stage.message_bytes):
@@ -148,7 +158,11 @@ def _block_faults(where: str, block: object) -> Iterator[Fault]:
         return
     wrong = [*_numbers(where, block, _POSITIVE)]
     yield from wrong
-    if not wrong and block.boundary_bytes > block.saved_bytes:
+    if wrong:
+        return
+    if not block.input_grad_seconds + block.weight_grad_seconds:
+        yield Fault("the backward of a block takes time", f"{where}: 0 seconds", "Block(input_grad_seconds=1.0)")
+    if block.boundary_bytes > block.saved_bytes:
         received = f"{where}: saved_bytes={block.saved_bytes!r}, boundary_bytes={block.boundary_bytes!r}"
         works = "Block(saved_bytes=34e6, boundary_bytes=2e6)"
         yield Fault("what a block saves includes its boundary", received, works)

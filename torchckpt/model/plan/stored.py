@@ -4,9 +4,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import ArgumentError, Fault
 from torchckpt.model.costs import Link
 from torchckpt.model.plan.problem import Problem, problem_of
 from torchckpt.model.plan.replay import Choice, Choices
@@ -50,7 +50,7 @@ def read(text: str) -> tuple[Problem, Schedule, Choices, float, Problem | None]:
     try:
         stored = json.loads(text)
         if stored["format"] != _FORMAT:
-            raise ValueError(f"format {stored['format']}")
+            _refuse(f"format {stored['format']}")
         given, planned = (from_csv(stored[name], stored["schedule"]) for name in ("given", "planned"))
         stages = [_stage(one) for one in stored["stages"]]
         links = [Link(*pair) for pair in stored["links"]]
@@ -64,10 +64,15 @@ def read(text: str) -> tuple[Problem, Schedule, Choices, float, Problem | None]:
         _check(problem, planned, choices)
         bound = float(stored["bound_seconds"])
         return problem, planned, choices, bound, None if problem.stages == asked.stages else asked
+    except ArgumentError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        received = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise_faults(_CALLER, [Fault("a plan is read from what to_json() wrote", received, "plan.to_json()")])
-        raise AssertionError from error  # not reached
+        _refuse(f"{type(error).__name__}: {error}")
+
+
+def _refuse(received: str) -> NoReturn:
+    rule = "a plan is read from what to_json() wrote"
+    raise ArgumentError(f"{_CALLER}: {Fault(rule, received, 'plan.to_json()')}")
 
 
 def _choices_of(plan: PipelinePlan, stage: int) -> list[Sequence[Sequence[int]]]:
@@ -81,11 +86,11 @@ def _stage(stored: dict[str, Any]) -> Stage:
 
 
 def _check(problem: Problem, planned: Schedule, choices: Choices) -> None:
-    """Raise a ValueError unless the choices are for every block of every visit."""
+    """Refuse unless the choices are for every block of every visit."""
     if planned.placement != problem.schedule.placement or planned.micro_batches != problem.schedule.micro_batches:
-        raise ValueError("the planned schedule has other stages, ranks or micro-batches")
+        _refuse("the planned schedule has other stages, ranks or micro-batches")
     for stage, own in enumerate(problem.stages):
         for i in range(planned.micro_batches):
             choice = choices[stage, i]
             if sorted((*choice.kept, *choice.early, *choice.late)) != list(range(len(own.blocks))):
-                raise ValueError(f"choices of stage {stage}, micro-batch {i}")
+                _refuse(f"choices of stage {stage}, micro-batch {i}")

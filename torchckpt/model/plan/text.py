@@ -25,7 +25,7 @@ def table(plan: PipelinePlan) -> str:
     counts = f"{len(problem.stages)} stages on {len(plan.schedule.ranks)} ranks, {plan.schedule.micro_batches}"
     head = f"{plan.schedule.name}: {counts} micro-batches"
     key = "blocks kept/early/late by micro-batch: kept; recomputed before the gradient arrives; inside the backward"
-    return "\n\n".join((head, _by_stage(plan, units), key, aligned(_by_rank(plan, units)), summary(plan)))
+    return "\n\n".join((head, _by_stage(plan, units), key, aligned(_by_rank(plan, units))))
 
 
 def summary(plan: PipelinePlan) -> str:
@@ -37,7 +37,8 @@ def summary(plan: PipelinePlan) -> str:
         return "; ".join(said)
     every, same = plan.all_recomputed, plan.same_recomputed
     others = [_rule("recomputing all", every.step_seconds, plan)]
-    others.append(_rule(f"the same {same.blocks} blocks on every stage", same.step_seconds, plan))
+    blocks = "block" if same.blocks == 1 else f"{same.blocks} blocks"
+    others.append(_rule(f"the same {blocks} on every stage", same.step_seconds, plan))
     return "; ".join((*said, ", ".join(others)))
 
 

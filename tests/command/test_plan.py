@@ -1,0 +1,164 @@
+"""The command that plans: what it prints and writes, and its one line on bad input."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.model.plan.published import CASES
+from torchckpt.__main__ import main
+from torchckpt.model import named_schedule, to_csv
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
+
+SMALL = ("plan", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--blocks", "8,8,8,7")
+COSTS = ("--forward", "1", "--backward", "2", "--weight-grad", "1", "--recompute", "1", "--saved", "1")
+A = (*SMALL, *COSTS, "--boundary", "0.06", "--first", "0.1,0.1,0.02", "--last", "1,2,2")
+
+
+def printed(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_the_line_that_people_quote(capsys):
+    assert printed(capsys, *A, "--budget", "50%").split("\n")[-2] == (
+        "step 283.0, +6.8 % over keeping all (bound +6.8 %); recomputing all +32.5 %, "
+        "the same 5 blocks on every stage +20.8 %"
+    )
+
+
+def test_json_says_what_the_plan_says(capsys):
+    found = json.loads(printed(capsys, *A, "--budget", "50%", "--json"))
+    schedule, stages, link = CASES["A"]
+    plan = plan_pipeline(schedule, stages, "50%", link)
+    assert found["step"] == pytest.approx(plan.step_seconds)
+    assert found["bound"] == pytest.approx(plan.bound_seconds)
+    assert found["keep_all"] == pytest.approx(265.0)
+    assert found["budget_bytes"] == pytest.approx([16.04] * 4)
+    assert found["peak_bytes"] == pytest.approx(plan.peak_bytes)
+    assert found["recomputed_share"] == pytest.approx(plan.recomputed_share)
+    assert found["balance"] == [8, 8, 8, 7]
+    for rule, blocks, step, share in (("recompute_all", 8, 351.0, 1.0), ("same_blocks", 5, 320.0, 20 / 31)):
+        assert found[rule]["blocks"] == blocks
+        assert found[rule]["step"] == pytest.approx(step)
+        assert found[rule]["recomputed_share"] == pytest.approx(share)
+        assert max(found[rule]["peak_bytes"]) <= 16.04 + 1e-9
+        assert {"bound", "keep_all", "budget_bytes", "balance"} <= set(found[rule])
+    assert PipelinePlan.from_json(json.dumps(found["plan"])).step_seconds == pytest.approx(plan.step_seconds)
+
+
+def test_a_rule_that_does_not_fit_has_no_step(capsys):
+    every = ("plan", "--schedule", "zero_bubble", "--stages", "4", "--microbatches", "8", "--blocks", "4")
+    found = json.loads(printed(capsys, *every, "--budget", "4,3,2,1.5", "--json"))
+    assert found["step"] >= found["bound"]
+    assert all(found[rule]["step"] is None or found[rule]["step"] >= found["bound"] for rule in ("same_blocks",))
+
+
+def test_picture_and_moves(capsys, tmp_path):
+    picture = tmp_path / "plan.svg"
+    chunks = ("plan", "--schedule", "interleaved_1f1b", "--stages", "8", "--microbatches", "16", "--blocks")
+    options = ("4,4,4,4,4,4,4,3", "--boundary", "0.06", "--last", "1,2,2", "--budget", "70%", "--balance", "--json")
+    found = json.loads(printed(capsys, *chunks, *options, "--svg", str(picture)))
+    assert sum(found["balance"]) == 31
+    assert found["balance"] != [4] * 7 + [3]
+    assert found["recompute_all"]["balance"] == [4] * 7 + [3]
+    assert ElementTree.fromstring(picture.read_text(encoding="utf-8")).tag.endswith("svg")
+
+
+def test_every_schedule(capsys):
+    every = ("plan", "--schedule", "all", "--stages", "2", "--microbatches", "4", "--blocks", "4", "--budget", "60%")
+    lines = printed(capsys, *every).split("\n")
+    assert lines[0].split() == ["schedule", "stages", "step", "over", "bound", "recomputed", "peak"]
+    assert lines[-2].startswith("step ")
+    found = json.loads(printed(capsys, *every, "--json"))
+    steps = [row["step"] for row in found["schedules"]]
+    assert steps == sorted(steps)
+    assert found["step"] == steps[0]
+    assert {"1f1b", "zbv"} <= {row["schedule"] for row in found["schedules"]}
+
+
+def test_csv(capsys, tmp_path):
+    file = tmp_path / "order.csv"
+    file.write_text(to_csv(named_schedule("zbv", 2, 4)), encoding="utf-8")
+    found = printed(capsys, "plan", "--csv", str(file), "--blocks", "2", "--budget", "60%")
+    assert found.startswith("order: 4 stages on 2 ranks, 4 micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "found"),
+    [
+        ("1f1b", 4, None, 4),
+        ("zbv", 8, None, 4),
+        ("zbv", 8, 4, 4),
+        ("dualpipe_v", 4, None, 2),
+        ("interleaved_1f1b", 8, None, 4),
+        ("interleaved_1f1b", 12, 4, 4),
+        ("zero_bubble", 4, None, 4),
+        ("zero_bubble", 8, 4, 4),
+    ],
+)  # fmt: skip
+def test_stages_are_dealt_to_ranks(capsys, name, stages, ranks, found):
+    dealt = ("plan", "--schedule", name, "--stages", str(stages), "--microbatches", "8", "--blocks", "2")
+    more = () if ranks is None else ("--ranks", str(ranks))
+    assert f"{stages} stages on {found} ranks" in printed(capsys, *dealt, *more, "--budget", "70%").split("\n")[0]
+
+
+BAD = [
+    (("--budget", "5 apples"), "a budget is bytes above 0, a size with a unit"),
+    (("--budget", "nan"), "received: budget=nan"),
+    (("--budget", "-1"), "received: budget=-1.0"),
+    (("--budget", "0%"), "works: budget="),
+    (("--budget", "9,9"), "a budget is one for every rank, or a list of 4; received: 2 budgets"),
+    (("--budget", "0.1"), "0.1 bytes for rank 0, which needs 1; too little for ranks 1, 2, 3, too; works: budget=1 or"),
+    (("--budget", "9", "--blocks", "8,8"), "--blocks is one number, or one for each of 4 stages; received 2"),
+    (("--budget", "9", "--blocks", "0"), "blocks of each stage, such as 8 or 8,8,8,7; received: 0"),
+    (("--budget", "9", "--blocks", "8,0,8,8"), "a stage has blocks, or --first or --last; received: --blocks with 0"),
+    (("--budget", "9", "--forward", "0"), "a number above 0"),
+    (("--budget", "9", "--recompute", "nan"), "a number from 0"),
+    (("--budget", "9", "--saved", "1,2"), "--saved is one number, or one for each of 4 stages"),
+    (("--budget", "9", "--weight-grad", "3"), "--weight-grad is a part of --backward"),
+    (("--budget", "9", "--boundary", "2"), "what a block saves includes its boundary"),
+    (("--budget", "9", "--last", "1,2"), "forward, backward and bytes, such as 1,2,2"),
+    (("--budget", "9", "--ranks", "3"), "1f1b has equally many stages on each rank"),
+    (("--budget", "9", "--ranks", "2"), "1f1b has 1 stage on each rank; received: --stages 4 --ranks 2"),
+    (("--budget", "9", "--ranks", "0"), "--ranks is a whole number from 1"),
+    (("--budget", "9", "--stages", "0"), "--stages is a whole number from 1"),
+    (("--budget", "9", "--microbatches", "2"), "1F1B needs m >= p"),
+    (("--budget", "9", "--schedule", "2f2b"), "a schedule is one of"),
+    (("--budget", "9", "--svg", "/nowhere/plan.svg"), "cannot write /nowhere/plan.svg"),
+    ((), "the following arguments are required: --budget"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_line(capsys, arguments, message):
+    try:
+        code = main([*SMALL, *arguments])
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert said.err.count("\n") == 1
+    assert message in said.err
+
+
+def test_csv_says_the_stages(capsys, tmp_path):
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0R0,0B0\n", encoding="utf-8")
+    assert main(["plan", "--csv", str(file), "--blocks", "2", "--budget", "1"]) == 2
+    assert "the schedule has no R yet" in capsys.readouterr().err
+    assert main(["plan", "--csv", str(file), "--blocks", "2", "--budget", "1", "--stages", "1"]) == 2
+    assert "--stages goes with --schedule" in capsys.readouterr().err
+    assert main(["plan", "--schedule", "1f1b", "--blocks", "2", "--budget", "1"]) == 2
+    assert "--schedule needs --stages and --microbatches" in capsys.readouterr().err
+
+
+def test_it_does_not_import_torch():
+    arguments = [*SMALL, "--budget", "60%"]
+    code = f"import sys, torchckpt.__main__ as c; c.main({arguments!r}); sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parent.parent.parent
+    assert subprocess.run((sys.executable, "-c", code), cwd=root, stdout=subprocess.DEVNULL).returncode == 0

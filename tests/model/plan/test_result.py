@@ -1,0 +1,109 @@
+"""What a plan says of itself: tables, one line, JSON, a picture."""
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.model.plan.published import CASES, gpt
+from torchckpt.errors import ArgumentError
+from torchckpt.model import one_f_one_b
+from torchckpt.model.plan import Block, PipelinePlan, Stage, plan_pipeline
+
+
+@pytest.fixture(scope="module")
+def plan():
+    schedule, stages, link = CASES["A"]
+    return plan_pipeline(schedule, stages, "50%", link)
+
+
+def test_the_line_that_people_quote(plan):
+    assert str(plan).split("\n")[-1] == plan.summary == (
+        "step 283.0, +6.8 % over keeping all (bound +6.8 %); recomputing all +32.5 %, "
+        "the same 5 blocks on every stage +20.8 %"
+    )
+
+
+def test_the_tables():
+    plan = plan_pipeline(one_f_one_b(2, 3), [Stage((Block(boundary_bytes=0.25),) * 2)] * 2, 3.0)
+    assert str(plan).split("\n\n") == [
+        "1f1b: 2 stages on 2 ranks, 3 micro-batches",
+        "stage  rank  blocks  bytes  recomputed  seconds  kept/early/late\n"
+        "0         0       2      2      50.0 %        3  2/0/0, 0/0/2, 1/0/1\n"
+        "1         1       2      2       0.0 %        0  2/0/0 x3",
+        "blocks kept/early/late by micro-batch: kept; recomputed before the gradient arrives; inside the backward",
+        "rank  peak  budget    idle\n0      2.5       3  16.0 %\n1        2       3  28.0 %",
+        "step 25.0, +4.2 % over keeping all (bound +4.2 %); recomputing all +33.3 %, "
+        "the same block on every stage +16.7 %",
+    ]
+
+
+def test_sizes_of_real_models_have_units():
+    block = Block(1e-3, 1e-3, 1e-3, 1e-3, 64e6, 4e6, static_bytes=1.5e9)
+    plan = plan_pipeline(one_f_one_b(2, 4), [Stage((block,) * 4)] * 2, "0.4GB")
+    ranks = str(plan).split("\n\n")[3].split("\n")
+    assert ranks[0].split("  ")[-1] == "parameters and optimizer"
+    assert ranks[1].split()[3:5] == ["400", "MB"]
+    assert ranks[1].endswith("6000 MB")
+
+
+def test_json_and_back(plan):
+    text = plan.to_json()
+    again = PipelinePlan.from_json(text)
+    assert again == plan
+    assert again.to_json() == text
+    assert (str(again), again.timeline) == (str(plan), plan.timeline)
+
+
+def test_json_of_moved_blocks_and_back():
+    schedule, stages, link = CASES["D"]
+    plan = plan_pipeline(schedule, stages, "70%", link, balance=True)
+    again = PipelinePlan.from_json(plan.to_json())
+    assert plan.asked is not None
+    assert (again, again.asked) == (plan, plan.asked)
+    assert again.summary == plan.summary
+
+
+def change(text, name, value):
+    return json.dumps({**json.loads(text), name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("format", 9), ("given", "0F0"), ("planned", 3), ("stages", []), ("choices", []), ("budget_bytes", [1.0]),
+        ("choices", [[[[0], [], []]] * 8] * 4), ("links", [[0.0]]), ("stages", [{"blocks": []}] * 4), ("balance", None),
+    ],
+)  # fmt: skip
+def test_other_json_is_refused(plan, name, value):
+    with pytest.raises(ArgumentError):
+        PipelinePlan.from_json(change(plan.to_json(), name, value))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", "null"])
+def test_no_json_is_refused(text):
+    with pytest.raises(ArgumentError, match="a plan is read from what to_json"):
+        PipelinePlan.from_json(text)
+
+
+def test_the_picture_has_the_memory_of_each_rank_under_its_budget(plan):
+    drawn = ElementTree.fromstring(plan.draw())
+    name = "{http://www.w3.org/2000/svg}"
+    words = [element.text for element in drawn.iter(f"{name}text")]
+    assert [words.count(f"memory {rank}") for rank in range(4)] == [2] * 4
+    assert "planned" in words
+    lines = [element for element in drawn.iter(f"{name}line") if element.get("class") == "budget"]
+    assert len(lines) == 2 * 4 + 1  # and the legend's
+
+
+def test_shares(plan):
+    assert plan.balance == (8, 8, 8, 7)
+    every = sum(len(stage.blocks) for stage in gpt(8, 8, 8, 7)) * 8
+    assert plan.recomputed_share == pytest.approx(sum(plan.recompute_seconds) / every)
+    assert plan.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_print(plan, capsys):
+    plan.print()
+    assert capsys.readouterr().out == f"{plan}\n"

@@ -1,0 +1,275 @@
+"""Plan: a pipeline under a byte budget, on paper."""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchckpt.command.shared import Parser, Unusable, amount, check_writable, positive, text_of, write
+from torchckpt.errors import ArgumentError
+from torchckpt.model.named import NAMES, named_schedule
+from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model.plan.every import Comparison, plan_every
+from torchckpt.model.plan.rules import Rule
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.table import from_csv
+
+__all__ = ["add", "run"]
+
+_MOST = 1_000_000
+_ALL = "all"
+_EXAMPLES = """\
+times and bytes are in any one unit, of one micro-batch and one block; a list has one for each stage
+
+the budget is what a rank holds for backwards, of every rank or a list with one for each:
+  50%                       a share of the peak of the rank that holds most when everything is kept
+  60GB, 60GiB               where --saved and --boundary are bytes
+  16.5                      in the unit of --saved
+
+the last line says what the plan is worth, over the step that keeps everything; beside it the bound, which no plan of
+this schedule goes below, and what people do without a plan
+
+examples:
+  python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8,8,8,7 --boundary 0.06 \\
+      --first 0.1,0.2,0 --last 1,2,2 --budget 50%
+  python -m torchckpt plan --schedule all --stages 8 --microbatches 32 --blocks 8 --link 0.8 --budget 30%
+  python -m torchckpt plan --csv schedule.csv --blocks 4 --budget 50% --balance --svg plan.svg
+"""
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what to keep and what to recompute in a pipeline, under a byte budget",
+        description="Plan what a pipeline keeps, what it recomputes, and when, under a byte budget.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_schedule(plan)
+    _add_stages(plan)
+    _add_plan(plan)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.svg is not None:
+        check_writable(options.svg)
+    schedule, stages = _asked(options)
+    budget = _budget(options.budget)
+    compared = None
+    if schedule is None:
+        ranks = options.ranks or len(stages)
+        compared = plan_every(
+            stages, options.microbatches, budget, options.link, ranks=ranks, balance=options.balance
+        )
+        plan = compared.best
+    else:
+        plan = plan_pipeline(schedule, stages, budget, options.link, balance=options.balance)
+    if options.svg is not None:
+        write(options.svg, plan.draw())
+    if options.json:
+        print(json.dumps(_as_json(plan, compared), indent=2))
+        return
+    if compared is not None:
+        print(f"{compared}\n")
+    print(plan)
+
+
+def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "schedule": plan.schedule.name,
+        "step": plan.step_seconds,
+        "bound": plan.bound_seconds,
+        "keep_all": plan.keep_all_seconds,
+        "budget_bytes": list(plan.problem.budget_bytes),
+        "peak_bytes": list(plan.peak_bytes),
+        "recomputed_share": plan.recomputed_share,
+        "balance": list(plan.balance),
+        "recompute_all": _rule_as_json(plan, plan.all_recomputed),
+        "same_blocks": _rule_as_json(plan, plan.same_recomputed),
+        "plan": json.loads(plan.to_json()),
+    }
+    if compared is not None:
+        found["schedules"] = [_row_as_json(one, compared) for one in compared.plans]
+        found["too_small_for"] = list(compared.too_small)
+    return found
+
+
+def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
+    """As of the plan; without a step where it does not fit."""
+    fits = math.isfinite(rule.step_seconds)
+    asked = plan.asked or plan.problem
+    stages = asked.stages
+    every = sum(stage.recompute_seconds for stage in stages)
+    redone = sum(block.recompute_seconds for stage in stages for block in stage.blocks[: rule.blocks])
+    return {
+        "blocks": rule.blocks,
+        "step": rule.step_seconds if fits else None,
+        "bound": asked.bound_seconds,
+        "keep_all": plan.keep_all_seconds,
+        "budget_bytes": list(plan.problem.budget_bytes),
+        "peak_bytes": list(rule.peak_bytes) if fits else None,
+        "recomputed_share": redone / every if every else 0.0,
+        "balance": [len(stage.blocks) for stage in stages],
+    }
+
+
+def _row_as_json(plan: PipelinePlan, compared: Comparison) -> dict[str, Any]:
+    return {
+        "schedule": plan.schedule.name,
+        "stages": plan.schedule.stages,
+        "step": plan.step_seconds,
+        "bound": plan.bound_seconds,
+        "overhead": compared.overhead(plan.step_seconds),
+        "recomputed_share": plan.recomputed_share,
+        "balance": list(plan.balance),
+    }
+
+
+def _asked(options: argparse.Namespace) -> tuple[Schedule | None, list[Stage]]:
+    """No schedule: every one."""
+    counts = {"--stages": options.stages, "--microbatches": options.microbatches, "--ranks": options.ranks}
+    if options.csv is not None:
+        given = [name for name, value in counts.items() if value is not None]
+        if given:
+            raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
+        schedule = from_csv(text_of(options.csv), options.csv.stem)
+        return schedule, _stages(options, schedule.stages)
+    missing = [name for name in ("--stages", "--microbatches") if counts[name] is None]
+    if missing:
+        raise Unusable(f"--schedule needs {' and '.join(missing)}")
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise Unusable(f"{name} is a whole number from 1; received: {value}; works: {name} 4")
+    if options.stages * options.microbatches > _MOST:
+        raise Unusable(f"--stages times --microbatches is at most {_MOST}")
+    stages = _stages(options, options.stages)
+    return None if options.schedule == _ALL else _schedule(options), stages
+
+
+def _schedule(options: argparse.Namespace) -> Schedule:
+    """Stages dealt to ``--ranks``; by default as the schedule deals them: one or two a rank."""
+    name, stages = options.schedule, options.stages
+    each = named_schedule(name, 1, 2).stages
+    ranks = stages // each if options.ranks is None else options.ranks
+    if ranks < 1 or stages % ranks or (options.ranks is None and stages % each):
+        works = f"--stages {max(1, ranks) * each}" + ("" if options.ranks is None else f" --ranks {ranks}")
+        received = f"--stages {stages}" + ("" if options.ranks is None else f" --ranks {ranks}")
+        raise Unusable(f"{name} has equally many stages on each rank; received: {received}; works: {works}")
+    chunks = stages // ranks
+    if chunks == each:
+        return named_schedule(name, ranks, options.microbatches)
+    try:
+        return named_schedule(name, ranks, options.microbatches, chunks)
+    except ArgumentError as error:
+        if named_schedule(name, 1, 2).stages == each and "fixes its number" in str(error):
+            raise Unusable(
+                f"{name} has {each} stage{'s' * (each > 1)} on each rank; received: --stages {stages} --ranks {ranks}; "
+                f"works: --stages {ranks * each} --ranks {ranks}"
+            ) from error
+        raise
+
+
+def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
+    def listed(name: str) -> list[float]:
+        values: list[float] = getattr(options, name)
+        if len(values) not in (1, count):
+            flag = f"--{name.replace('_', '-')}"
+            works = ",".join(f"{value:g}" for value in (values * count)[:count])
+            raise Unusable(f"{flag} is one number, or one for each of {count} stages; received {len(values)}; works: "
+                           f"{flag} {works}")
+        return values * count if len(values) == 1 else values
+
+    names = ("blocks", "forward", "backward", "weight_grad", "recompute", "saved", "boundary")
+    rows = zip(*(listed(name) for name in names))
+    stages = []
+    for stage, (blocks, forward, backward, weight, recompute, saved, boundary) in enumerate(rows):
+        if weight > backward:
+            raise Unusable(
+                f"--weight-grad is a part of --backward; received: {weight:g} of {backward:g} on stage {stage}; "
+                f"works: --weight-grad {backward / 2:g}"
+            )
+        block = Block(forward, backward - weight, weight, recompute, saved, boundary)
+        before = _fixed(options.first, 1.0) if stage == 0 else Fixed()
+        after = _fixed(options.last, weight / backward) if stage == count - 1 else Fixed()
+        if not blocks and not before.forward_seconds + after.forward_seconds:
+            raise Unusable(f"a stage has blocks, or --first or --last; received: --blocks with 0 for stage {stage}")
+        stages.append(Stage((block,) * int(blocks), before, after))
+    return stages
+
+
+def _fixed(parts: Sequence[float], weight_share: float) -> Fixed:
+    """Forward, backward, bytes. What comes first has no input that needs a gradient."""
+    forward, backward, saved = parts
+    return Fixed(forward, backward * (1 - weight_share), backward * weight_share, saved)
+
+
+def _budget(text: str) -> str | float | list[str | float]:
+    """A number is one in the unit of ``--saved``."""
+    parts = [_number(part) for part in text.split(",")]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _number(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _amounts(text: str) -> list[float]:
+    return [amount(part) for part in text.split(",")]
+
+
+def _positives(text: str) -> list[float]:
+    return [positive(part) for part in text.split(",")]
+
+
+def _counts(text: str) -> list[float]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts) or not any(map(int, parts)):
+        raise argparse.ArgumentTypeError(f"blocks of each stage, such as 8 or 8,8,8,7; received: {text}")
+    return [float(part) for part in parts]
+
+
+def _three(text: str) -> list[float]:
+    found = _amounts(text)
+    if len(found) != 3:
+        raise argparse.ArgumentTypeError(f"forward, backward and bytes, such as 1,2,2; received: {text}")
+    return found
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedule")
+    which = group.add_mutually_exclusive_group(required=True)
+    names = f"one of {', '.join(NAMES)}, or torch's name of it; all: each that fits, and the table"
+    which.add_argument("--schedule", metavar="NAME", help=names)
+    which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
+    group.add_argument("--stages", type=int, metavar="P", help="of the whole pipeline")
+    group.add_argument("--ranks", type=int, metavar="R", help="default: as many as the schedule deals the stages to")
+    group.add_argument("--microbatches", type=int, metavar="M", help="of one step")
+
+
+def _add_stages(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("stages", "one number, or a list with one for each stage; of one block:")
+    group.add_argument("--blocks", type=_counts, required=True, metavar="N", help="of a stage")
+    group.add_argument("--forward", type=_positives, default=[1.0], metavar="TIME", help="default: 1")
+    group.add_argument("--backward", type=_positives, default=[2.0], metavar="TIME", help="default: 2")
+    group.add_argument("--weight-grad", type=_amounts, default=[1.0], metavar="TIME", help="of it, default: 1")
+    group.add_argument("--recompute", type=_positives, default=[1.0], metavar="TIME", help="default: 1")
+    group.add_argument("--saved", type=_positives, default=[1.0], metavar="BYTES", help="default: 1")
+    group.add_argument("--boundary", type=_amounts, default=[0.0], metavar="BYTES", help="its input; default: 0")
+    for name, what in (("--first", "before all blocks: an embedding"), ("--last", "after them: a head, a loss")):
+        text = f"never recomputed, {what}"
+        group.add_argument(name, type=_three, default=[0.0, 0.0, 0.0], metavar="F,B,BYTES", help=text)
+    group.add_argument("--link", type=amount, default=0.0, metavar="TIME", help="of one message; default: 0")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan")
+    group.add_argument("--budget", required=True, metavar="BYTES", help="of a rank: 50%%, 60GB, or a number")
+    group.add_argument("--balance", action="store_true", help="also move blocks between stages")
+    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the step, and the memory of each rank")
+    group.add_argument("--json", action="store_true", help="print JSON instead of the tables")
