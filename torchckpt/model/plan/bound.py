@@ -25,8 +25,8 @@ from torchckpt.model.program import NOTHING, Program
 __all__ = ["least_seconds"]
 
 _TINY = 1e-9
-_MOST_WINDOWS = 100
-"""Of a rank at once; of more, those that say least are left."""
+_MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 60_000
+"""Of a rank at once, fewer where it has many actions and blocks of many kinds; of more, those that say least are left."""
 
 
 def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
@@ -67,6 +67,8 @@ class _Rank:
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.capacity = lane, Capacity(lane)
+        size = max(1, len(lane) * len(self.capacity.gains))
+        self.most_windows = min(_MOST_WINDOWS, max(_FEWEST_WINDOWS, _WORK // size))
         self.windows: list[Window] = []
         self.place = 0
         self.end_seconds = -1.0
@@ -93,6 +95,8 @@ class _Rank:
         self.end_seconds = max(window.seconds + max(0.0, window.wait_seconds - deferrable) for window in self.windows)
         if kind != FORWARD:
             self._prune()
+        while len(self.windows) > self.most_windows:
+            self.windows.remove(min(self.windows, key=_seconds))
         self.place += 1
 
     def _prune(self) -> None:
@@ -102,10 +106,12 @@ class _Rank:
                 kept.pop()
             if not (kept and kept[-1].covers(window)):
                 kept.append(window)
-        if len(kept) > _MOST_WINDOWS:
-            kept.remove(min(kept, key=lambda window: window.seconds))
         self.windows = kept
 
     def last_seconds(self) -> float:
         """When everything is done, weight gradients as well."""
         return max((window.seconds + window.wait_seconds for window in self.windows), default=0.0)
+
+
+def _seconds(window: Window) -> float:
+    return window.seconds

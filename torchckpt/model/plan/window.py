@@ -52,6 +52,8 @@ class Capacity:
         """At a backward, at least, more than boundaries and what is fixed."""
         self._alive_at(own)
         self._made: dict[tuple[int, int], list[float] | float | None] = {}
+        self._many: dict[int, list[dict[Holdings, int]]] = {}
+        """By layer, counts that have too many sums; more have, too."""
         self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
         few = max((len(holdings.stage.blocks) for holdings in own), default=0) <= _FEW_BLOCKS
         self.has_groups = not self.is_equal and few and self.most_alive <= _FEW_ALIVE
@@ -113,6 +115,9 @@ class Capacity:
 
     def _sums(self, layer: int, counts: dict[Holdings, int]) -> list[float] | float | None:
         """Of all sets of blocks; of equal ones, the size of one; None of too many."""
+        many = self._many.setdefault(layer, [])
+        if any(all(counts[holdings] >= few for holdings, few in one.items()) for one in many):
+            return None
         sizes = [size for holdings, count in counts.items() for size in self._sizes(layer, holdings) * count]
         if sizes and max(sizes) - min(sizes) <= _TINY * max(sizes):
             return max(sizes)
@@ -120,6 +125,7 @@ class Capacity:
         for size in sizes:
             found |= {one + size for one in found}
             if len(found) > _SUMS:
+                many.append(counts)
                 return None
         return sorted(found)
 
