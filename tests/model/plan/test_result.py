@@ -10,6 +10,7 @@ from tests.model.plan.published import CASES, gpt
 from torchckpt.errors import ArgumentError
 from torchckpt.model import one_f_one_b
 from torchckpt.model.plan import Block, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model.plan.text import _runs
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +108,19 @@ def test_shares(plan):
 def test_print(plan, capsys):
     plan.print()
     assert capsys.readouterr().out == f"{plan}\n"
+
+
+@pytest.mark.parametrize(
+    ("letters", "text"),
+    [
+        ("a", "a"),
+        ("ab", "a, b"),
+        ("aaab", "a x3, b"),
+        ("abab", "(a, b) x2"),
+        ("cababaa", "c, (a, b) x2, a x2"),
+        ("abcabcabcd", "(a, b, c) x3, d"),
+        ("", ""),
+    ],
+)
+def test_micro_batches_alike_are_written_once(letters, text):
+    assert _runs(letters) == text

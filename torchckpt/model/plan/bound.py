@@ -26,7 +26,7 @@ __all__ = ["least_seconds"]
 
 _TINY = 1e-9
 _MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 60_000
-"""Of a rank at once, fewer where it has many actions and blocks of many kinds; of more, those that say least are left."""
+"""Of a rank at once; fewer where it has many actions, or blocks of many kinds. Those that say least are left out."""
 
 
 def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:

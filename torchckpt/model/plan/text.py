@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torchckpt.model.plan.replay import Choice
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["summary", "table", "units_of"]
 
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_LONGEST_PERIOD = 12
+"""Micro-batches that are written as one pattern."""
 _BARE = 1e5
 """Budgets below this many are in units of the caller's own."""
 
@@ -69,12 +70,26 @@ def _by_stage(plan: PipelinePlan, units: Units) -> str:
 
 
 def _runs(choices: Sequence[Choice]) -> str:
-    """``3/0/5 x4, 8/0/0``: four micro-batches, then one."""
-    found = []
-    for text, group in groupby(map(str, choices)):
-        count = len(list(group))
-        found.append(f"{text} x{count}" if count > 1 else text)
+    """``3/0/5 x4, (8/0/0, 0/8/0) x2``: four micro-batches alike, then two by two."""
+    texts, found, at = list(map(str, choices)), [], 0
+    while at < len(texts):
+        period = max(range(1, _LONGEST_PERIOD + 1), key=lambda one: (_covered(texts, at, one), -one))
+        covered = max(period, _covered(texts, at, period))
+        if covered == period:
+            period = covered = 1
+        text = ", ".join(texts[at : at + period])
+        times = covered // period
+        found.append((f"({text}) x{times}" if period > 1 else f"{text} x{times}") if times > 1 else text)
+        at += covered
     return ", ".join(found)
+
+
+def _covered(texts: Sequence[str], at: int, period: int) -> int:
+    """How many, from ``at`` on, the first ``period`` of them say if they are repeated; 0 if they are not."""
+    times = 1
+    while texts[at : at + period] == texts[at + times * period : at + (times + 1) * period]:
+        times += 1
+    return times * period if times > 1 else 0
 
 
 def _by_rank(plan: PipelinePlan, units: Units) -> list[tuple[str, ...]]:
