@@ -58,7 +58,14 @@ def random_stages(random: Random, count: int, most: int):
             blocks = [kinds[at % len(kinds)] for at in range(n)]
         else:
             blocks = [random_block(random, boundary) for _ in range(n)]
+        if random.random() < 0.1:
+            place = random.randrange(n)
+            blocks[place] = replace(blocks[place], boundary_bytes=blocks[place].saved_bytes)
         stages.append(Stage(tuple(blocks)))
+    if random.random() < 0.1:
+        place = random.randrange(count)
+        bare = Stage((), before=Fixed(0.5, 0.5, 0.0, 0.3), message_bytes=0.1)
+        stages[place] = bare if any(stage.blocks for at, stage in enumerate(stages) if at != place) else stages[place]
     if random.random() < 0.5:
         stages[0] = replace(stages[0], before=Fixed(0.1, 0.0, 0.1, 0.02))
         stages[-1] = replace(stages[-1], after=Fixed(1.0, 1.0, 1.0, 2.0))

@@ -79,10 +79,12 @@ class Holdings:
         self.orders = _drop_orders(stage)
         self._made: dict[tuple[int, ...], Holding] = {}
         self.levels = {
-            name: [self.without(order[:count]) for count in range(self.blocks + 1)]
+            name: [self.without(order[:count]) for count in range(len(order) + 1)]
             for name, order in self.orders.items()
         }
         """By drop order, what is held after so many drops."""
+        self.droppable = len(self.orders[DROP_ORDERS[0]])
+        """Blocks that free something if they are dropped."""
         blocks = stage.blocks
         self.densities = {
             name: [density(blocks[at].recompute_seconds, blocks[at].freed_bytes) for at in order]
@@ -102,7 +104,8 @@ def density(seconds: float, amount_bytes: float) -> float:
 
 
 def _drop_orders(stage: Stage) -> dict[str, tuple[int, ...]]:
-    blocks, places = stage.blocks, range(len(stage.blocks))
+    blocks = stage.blocks
+    places = [at for at, block in enumerate(blocks) if block.freed_bytes]
 
     def by_density(at: int) -> float:
         return density(blocks[at].recompute_seconds, blocks[at].freed_bytes)

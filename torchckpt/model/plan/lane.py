@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from torchckpt.model.action import Kind
 from torchckpt.model.orders import Visit
-from torchckpt.model.plan.holding import Holding, Holdings
+from torchckpt.model.plan.holding import DROP_ORDERS, Holding, Holdings
 from torchckpt.model.schedule import Schedule
 
 __all__ = ["BACKWARD", "CHOICES", "FORWARD", "Lane", "Reserve", "lanes_of"]
@@ -69,7 +69,7 @@ class Lane:
         return [own.without(()) for own in self.holdings]
 
     def all_dropped(self) -> list[Holding]:
-        return [own.without(range(own.blocks)) for own in self.holdings]
+        return [own.levels[DROP_ORDERS[0]][-1] for own in self.holdings]
 
     def profile(self, held: Sequence[Holding]) -> list[float]:
         """Bytes alive at each place, where whole backwards recompute everything that is dropped."""

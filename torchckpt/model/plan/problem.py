@@ -95,6 +95,7 @@ def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget:
     raise_faults(caller, [*_recomputes(schedule), *stage_faults(stages, schedule.stages), *wrong_links])
     peak = max(keep_all(schedule, stages, links).peak_bytes)
     limits = limits_of(caller, budget, len(schedule.ranks), peak)
+    schedule = replace(schedule, segments=())  # they say how an R is done, and there is none
     return Problem(schedule, tuple(stages), tuple(links), limits)
 
 

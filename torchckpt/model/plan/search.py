@@ -243,7 +243,7 @@ class _Search:
         by = self.random.choice((1, 1, 2, -1, -1, -self.most_blocks, self.most_blocks))
         found = list(drops)
         for visit in stretch:
-            found[visit] = min(lane.holdings[visit].blocks, max(0, drops[visit] + by))
+            found[visit] = min(lane.holdings[visit].droppable, max(0, drops[visit] + by))
         return tuple(found)
 
     def _other_early(self, early: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ def read(text: str) -> tuple[Problem, Schedule, Choices, float, Problem | None]:
         stored = json.loads(text)
         if stored["format"] != _FORMAT:
             _refuse(f"format {stored['format']}")
-        given, planned = (from_csv(stored[name], stored["schedule"]) for name in ("given", "planned"))
+        ranks = len(stored["budget_bytes"])
+        given, planned = (_schedule(stored[name], stored["schedule"], ranks) for name in ("given", "planned"))
         stages = [_stage(one) for one in stored["stages"]]
         links = [Link(*pair) for pair in stored["links"]]
         asked = problem_of(_CALLER, given, stages, stored["budget_bytes"], links)
@@ -78,6 +79,12 @@ def _refuse(received: str) -> NoReturn:
 def _choices_of(plan: PipelinePlan, stage: int) -> list[Sequence[Sequence[int]]]:
     own = (plan.choices[stage, i] for i in range(plan.schedule.micro_batches))
     return [(one.kept, one.early, one.late) for one in own]
+
+
+def _schedule(text: str, name: str, ranks: int) -> Schedule:
+    """The last ranks may have nothing to do; a CSV does not say so."""
+    found = from_csv(text, name)
+    return replace(found, ranks=(*found.ranks, *[()] * (ranks - len(found.ranks))))
 
 
 def _stage(stored: dict[str, Any]) -> Stage:
