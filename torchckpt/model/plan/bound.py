@@ -25,7 +25,7 @@ from torchckpt.model.program import NOTHING, Program
 __all__ = ["least_seconds"]
 
 _TINY = 1e-9
-_MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 60_000
+_MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 20_000
 """Of a rank at once; fewer where it has many actions, or blocks of many kinds. Those that say least are left out."""
 
 

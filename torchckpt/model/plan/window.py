@@ -55,6 +55,7 @@ class Capacity:
         self._many: dict[int, list[dict[Holdings, int]]] = {}
         """By layer, counts that have too many sums; more have, too."""
         self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
+        self._options: dict[tuple[Holdings, float, bool], _Front] = {}
         few = max((len(holdings.stage.blocks) for holdings in own), default=0) <= _FEW_BLOCKS
         self.has_groups = not self.is_equal and few and self.most_alive <= _FEW_ALIVE
         layers, visits = range(len(self.gains)), range(len(lane.visits))
@@ -136,6 +137,14 @@ class Capacity:
         if key not in self._allowed:
             self._allowed[key] = [one for one in self._all_sets(holdings) if one[1] <= left_bytes * (1 + _TINY)]
         return self._allowed[key]
+
+    def options(self, holdings: Holdings, left_bytes: float, starts: bool) -> _Front:
+        """Of the sets that can be there when the backward starts: bytes, at its highest point or not, and seconds."""
+        key = holdings, round(left_bytes, 9), starts
+        if key not in self._options:
+            sets = self.allowed(holdings, left_bytes)
+            self._options[key] = _front([(high if starts else freed, saved) for freed, high, saved, _ in sets])
+        return self._options[key]
 
     def _all_sets(self, holdings: Holdings) -> list[tuple[float, float, float, list[float]]]:
         key = holdings, -1.0
@@ -289,9 +298,7 @@ class Window:
         if lane.made[visit] > self.anchor:
             self._start_group(place)
         holdings = lane.holdings[visit]
-        sets = capacity.allowed(holdings, capacity.left_bytes[place])
-        starts = place == self.anchor
-        options = [(highest if starts else freed, saved) for freed, highest, saved, _ in sets]
+        options = capacity.options(holdings, capacity.left_bytes[place], place == self.anchor)
         left = capacity.left_bytes[self.anchor] * (1 + _TINY)
         sums = [(b + more, s + saved) for b, s in self.front for more, saved in options if b + more <= left]
         self.front = _front(sums)
@@ -322,7 +329,7 @@ class Window:
 
 def _front(points: Sequence[tuple[float, float]]) -> _Front:
     found: _Front = []
-    for size, seconds in sorted(points, key=lambda point: (point[0], -point[1])):
+    for size, seconds in sorted(points):
         if not found or seconds > found[-1][1]:
             found.append((size, seconds))
     while len(found) > _POINTS:
