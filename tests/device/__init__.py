@@ -74,6 +74,7 @@ def _start(native: Any, devices: int) -> Simulator:
     native.start(devices)
     torch._register_device_module("sim", device_module(native))
     torch.utils.generate_methods_for_privateuse1_backend()
+    torch.random._fork_rng_warned_already = True  # that fork_rng asks many devices is no news here
     atexit.register(native.shut_down)
     _start_autograd(devices)
     return Simulator(native)
@@ -82,7 +83,7 @@ def _start(native: Any, devices: int) -> Simulator:
 def _start_autograd(devices: int) -> None:
     # The engine makes a thread for each device that it knows at the first backward, whatever that is of.
     torch.ones(1, requires_grad=True).sum().backward()
-    latest = time.monotonic() + 5
+    latest = time.monotonic() + 2
     while _autograd_threads() < devices and time.monotonic() < latest:
         time.sleep(0.001)  # a thread has its name a little later than its life
     if _autograd_threads() < devices:

@@ -90,6 +90,16 @@ class Simulator:
         finally:
             self._native.set_timeout(before)
 
+    @contextmanager
+    def held(self, stream: torch.Stream | None = None) -> Iterator[None]:
+        """Inside, ``stream`` goes no further than where it is now; default: the current one. To be sure who is late."""
+        stream = stream or torch.accelerator.current_stream()
+        mark = self._native.hold(stream.device_index, stream.stream_id)
+        try:
+            yield
+        finally:
+            mark.complete()
+
     # time --------------------------------------------------------------------------------------------------------------
 
     @contextmanager

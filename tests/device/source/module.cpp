@@ -48,6 +48,10 @@ py::tuple counted() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<sim::Mark, sim::MarkPtr>(module, "Mark").def("complete", [](sim::Mark& mark) {
+    mark.complete(sim::Clock::now());
+  });
+  module.def("hold", [](int device, int64_t stream) { return sim::hold(c10::DeviceIndex(device), stream); });
   module.def("start", &start);
   module.def("shut_down", &sim::shut_down);
   module.def("device_count", &sim::device_count);

@@ -34,6 +34,7 @@ Clock::time_point Mark::at() {
 }
 
 std::string Mark::described() const {
+  if (is_of_host()) return "the host, which holds it";
   return c10::str("event ", number_, ", recorded on stream ", stream_, " of sim:", int(device_));
 }
 

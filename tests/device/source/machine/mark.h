@@ -16,6 +16,7 @@ using Clock = std::chrono::steady_clock;
 class Mark {
  public:
   Mark(c10::DeviceIndex device, c10::StreamId stream);
+  Mark() : Mark(-1, 0) {}  // one that the host completes
 
   void complete(Clock::time_point at);
   bool is_complete();
@@ -23,7 +24,8 @@ class Mark {
   bool wait(double seconds);
   // When it was completed.
   Clock::time_point at();
-  // Such as "event 7, recorded on stream 0 of sim:1".
+  bool is_of_host() const { return device_ < 0; }
+  // Such as "event 7, recorded on stream 0 of sim:1", or "the host".
   std::string described() const;
 
  private:

@@ -153,10 +153,13 @@ void Queue::await(const MarkPtr& mark) {
       std::lock_guard<std::mutex> lock(mutex_);
       awaiting_ = mark;
     }
-    if (!mark->wait(timeout)) {
+    auto limit = 2 * timeout;  // the host, if it waits for this stream, is told first
+    while (!mark->wait(limit)) {
+      if (mark->is_of_host()) continue;  // as long as it likes
       add_fault(c10::str(
-          "stream ", stream, " of sim:", int(device), " has waited ", timeout.load(), " s for ", mark->described(),
+          "stream ", stream, " of sim:", int(device), " has waited ", limit, " s for ", mark->described(),
           ", and goes on without it. What the streams do:", all_described()));
+      break;
     }
     std::lock_guard<std::mutex> lock(mutex_);
     awaiting_ = nullptr;
@@ -189,6 +192,12 @@ c10::StreamId count_streams(c10::DeviceIndex device) {
   auto& here = streams[device];
   std::lock_guard<std::mutex> lock(here.mutex);
   return here.next;
+}
+
+MarkPtr hold(c10::DeviceIndex device, c10::StreamId stream) {
+  auto mark = std::make_shared<Mark>();
+  queue_of(device, stream).push({.awaited = mark});
+  return mark;
 }
 
 void synchronize_device(c10::DeviceIndex device) {

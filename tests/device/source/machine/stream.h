@@ -64,6 +64,8 @@ Queue& current_queue(c10::DeviceIndex device);
 c10::StreamId new_stream(c10::DeviceIndex device);
 c10::StreamId count_streams(c10::DeviceIndex device);
 
+// The stream goes no further than here until the host completes the mark.
+MarkPtr hold(c10::DeviceIndex device, c10::StreamId stream);
 void synchronize_device(c10::DeviceIndex device);
 // The host waits for an event.
 void synchronize_mark(const MarkPtr& mark);

@@ -1,6 +1,7 @@
 // Copies, between devices and with the host. Each runs on a stream, and occupies a link for as long as it lasts.
+#include <ATen/ops/_to_copy_native.h>
 #include <ATen/ops/fill.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -47,13 +48,8 @@ void copy_between(const at::Tensor& from, const at::Tensor& to) {
   if (&source != &target) let_wait(target, source);
 }
 
-// A tensor that a copy has just made, and that nobody has seen: its memory can be another.
-bool is_unseen(const at::Tensor& tensor) {
-  const auto& storage = tensor.storage();
-  bool is_whole = tensor.is_non_overlapping_and_dense() && tensor.storage_offset() == 0 && tensor.nbytes() == storage.nbytes();
-  return is_whole && tensor.use_count() <= 2 && storage.use_count() == 1 && tensor.nbytes() > 0 &&
-         storage.data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
-}
+// Inside a copy that makes its target itself: nobody has seen that, so its memory can be another.
+thread_local bool target_is_fresh = false;
 
 at::Tensor alias_at(const at::Tensor& like, void* bytes) {
   c10::DataPtr data(bytes, c10::kCPU);
@@ -65,7 +61,7 @@ at::Tensor alias_at(const at::Tensor& like, void* bytes) {
 
 // To the host, without waiting. What is read there too early is NaN, or where the pages can be closed, a fault.
 void copy_to_host_later(const at::Tensor& from, const at::Tensor& to, Queue& stream) {
-  if (!is_unseen(to)) {
+  if (!target_is_fresh || !to.is_non_overlapping_and_dense()) {
     at::Tensor target = to.detach();
     at::fill_(target, c10::isIntegralType(to.scalar_type(), true) ? at::Scalar(-1) : at::Scalar(std::nan("")));
     return push_copy(stream, from, to, on_cpu(from), target);
@@ -97,6 +93,15 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
+at::Tensor to_copy(
+    const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin_memory, bool non_blocking,
+    std::optional<at::MemoryFormat> format) {
+  target_is_fresh = true;
+  auto reset = c10::make_scope_exit([] { target_is_fresh = false; });
+  return at::native::_to_copy(self, dtype, layout, device, pin_memory, non_blocking, format);
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   to.resize_(from.sizes());
   return copy_from(from, to, false);
@@ -119,6 +124,7 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) { record_reader(tenso
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_to_copy", to_copy);
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("record_stream", record_stream);
 }

@@ -48,9 +48,11 @@ double attention(const at::Tensor& query, const at::Tensor& key, int products) {
 }  // namespace
 
 double flops_of(const Operator& op, Inputs in) {
-  const auto& name = op.name;
+  auto name = op.name.back() == '_' ? op.name.substr(0, op.name.size() - 1) : op.name;  // in place: the same
   auto tensor = [&](size_t place) -> const at::Tensor& { return in[place].toTensor(); };
-  if (name == "aten::mm" || name == "aten::bmm" || name == "aten::mv" || name == "aten::dot") return product(tensor(0), tensor(1));
+  if (name == "aten::mm" || name == "aten::bmm" || name == "aten::mv" || name == "aten::dot") {
+    return product(tensor(0), tensor(1));
+  }
   if (name == "aten::addmm" || name == "aten::baddbmm" || name == "aten::addmv") return product(tensor(1), tensor(2));
   if (name == "aten::convolution") return convolution_forward(in);
   if (name == "aten::convolution_backward") return convolution_backward(in);

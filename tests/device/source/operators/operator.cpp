@@ -33,6 +33,7 @@ Operator::Operator(const c10::FunctionSchema& schema)
     const auto& argument = schema.arguments()[place];
     if (is_written(argument)) written.push_back(int(place));
     is_out.push_back(is_written(argument) && argument.is_out());
+    is_in_place = is_in_place && !is_out.back();
     auto* type = argument.type()->castRaw<c10::OptionalType>();
     auto kind = type ? type->getElementType()->kind() : argument.type()->kind();
     if (kind == c10::TypeKind::GeneratorType) generator = int(place);
@@ -40,6 +41,7 @@ Operator::Operator(const c10::FunctionSchema& schema)
   for (const auto& value : schema.returns()) {
     auto* info = value.alias_info();
     returned.push_back(info ? aliased(schema, *info) : -1);
+    is_in_place = is_in_place && info && info->isWrite();
     returns.push_back(!info ? Return::kFresh : info->isWrite() ? Return::kWritten : Return::kView);
     is_list.push_back(value.type()->isSubtypeOf(*c10::ListType::ofTensors()));
     is_queueable = is_queueable && holds_tensors(value.type()) && (!info || returned.back() >= 0);

@@ -26,6 +26,7 @@ struct Operator {
   std::vector<bool> is_out;       // by argument: it is written, and may change its size
   int generator = -1;             // the argument that is a generator
   bool is_queueable = true;       // it returns tensors and nothing else
+  bool is_in_place = true;        // all that it returns are arguments, which keep their sizes
   std::unique_ptr<ShapeCache> shapes;
 };
 

@@ -3,7 +3,7 @@
 #include "operators/shape.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DefaultDtype.h>
 
 #include <cstring>
@@ -107,20 +107,32 @@ void forget_python_error() {
   PyGILState_Release(state);
 }
 
-// Batch norm's statistics have other sizes and dtypes on the CPU than on meta. Its kernel tells, from any numbers.
-at::Tensor full_of_ones(const at::Tensor& tensor) {
-  auto bytes = at::ones({int64_t(tensor.storage().nbytes() / tensor.itemsize())}, tensor.options().device(c10::kCPU));
-  return bytes.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+bool are_contiguous(c10::ArrayRef<c10::IValue> arguments) {
+  bool are_all = true;
+  for (const auto& argument : arguments) {
+    each_tensor(argument, [&](const at::Tensor& tensor) { are_all = are_all && tensor.is_contiguous(); });
+  }
+  return are_all;
 }
 
-bool is_norm(const Operator& op) { return op.name.find("batch_norm") != std::string::npos; }
+// Some kernels for meta foretell other sizes, strides or dtypes than those of the CPU. There the CPU's kernel tells, from
+// zeros.
+bool is_wrong_on_meta(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  auto has = [&](const char* part) { return op.name.find(part) != std::string::npos; };
+  return has("batch_norm") || has("embedding_bag") || (has("convolution") && !are_contiguous(arguments));
+}
+
+at::Tensor zeros_like_it(const at::Tensor& tensor) {
+  auto bytes = at::zeros({int64_t(tensor.storage().nbytes() / tensor.itemsize())}, tensor.options().device(c10::kCPU));
+  return bytes.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
 
 std::shared_ptr<const Shapes> foretold(
     const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   at::AutoDispatchBelowADInplaceOrView kernels_only;
-  auto device = is_norm(op) ? c10::kCPU : c10::kMeta;
+  auto device = is_wrong_on_meta(op, arguments) ? c10::kCPU : c10::kMeta;
   auto seen = [&](const at::Tensor& tensor) {
-    return !is_ours(tensor) ? tensor : device == c10::kCPU ? full_of_ones(tensor) : on_meta(tensor);
+    return !is_ours(tensor) ? tensor : device == c10::kCPU ? zeros_like_it(tensor) : on_meta(tensor);
   };
   std::vector<c10::IValue> stack;
   for (const auto& argument : arguments) {
@@ -174,6 +186,8 @@ std::shared_ptr<const Shapes> shapes_of(
     auto shapes = foretold(handle, op, arguments);
     if (is_encoded) op.shapes->put(std::move(key), shapes);
     return shapes;
+  } catch (const c10::NotImplementedError&) {
+    return op.is_in_place ? std::make_shared<Shapes>(op.returns.size()) : nullptr;
   } catch (const std::exception&) {
     forget_python_error();
     return nullptr;

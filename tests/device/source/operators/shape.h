@@ -20,6 +20,8 @@ struct Shape {
 
 // By return, the tensors in it.
 struct Shapes {
+  explicit Shapes(size_t count = 0) : returns(count) {}
+
   std::vector<std::vector<Shape>> returns;
 };
 

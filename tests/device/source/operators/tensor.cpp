@@ -18,10 +18,6 @@ at::Tensor described_as(const at::Tensor& tensor, c10::Storage storage, c10::Dis
   return fresh;
 }
 
-c10::Storage storage_at(void* bytes, size_t count, c10::DeviceType device) {
-  return c10::Storage(c10::Storage::use_byte_size_t{}, count, c10::DataPtr(bytes, device), nullptr, false);
-}
-
 }  // namespace
 
 c10::Storage OnCpu::storage(const c10::Storage& storage) {
@@ -29,7 +25,8 @@ c10::Storage OnCpu::storage(const c10::Storage& storage) {
   for (auto& [known, alias] : storages_) {
     if (known == impl) return alias;
   }
-  auto alias = storage_at(bytes_at(storage.data()), storage.nbytes(), c10::kCPU);
+  c10::DataPtr bytes(bytes_at(storage.data()), c10::kCPU);
+  c10::Storage alias(c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(bytes), nullptr, false);
   storages_.emplace_back(impl, alias);
   return alias;
 }
@@ -45,7 +42,10 @@ at::Tensor OnCpu::operator()(const at::Tensor& tensor) {
 }
 
 at::Tensor on_meta(const at::Tensor& tensor) {
-  return described_as(tensor, storage_at(nullptr, tensor.storage().nbytes(), c10::kMeta), c10::DispatchKey::Meta);
+  c10::DataPtr none(nullptr, c10::kMeta);
+  auto* allocator = c10::GetAllocator(c10::kMeta);  // for an output that gets another size
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, tensor.storage().nbytes(), std::move(none), allocator, true);
+  return described_as(tensor, std::move(storage), c10::DispatchKey::Meta);
 }
 
 at::Tensor made(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {

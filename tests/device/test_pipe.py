@@ -1,0 +1,101 @@
+"""``torchckpt.Pipe`` on simulated devices: the same bits with and without recomputation, and whatever the delays."""
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import torchckpt
+from tests.pipe.skips import Pop, Stash
+
+MODES = ["always", "except_last", "never"]
+
+
+def block(width=16):
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(width))
+
+
+def two_stages():
+    torch.manual_seed(0)
+    return nn.Sequential(block(), block())
+
+
+def gradients(module, checkpoint, devices=("sim:0", "sim:1"), balance=(1, 1), chunks=4, lookahead=1, step=False):
+    """Those of a mini-batch of eight rows, and the loss."""
+    module = copy.deepcopy(module)
+    pipe = torchckpt.Pipe(module, list(balance), list(devices), chunks, checkpoint, lookahead)
+    torch.manual_seed(1)
+    x, target = torch.randn(8, 16), torch.randn(8, 16)
+    if step:
+        loss = pipe.step(x, target, loss_fn=nn.functional.mse_loss)
+    else:
+        output = pipe(x)
+        loss = nn.functional.mse_loss(output, target.to(output.device))
+        loss.backward()
+    return [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in pipe.parameters())]
+
+
+def assert_equal(received, expected):
+    assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_two_stages_on_two_devices(sim, checkpoint, step):
+    expected = gradients(two_stages(), "never", step=step)
+    sim.reset_counts()
+    received = gradients(two_stages(), checkpoint, step=step)
+    assert sim.counts().queued > 100
+    assert sim.counts().synchronous == {}
+    assert_equal(received, expected)
+    for seed in range(3):
+        with sim.delays(seed):
+            assert_equal(gradients(two_stages(), checkpoint, step=step), expected)
+
+
+def test_two_stages_have_the_bits_of_the_plain_sequential_on_one_device(sim):
+    module = copy.deepcopy(two_stages()).to("sim:2").eval()  # no dropout: the devices would draw other numbers
+    torch.manual_seed(1)
+    x, target = torch.randn(8, 16).to("sim:2"), torch.randn(8, 16).to("sim:2")
+    output = torch.cat([module(part) for part in x.chunk(4)])
+    loss = nn.functional.mse_loss(output, target)
+    loss.backward()
+    received = gradients(two_stages().eval(), "always")
+    assert torch.equal(received[0], loss.detach().cpu())
+    for ours, parameter in zip(received[1:], module.parameters()):
+        torch.testing.assert_close(ours, parameter.grad.cpu())  # four micro-batches are added up in another order
+
+
+def program(seed):
+    """A random Pipe: its module, and its arguments but the mode."""
+    chosen = random.Random(seed)
+    layers = [block() for _ in range(chosen.randint(2, 5))]
+    if chosen.random() < 0.5:
+        first = chosen.randrange(len(layers))
+        layers.insert(first + 1, Stash())
+        layers.insert(chosen.randint(first + 2, len(layers)), Pop())
+    stages = chosen.randint(1, min(4, len(layers)))
+    cuts = sorted(chosen.sample(range(1, len(layers)), stages - 1))
+    balance = [end - begin for begin, end in zip([0, *cuts], [*cuts, len(layers)])]
+    devices = [f"sim:{chosen.randrange(4)}" for _ in balance]
+    arguments = {
+        "balance": balance,
+        "devices": devices,
+        "chunks": chosen.randint(1, 4),
+        "lookahead": chosen.randint(1, 3),
+        "step": chosen.random() < 0.4 and len(balance) > 1,
+    }
+    return nn.Sequential(*layers), arguments
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_pipes_are_the_same_whatever_the_delays(sim, seed):
+    torch.manual_seed(seed)
+    module, arguments = program(seed)
+    expected = gradients(module, "never", **arguments)
+    for place, checkpoint in enumerate(MODES):
+        with sim.delays(10 * seed + place, most_seconds=0.001, share=0.3):
+            assert_equal(gradients(module, checkpoint, **arguments), expected)
