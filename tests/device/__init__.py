@@ -45,9 +45,9 @@ def load(devices: int = 4) -> Simulator:
     """
     if not _loaded:
         _loaded["sim"] = _start(_native(library()), devices)
-    if torch.get_device_module("sim").device_count() < devices:
-        count = torch.get_device_module("sim").device_count()
-        raise DeviceError(f"this process has {count} simulated devices, and {devices} are asked for: load({devices}) first")
+    count = torch.accelerator.device_count()
+    if count < devices:
+        raise DeviceError(f"this process has {count} simulated devices, and not {devices}: load({devices}) first")
     return _loaded["sim"]
 
 
@@ -88,8 +88,8 @@ def _start_autograd(devices: int) -> None:
         time.sleep(0.001)  # a thread has its name a little later than its life
     if _autograd_threads() < devices:
         raise NotSupportedError(
-            "autograd has no threads for the simulated devices, as a backward came before them: call tests.device.load() "
-            "first, as tests/device/conftest.py does when it is imported"
+            "autograd has no threads for the simulated devices, as a backward came before them: call "
+            "tests.device.load() first, as tests/device/conftest.py does when it is imported"
         )
 
 

@@ -139,6 +139,7 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-_SHOWN_LINES:])
         raise BuildError(
-            f"the simulated device could not be built for torch {torch.__version__} (CXX=... takes another compiler: g++ 11 "
-            f"or clang 14 at least). The compiler's last lines:\n{last}\nThe command, to run again:\n{shlex.join(command)}"
+            f"the simulated device could not be built for torch {torch.__version__} (CXX=... takes another compiler: "
+            f"g++ 11 or clang 14 at least). The compiler's last lines:\n{last}\n"
+            f"The command, to run again:\n{shlex.join(command)}"
         )

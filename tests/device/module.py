@@ -11,6 +11,7 @@ from torch import Tensor, accelerator
 
 __all__ = ["device_module"]
 
+_TYPE = torch._C._autograd.DeviceType.PrivateUse1.value
 _CYCLES_PER_SECOND = 2e9  # those of _sleep, about a GPU's
 
 
@@ -79,18 +80,18 @@ class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Any:
         if known:  # a stream that is there, by its numbers
             return super().__new__(cls, **known)
-        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
+        return super().__new__(cls, torch.device("sim", _index(device)), priority=priority)
 
 
 def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """A point on a stream, as ``torch.cuda.Event``. No class: ``elapsed_time`` takes none but ``torch.Event`` itself."""
+    """A point on a stream, as ``torch.cuda.Event``. No class: ``elapsed_time`` takes ``torch.Event`` alone."""
     return torch.Event("sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 def _streams(native: Any) -> dict[str, Any]:
     def default_stream(device: Any = None) -> torch.Stream:
         index = native.checked(_index(device))
-        return torch.Stream(stream_id=0, device_index=index, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+        return torch.Stream(stream_id=0, device_index=index, device_type=_TYPE)
 
     def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else _OnStream(stream)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Counts", "Rates", "Ran", "Simulator"]
+__all__ = ["Counts", "Ran", "Rates", "Simulator"]
 
 _TIMEOUT_SECONDS = 60.0
 
@@ -45,7 +45,7 @@ class Simulator:
     def __init__(self, native: Any) -> None:
         self._native = native
 
-    # what was done -----------------------------------------------------------------------------------------------------
+    # what was done ----------------------------------------------------------------------------------------------------
 
     def counts(self) -> Counts:
         return Counts(*self._native.counts())
@@ -69,7 +69,7 @@ class Simulator:
         """A line for each stream that has work: what it runs, or which event it waits for."""
         return str(self._native.described())
 
-    # waiting -----------------------------------------------------------------------------------------------------------
+    # waiting ----------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Wait for all devices. Raises what failed on them."""
@@ -100,7 +100,7 @@ class Simulator:
         finally:
             mark.complete()
 
-    # time --------------------------------------------------------------------------------------------------------------
+    # time -------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def delays(self, seed: int, most_seconds: float = 0.002, share: float = 0.5) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Simulator:
     def durations(self, rates: Rates | None = None, seconds: Mapping[str, float] | None = None) -> Iterator[None]:
         """Operators take as long as on a device of such rates; those named in ``seconds`` as long as that says.
 
-        What has no duration takes no time of the device, however long the CPU needs for it: see :meth:`lateness_seconds`.
+        What has no duration takes no time of the device, however long the CPU needs: see :meth:`lateness_seconds`.
         """
         rates = rates or Rates()
         self.synchronize()
@@ -133,7 +133,7 @@ class Simulator:
                 self._native.set_seconds(name, -1.0)
 
     def lateness_seconds(self) -> float:
-        """How far a stream was behind the time that ``durations`` gave it, at most: what this machine was too slow for."""
+        """How far a stream was behind the time that ``durations`` gave it, at most: the machine was too slow for it."""
         return float(self._native.most_lateness())
 
     def reset(self) -> None:

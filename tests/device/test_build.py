@@ -65,7 +65,7 @@ def test_a_build_that_fails_shows_the_last_lines_and_the_command(log, monkeypatc
     with pytest.raises(BuildError) as error:
         build.library()
     text = str(error.value)
-    assert text.startswith(f"the simulated device could not be built for torch {torch.__version__} (CXX=... takes another")
+    assert text.startswith(f"the simulated device could not be built for torch {torch.__version__} (CXX=... takes ")
     assert "line 27\n" not in text
     assert "\nline 28\n" in text
     assert f"line 39\nThe command, to run again:\n{compiler} -std=c++20 " in text
@@ -75,8 +75,10 @@ def test_a_build_that_fails_shows_the_last_lines_and_the_command(log, monkeypatc
 
 def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    line = "the simulated device needs a C++ compiler, and CXX=no-such-compiler is no program: apt-get install g++, or set CXX"
-    assert why_not() == line
+    assert why_not() == (
+        "the simulated device needs a C++ compiler, and CXX=no-such-compiler is no program: apt-get install g++, "
+        "or set CXX"
+    )
     with pytest.raises(NoCompilerError, match="apt-get install"):
         build.library()
     monkeypatch.delenv("CXX")
@@ -86,7 +88,7 @@ def test_no_compiler(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0.0"])
 def test_a_torch_that_is_not_supported(version):
-    with pytest.raises(NotSupportedError, match=r"is written for torch 2\.11 to 2\.15, and this is torch .*: pip install 'torch=="):
+    with pytest.raises(NotSupportedError, match=r"for torch 2\.11 to 2\.15, and this is torch .*: pip install "):
         build.check_supported(version)
 
 
@@ -98,29 +100,29 @@ def test_a_torch_that_is_supported(version):
 # the process ----------------------------------------------------------------------------------------------------------
 
 
+LOAD = "import torch; from tests.device import load; load"
+
+
 def run(program):
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.strip(), done.stderr.strip().splitlines()[-1:]
 
 
 def test_load_comes_before_the_first_backward(simulator):
-    code, _, error = run(
-        "import torch; torch.ones(1, requires_grad=True).sum().backward()\nfrom tests.device import load\nload()"
-    )
+    code, _, error = run(f"import torch; torch.ones(1, requires_grad=True).sum().backward(); {LOAD}()")
     assert code == 1
-    assert error[0].startswith("tests.device.errors.NotSupportedError: autograd has no threads for the simulated devices")
+    assert error[0].startswith("tests.device.errors.NotSupportedError: autograd has no threads for the simulated ")
 
 
 def test_the_number_of_devices_is_set_once(simulator):
-    program = "import torch\nfrom tests.device import load\nload(8); load(4)\nprint(torch.zeros(1, device='sim:7').device)\nload(9)"
-    code, output, error = run(program)
+    code, output, error = run(f"{LOAD}(8); load(4)\nprint(torch.zeros(1, device='sim:7').device)\nload(9)")
     assert (code, output) == (1, "sim:7")
-    assert error == ["tests.device.errors.DeviceError: this process has 8 simulated devices, and 9 are asked for: load(9) first"]
+    assert error == ["tests.device.errors.DeviceError: this process has 8 simulated devices, and not 9: load(9) first"]
 
 
 def test_a_process_ends_with_work_in_its_streams(simulator):
     program = (
-        "import torch\nfrom tests.device import load\nload()\nx = torch.ones(100, 100, device='sim')\n"
+        f"{LOAD}()\nx = torch.ones(100, 100, device='sim')\n"
         "torch.sim._sleep(200_000_000)\nfor _ in range(100): x = x @ x"
     )
     assert run(program) == (0, "", [])
@@ -128,7 +130,7 @@ def test_a_process_ends_with_work_in_its_streams(simulator):
 
 def test_a_forked_process_is_told_that_it_cannot_use_the_devices(simulator):
     program = (
-        "import os, torch\nfrom tests.device import load\nload()\ntorch.ones(1, device='sim')\n"
+        f"{LOAD}()\nimport os; torch.ones(1, device='sim')\n"
         "if os.fork() == 0:\n"
         "    try: torch.ones(1, device='sim')\n"
         "    except RuntimeError as error: print(str(error)[:30], torch.sim._is_in_bad_fork(), flush=True)\n"

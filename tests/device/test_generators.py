@@ -51,7 +51,8 @@ def drawn():
     for _ in range(10):
         for stream in streams:
             with stream:
-                draws += [torch.rand(4, device=stream.device), nn.functional.dropout(torch.ones(8, device=stream.device))]
+                draws.append(torch.rand(4, device=stream.device))
+                draws.append(nn.functional.dropout(torch.ones(8, device=stream.device)))
     torch.sim.synchronize(0)
     torch.sim.synchronize(1)
     return [draw.cpu() for draw in draws]
@@ -80,10 +81,11 @@ def test_a_state_that_is_none_is_an_error(sim):
 
 def test_devices_draw_from_generators_of_their_own(sim):
     torch.manual_seed(1)
-    assert [generator.device for generator in torch.sim.default_generators] == [torch.device("sim", i) for i in range(4)]
-    assert {generator.initial_seed() for generator in torch.sim.default_generators} == {1}
+    generators = torch.sim.default_generators
+    assert [generator.device for generator in generators] == [torch.device("sim", index) for index in range(4)]
+    assert {generator.initial_seed() for generator in generators} == {1}
     torch.rand(3, device="sim:0")
-    assert [generator.get_offset() for generator in torch.sim.default_generators] == [1, 0, 0, 0]
+    assert [generator.get_offset() for generator in generators] == [1, 0, 0, 0]
 
 
 def test_a_generator_that_is_named(sim):

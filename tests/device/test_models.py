@@ -13,7 +13,8 @@ from tests.helpers import in_threads
 class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -27,7 +28,8 @@ class Block(nn.Module):
     def __init__(self, width=32, heads=4):
         super().__init__()
         self.first, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.second, self.wide, self.narrow = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.second = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
         x = x + self.attention(self.first(x))
@@ -44,7 +46,8 @@ class Residual(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 3))
+    body = [nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.RMSNorm(64)]
+    return nn.Sequential(*body, nn.Linear(64, 3))
 
 
 def convolutions():
@@ -117,7 +120,7 @@ def test_training_in_two_threads(sim, model):
 
 
 def test_a_model_comes_back_to_the_cpu(sim, model):
-    module, x, _ = model
+    module = model[0]
     there = copy.deepcopy(module).to("sim:0")
     back = copy.deepcopy(there).to("sim:1").cpu()
     assert all(torch.equal(*pair) for pair in zip(back.state_dict().values(), module.state_dict().values()))

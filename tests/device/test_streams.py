@@ -224,8 +224,8 @@ def test_a_stream_that_waits_too_long_goes_on_and_says_so(sim, streams):
     with pytest.raises(RuntimeError) as error:
         second.synchronize()
     assert numbers_left_out(error) == (
-        f"stream {two} of sim:0 has waited 0.02 s for event #, recorded on stream {one} of sim:0, and goes on without it. "
-        "What the streams do:\n"
+        f"stream {two} of sim:0 has waited 0.02 s for event #, recorded on stream {one} of sim:0, and goes on without "
+        "it. What the streams do:\n"
         f"  sim:0 stream {one}: waits for the host, which holds it, tasks behind it: 1\n"
         f"  sim:0 stream {two}: waits for event #, recorded on stream {one} of sim:0, tasks behind it: 0"
     )

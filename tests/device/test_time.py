@@ -1,9 +1,12 @@
 """Time: durations of operators, links and copies, and delays. The times are those that were set, not measured ones."""
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.device import Rates
@@ -17,7 +20,17 @@ def seconds(ran):
 def spans(ran):
     """When each started and ended, since the first start."""
     first = ran[0].start_seconds
-    return [(pytest.approx(one.start_seconds - first, abs=1e-7), pytest.approx(one.end_seconds - first, abs=1e-7)) for one in ran]
+    return [pytest.approx((one.start_seconds - first, one.end_seconds - first), abs=1e-7) for one in ran]
+
+
+def total(ran):
+    return sum(one.end_seconds - one.start_seconds for one in ran)
+
+
+def milliseconds(ran):
+    """Each operator's device and start, since the first start."""
+    first = min(one.start_seconds for one in ran)
+    return [(one.device, round((one.start_seconds - first) * 1e3, 3)) for one in ran]
 
 
 def ones(*shape, device="sim:0"):
@@ -49,14 +62,13 @@ def test_two_streams_run_at_once_and_an_event_orders_them(sim):
             with first:
                 first.wait_stream(second)
                 x.exp()
-    by_stream = {stream: [one for one in ran if one.stream == stream.stream_id] for stream in (first, second)}
-    start = min(one.start_seconds for one in ran)
-    times = [
-        [(one.operator, round((one.start_seconds - start) * 1e3, 3)) for one in by_stream[stream]] for stream in (first, second)
-    ]
-    assert times == [
-        [("aten::exp", 0.0), ("aten::exp", 5.0)],
-        [("aten::sin", 0.0), ("aten::exp", 3.0)],
+    names = {first.stream_id: "first", second.stream_id: "second"}
+    start = ran[0].start_seconds
+    assert sorted((names[one.stream], round((one.start_seconds - start) * 1e3, 3), one.operator) for one in ran) == [
+        ("first", 0.0, "aten::exp"),
+        ("first", 5.0, "aten::exp"),
+        ("second", 0.0, "aten::sin"),
+        ("second", 3.0, "aten::exp"),
     ]
 
 
@@ -83,7 +95,7 @@ FLOPS = {
     "conv2d": (lambda: nn.functional.conv2d(ones(2, 4, 8, 8), ones(6, 4, 3, 3), padding=1, stride=2), None),
     "conv1d in groups": (lambda: nn.functional.conv1d(ones(2, 4, 8), ones(6, 2, 3), groups=2, dilation=2), None),
     "conv transposed": (lambda: nn.functional.conv_transpose2d(ones(2, 4, 8, 8), ones(4, 6, 3, 3), stride=2), None),
-    "attention": (lambda: nn.functional.scaled_dot_product_attention(*(ones(2, 4, 8, 16) for _ in range(3))), 2 * 2 * 2 * 4 * 8 * 8 * 16),
+    "attention": (lambda: attention(*[ones(2, 4, 8, 16)] * 3), 2 * 2 * 2 * 4 * 8 * 8 * 16),
     "a sum": (lambda: ones(8).sum(), 0),
 }
 
@@ -97,7 +109,7 @@ def test_flops(sim, call, flops):
     sim.synchronize()
     with sim.durations(Rates(flops_per_second=1e8)), sim.record() as ran:
         call()
-    assert sum(one.end_seconds - one.start_seconds for one in ran) == pytest.approx(flops / 1e8, abs=1e-7)
+    assert total(ran) == pytest.approx(flops / 1e8, abs=1e-7)
 
 
 def test_flops_of_a_backward_are_those_of_pytorchs_counter(sim):
@@ -111,7 +123,7 @@ def test_flops_of_a_backward_are_those_of_pytorchs_counter(sim):
     sim.synchronize()
     with sim.durations(Rates(flops_per_second=1e8)), sim.record() as ran:
         step()
-    assert sum(one.end_seconds - one.start_seconds for one in ran) == pytest.approx(counter.get_total_flops() / 1e8, abs=1e-6)
+    assert total(ran) == pytest.approx(counter.get_total_flops() / 1e8, abs=1e-6)
 
 
 # links ----------------------------------------------------------------------------------------------------------------
@@ -144,9 +156,7 @@ def test_copies_share_a_link_and_other_links_are_free(sim):
                 x.to("sim:2")
             with returning:
                 back.to("sim:0")
-    start = min(one.start_seconds for one in ran)
-    starts = sorted((one.device, round((one.start_seconds - start) * 1e3, 3)) for one in ran)
-    assert starts == [(0, 0.0), (0, 0.0), (0, 1.0), (1, 0.0)]
+    assert sorted(milliseconds(ran)) == [(0, 0.0), (0, 0.0), (0, 1.0), (1, 0.0)]
 
 
 def test_eight_milliseconds_on_each_of_four_devices_are_eight_in_all(sim):
@@ -181,9 +191,7 @@ def test_without_durations_nothing_is_late(sim):
 
 def delayed(sim, seed, share=0.5):
     """By how much each of some operators on two streams was late. Each has a duration, so that times are exact."""
-    streams = [torch.Stream("sim:0"), torch.Stream("sim:0")]
-    gate = torch.Stream("sim:0")
-    x = ones(3)
+    x, gate = ones(3), torch.Stream("sim:0")
     sim.synchronize()
     with sim.delays(seed, 0.001, share), sim.durations(seconds={"aten::exp": 0.0005}), sim.record() as ran:
         fresh = [torch.Stream("sim:0"), torch.Stream("sim:0")]
@@ -193,12 +201,8 @@ def delayed(sim, seed, share=0.5):
                 with stream:
                     for _ in range(8):
                         x.exp()
-    del streams
-    gaps = []
-    for stream in fresh:
-        own = [one for one in ran if one.stream == stream.stream_id]
-        gaps.append([round(later.start_seconds - one.end_seconds, 6) for one, later in zip(own, own[1:])])
-    return gaps
+    own = [[one for one in ran if one.stream == stream.stream_id] for stream in fresh]
+    return [[round(later.start_seconds - one.end_seconds, 6) for one, later in pairwise(ones)] for ones in own]
 
 
 def test_delays_follow_from_the_seed(sim):

@@ -54,7 +54,8 @@ bool durations_are_set() { return rates_are_set; }
 
 double operator_seconds(const std::string& name, double flops, double bytes) {
   return seconds_of(name, [&] {
-    return rates.seconds_per_operator + std::max(over(flops, rates.flops_per_second), over(bytes, rates.bytes_per_second));
+    auto work = std::max(over(flops, rates.flops_per_second), over(bytes, rates.bytes_per_second));
+    return rates.seconds_per_operator + work;
   });
 }
 

@@ -1,7 +1,7 @@
 // Faults: what went wrong where nobody could be told at once. The next call that can raises them all.
 //
-// Two kinds: an operator that failed in the thread of its stream, and a touch by the host of memory that it may not read.
-// The second is noticed by the machine's page protection, and the host reads NaN there.
+// Two kinds: an operator that failed in the thread of its stream, and a touch by the host of memory that it may not
+// read. The second is noticed by the machine's page protection, and the host reads NaN there.
 #pragma once
 
 #include <string>

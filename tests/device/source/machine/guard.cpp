@@ -62,7 +62,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event) synchronize_mark(mark_of(event));
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<MarkPtr*>(event);
+  }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(mark_of(to)->at() - mark_of(from)->at()).count();
   }

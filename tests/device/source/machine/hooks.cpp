@@ -25,7 +25,9 @@ class PinnedAllocator final : public c10::Allocator {
     return {data, data, &release, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* target, const void* source, size_t bytes) const override { default_copy_data(target, source, bytes); }
+  void copy_data(void* target, const void* source, size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
 
  private:
   static void release(void* data) {
@@ -64,11 +66,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return allocator;
   }
 
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device);
+  }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<Generator>(checked(device));
   }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_bytes(storage, bytes); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_bytes(storage, bytes);
+  }
 };
 
 }  // namespace

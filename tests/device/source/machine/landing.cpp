@@ -61,8 +61,8 @@ bool open_landing_at(void* address, std::string& text) {
   mprotect(landing.visible_, landing.bytes_, PROT_READ | PROT_WRITE);
   landing.is_open_ = true;
   text = c10::str(
-      "the host touched a tensor that aten::_to_copy on ", landing.writer, " has not written yet. The result of a copy with "
-      "non_blocking=True must be waited for: torch.accelerator.synchronize().");
+      "the host touched a tensor that aten::_to_copy on ", landing.writer, " has not written yet. The result of a copy "
+      "with non_blocking=True must be waited for: torch.accelerator.synchronize().");
   return true;
 }
 

@@ -20,9 +20,10 @@ namespace {
 using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 
-constexpr int kNaN = 0xff;                      // every byte: a NaN of any floating dtype, and -1
-constexpr size_t kStep = size_t(1) << 22;       // bytes that are made usable at once
-constexpr size_t kQuarantine = size_t(1) << 25;  // freed bytes that are not used again yet, so that a late reader sees NaN
+constexpr int kNaN = 0xff;                 // every byte: a NaN of any floating dtype, and -1
+constexpr size_t kStep = size_t(1) << 22;  // bytes that are made usable at once
+// Freed bytes that are not used again yet: a reader that is late sees NaN, and not another tensor.
+constexpr size_t kQuarantine = size_t(1) << 25;
 
 // The memory of one device.
 struct Pool {
@@ -136,7 +137,9 @@ c10::DataPtr made(size_t bytes) {
 
 template <typename F>
 void each_stat(c10::CachingDeviceAllocator::DeviceStats& stats, F apply) {
-  for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes, &stats.active_bytes}) apply(all(*stat));
+  for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes, &stats.active_bytes}) {
+    apply(all(*stat));
+  }
 }
 
 class Allocator final : public c10::DeviceAllocator {

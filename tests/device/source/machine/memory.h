@@ -1,5 +1,5 @@
-// Memory of the devices. A tensor's address is one that nobody can read: the bytes are kSpan further on, for the threads
-// of streams alone. What is freed is filled with NaN, when the streams that used it have passed that point.
+// Memory of the devices. A tensor's address is one that nobody can read: its bytes are kSpan further on, and only the
+// threads of streams look there. What is freed is filled with NaN when the streams that used it have passed that point.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

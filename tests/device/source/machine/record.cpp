@@ -30,7 +30,8 @@ std::vector<Entry> stop_record() {
   return std::move(entries);
 }
 
-void record(c10::DeviceIndex device, c10::StreamId stream, const char* name, Clock::time_point start, Clock::time_point end) {
+void record(
+    c10::DeviceIndex device, c10::StreamId stream, const char* name, Clock::time_point start, Clock::time_point end) {
   if (!record_is_on) return;
   std::lock_guard<std::mutex> lock(record_mutex);
   entries.push_back({device, stream, name, since_origin(start), since_origin(end)});

@@ -19,6 +19,7 @@ struct Entry {
 void start_record();
 // In the order of their starts.
 std::vector<Entry> stop_record();
-void record(c10::DeviceIndex device, c10::StreamId stream, const char* name, Clock::time_point start, Clock::time_point end);
+void record(
+    c10::DeviceIndex device, c10::StreamId stream, const char* name, Clock::time_point start, Clock::time_point end);
 
 }  // namespace sim

@@ -21,6 +21,7 @@ namespace sim {
 namespace {
 
 constexpr auto kIdle = std::chrono::milliseconds(200);  // a thread that has had no work for so long ends
+constexpr auto kMoment = std::chrono::milliseconds(1);
 constexpr c10::StreamId kMostStreams = 1024;            // per device; then old ones come again, as with CUDA's pool
 
 std::atomic<double> timeout{60};
@@ -91,7 +92,8 @@ void Queue::synchronize() {
 std::string Queue::described() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (count_done_ == count_pushed_) return "";
-  std::string doing = awaiting_ ? "waits for " + awaiting_->described() : doing_ ? std::string("runs ") + doing_ : "starts";
+  auto runs = doing_ ? std::string("runs ") + doing_ : "starts";
+  auto doing = awaiting_ ? "waits for " + awaiting_->described() : runs;
   return c10::str("sim:", int(device), " stream ", stream, ": ", doing, ", tasks behind it: ", tasks_.size());
 }
 
@@ -136,7 +138,8 @@ void Queue::perform(const Task& task) {
 void Queue::work(const Task& task) {
   auto say = [&](const std::string& text) {
     auto first_line = text.substr(0, text.find('\n'));
-    add_fault(c10::str("sim:", int(device), " stream ", stream, ": ", task.name ? task.name : "a task", ": ", first_line));
+    auto* name = task.name ? task.name : "a task";
+    add_fault(c10::str("sim:", int(device), " stream ", stream, ": ", name, ": ", first_line));
   };
   try {
     task.work();
@@ -215,8 +218,8 @@ void synchronize_mark(const MarkPtr& mark) {
   }
   raise_faults();
   TORCH_CHECK(
-      in_time, mark->described(), ", was waited for, and has not come after ", timeout.load(), " s. What the streams do:",
-      all_described());
+      in_time, mark->described(), ", was waited for, and has not come after ", timeout.load(),
+      " s. What the streams do:", all_described());
 }
 
 std::string all_described() {
@@ -239,7 +242,7 @@ void shut_down() {
   auto latest = Clock::now() + std::chrono::seconds(10);
   for (int device = 0; device < device_count(); device++) {
     for (auto* queue : queues_on(device)) {
-      while (queue && !queue->is_idle() && Clock::now() < latest) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      while (queue && !queue->is_idle() && Clock::now() < latest) std::this_thread::sleep_for(kMoment);
     }
   }
 }

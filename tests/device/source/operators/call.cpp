@@ -52,8 +52,9 @@ void check_places(const Operator& op, const Arguments& arguments, c10::DeviceInd
 
 void check_kernel(const c10::OperatorHandle& handle, const Operator& op) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), op.name, " has no kernel for the CPU, and so none for sim, "
-      "whose operators run there. Write it in operators that have, in tests/device/source/operators, as cell.cpp does.");
+      handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), op.name, " has no kernel for the CPU, and so none "
+      "for sim, whose operators run there. Write it in operators that have one: tests/device/source/operators/cell.cpp "
+      "shows how.");
 }
 
 // What a call does in the thread of its stream.
@@ -125,13 +126,14 @@ class Work {
 double seconds_of(const Operator& op, const Arguments& arguments, const Arguments& outputs) {
   if (!durations_are_set()) return 0;
   double bytes = 0;
-  for (const auto* values : {&arguments, &outputs}) {
-    for (const auto& value : *values) each_tensor(value, [&](const at::Tensor& tensor) { bytes += double(tensor.nbytes()); });
-  }
+  auto add = [&](const at::Tensor& tensor) { bytes += double(tensor.nbytes()); };
+  for (const auto& value : arguments) each_tensor(value, add);
+  for (const auto& value : outputs) each_tensor(value, add);
   return operator_seconds(op.name, flops_of(op, arguments), bytes);
 }
 
-void note_writer(const Operator& op, const Arguments& arguments, const Arguments& outputs, Queue& queue, uint64_t number) {
+void note_writers(
+    const Operator& op, const Arguments& arguments, const Arguments& outputs, Queue& queue, uint64_t number) {
   auto note = [&](const at::Tensor& tensor) {
     if (is_ours(tensor)) note_writer(tensor.storage().data_ptr(), op.name.c_str(), queue, number);
   };
@@ -178,7 +180,7 @@ void queue(
   auto seconds = seconds_of(op, arguments, outputs);
   auto& stream = current_queue(device);
   auto number = stream.push({.name = op.name.c_str(), .work = [work] { work->run_and_copy(); }, .seconds = seconds});
-  note_writer(op, arguments, outputs, stream, number);
+  note_writers(op, arguments, outputs, stream, number);
   count_queued();
 }
 

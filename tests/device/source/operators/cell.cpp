@@ -54,7 +54,8 @@ std::tuple<Tensor, Tensor> gru(
   return {fresh + keep * (hidden - fresh), at::cat({reset, keep, fresh, hidden, hiddens[2]}, 1)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_backward(const Tensor& grad, const Tensor& workspace, bool has_bias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_backward(
+    const Tensor& grad, const Tensor& workspace, bool has_bias) {
   auto parts = workspace.chunk(5, 1);
   const auto &reset = parts[0], &keep = parts[1], &fresh = parts[2], &hidden = parts[3], &hidden_new = parts[4];
   auto grad_new = grad * (1 - keep) * tanh_slope(fresh);

@@ -111,7 +111,8 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   raise_faults();
   auto& stream = current_queue(tensor.device().index());
   auto value = std::make_shared<at::Scalar>();
-  stream.push({.name = "aten::_local_scalar_dense", .work = [value, source = on_cpu(tensor)] { *value = source.item(); }});
+  auto read = [value, source = on_cpu(tensor)] { *value = source.item(); };
+  stream.push({.name = "aten::_local_scalar_dense", .work = read});
   stream.synchronize();
   count_synchronous("aten::_local_scalar_dense");
   return *value;

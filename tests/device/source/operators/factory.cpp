@@ -16,8 +16,8 @@ using Device = std::optional<c10::Device>;
 
 c10::Device checked_options(Layout layout, Device device, std::optional<bool> pin_memory) {
   TORCH_CHECK(!pin_memory.value_or(false), "only memory of the host can be pinned, not of sim: device='cpu'");
-  TORCH_CHECK(
-      layout.value_or(c10::kStrided) == c10::kStrided, "sim has strided tensors only: layout=torch.strided, not ", *layout);
+  auto wanted = layout.value_or(c10::kStrided);
+  TORCH_CHECK(wanted == c10::kStrided, "sim has strided tensors only: layout=torch.strided, not ", wanted);
   return device.value_or(c10::Device(kSim));
 }
 

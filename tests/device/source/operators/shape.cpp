@@ -115,8 +115,7 @@ bool are_contiguous(c10::ArrayRef<c10::IValue> arguments) {
   return are_all;
 }
 
-// Some kernels for meta foretell other sizes, strides or dtypes than those of the CPU. There the CPU's kernel tells, from
-// zeros.
+// Some kernels for meta foretell other shapes than the CPU's, or dtypes. There the CPU's kernel tells, from zeros.
 bool is_wrong_on_meta(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   auto has = [&](const char* part) { return op.name.find(part) != std::string::npos; };
   return has("batch_norm") || has("embedding_bag") || (has("convolution") && !are_contiguous(arguments));

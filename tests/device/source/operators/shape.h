@@ -1,4 +1,4 @@
-// Shapes of what an operator returns, before it has run: it is run on the device meta, once for each shape of arguments.
+// Shapes of what an operator returns, before it has run: it is run on meta, once for each shape of its arguments.
 #pragma once
 
 #include <memory>
