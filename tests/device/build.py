@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shlex
@@ -44,8 +43,10 @@ def find_compiler() -> str:
     """The path of the compiler: ``$CXX``, or the first of g++, clang++ and c++ that is there.
 
     Raises:
-        NoCompilerError: none is.
+        NoCompilerError: none is, or none that could build this.
     """
+    if sys.platform != "linux":
+        raise NoCompilerError(f"the simulated device is built on Linux, and this is {sys.platform}: use a container")
     asked = os.environ.get("CXX")
     for name in [asked] if asked else ["g++", "clang++", "c++"]:
         path = shutil.which(name)
@@ -96,6 +97,8 @@ def _files() -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    import fcntl  # there is none on Windows, where these tests are skipped
+
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -9,7 +9,7 @@ class DeviceError(RuntimeError):
 
 
 class NoCompilerError(DeviceError):
-    """This machine has no C++ compiler. Tests that need the device are skipped."""
+    """This machine has no C++ compiler for it. Tests that need the device are skipped."""
 
 
 class NotSupportedError(DeviceError):

@@ -86,6 +86,11 @@ def test_no_compiler(monkeypatch, tmp_path):
     assert "there is no g++, clang++ or c++: apt-get install g++, or set CXX" in (why_not() or "")
 
 
+def test_another_system(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert why_not() == "the simulated device is built on Linux, and this is darwin: use a container"
+
+
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0.0"])
 def test_a_torch_that_is_not_supported(version):
     with pytest.raises(NotSupportedError, match=r"for torch 2\.11 to 2\.15, and this is torch .*: pip install "):

@@ -48,7 +48,7 @@ def test_a_copy_between_devices_runs_on_the_stream_of_the_source(sim):
     with sim.record() as ran:
         with out, into:
             x.to("sim:1")
-    assert [(one.device, one.stream, one.operator) for one in ran] == [(0, out.stream_id, "aten::_copy_from")]
+    assert [(one.device, one.stream, one.operator) for one in ran] == [(0, out.stream_id, "aten::copy_")]
 
 
 def test_a_copy_does_not_overwrite_what_the_target_still_reads(sim):

@@ -1,6 +1,8 @@
 """Operators: each runs the CPU's kernel, in the thread of a stream; its result has the CPU's bits."""
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -158,3 +160,44 @@ def test_an_operator_that_the_cpu_has_no_kernel_for_is_an_error(sim):
 def test_layouts_that_are_not_strided_are_an_error(sim):
     with pytest.raises(NotImplementedError, match="with arguments from the 'Sparsesim' backend"):
         torch.empty(3, layout=torch.sparse_coo, device="sim:0")
+
+
+def defined(schema, cpu, meta):
+    """An operator of that schema with kernels in Python, and the library that must live as long."""
+    library = torch.library.Library("sim_test", "FRAGMENT")
+    library.define(f"operator{schema}")
+    library.impl("operator", cpu, "CPU")
+    library.impl("operator", meta, "Meta")
+    return library
+
+
+def test_kernels_in_python_run_in_the_stream_too(sim):
+    threads = []
+
+    def plus_one(x):
+        threads.append(threading.current_thread())
+        return x + 1
+
+    library = defined("(Tensor x) -> Tensor", plus_one, torch.empty_like)
+    x = on("sim:0", X[0])
+    with sim.held():
+        received = torch.ops.sim_test.operator(x)
+        assert threads == []
+    assert torch.equal(received.cpu(), X[0] + 1)
+    assert threads != [threading.current_thread()]
+    library._destroy()
+
+
+def test_an_operator_that_takes_the_place_of_another_is_known_as_itself(sim):
+    def add_one(x):
+        x.add_(1)
+
+    for _ in range(10):  # the second schema may be where the first was
+        library = defined("(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
+        assert torch.equal(torch.ops.sim_test.operator(on("sim:0", X)).cpu(), X + 1)
+        library._destroy()
+        library = defined("(Tensor(a!) x) -> ()", add_one, lambda x: None)
+        x = on("sim:0", X)
+        assert torch.ops.sim_test.operator(x) is None
+        assert torch.equal(x.cpu(), X + 1)
+        library._destroy()

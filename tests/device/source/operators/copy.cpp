@@ -17,7 +17,7 @@
 namespace sim {
 namespace {
 
-constexpr const char* kCopy = "aten::_copy_from";
+constexpr const char* kCopy = "aten::copy_";
 
 // ``after`` goes on when ``before`` has come here.
 void let_wait(Queue& after, Queue& before) {

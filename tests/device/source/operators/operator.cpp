@@ -28,7 +28,10 @@ int aliased(const c10::FunctionSchema& schema, const c10::AliasInfo& info) {
 }  // namespace
 
 Operator::Operator(const c10::FunctionSchema& schema)
-    : name(schema.name()), arguments(schema.arguments().size()), shapes(std::make_unique<ShapeCache>()) {
+    : name(schema.name()),
+      overload(schema.overload_name()),
+      arguments(schema.arguments().size()),
+      shapes(std::make_unique<ShapeCache>()) {
   for (size_t place = 0; place < arguments; place++) {
     const auto& argument = schema.arguments()[place];
     if (is_written(argument)) written.push_back(int(place));
@@ -50,18 +53,23 @@ Operator::Operator(const c10::FunctionSchema& schema)
 
 Operator::~Operator() = default;
 
+bool Operator::is_of(const c10::FunctionSchema& schema) const {
+  bool has_sizes = arguments == schema.arguments().size() && returns.size() == schema.returns().size();
+  return has_sizes && name == schema.name() && overload == schema.overload_name();
+}
+
 Operator& known(const c10::OperatorHandle& handle) {
   static auto& mutex = *new std::shared_mutex;
-  static auto& operators = *new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<Operator>>;
+  static auto& operators = *new std::unordered_map<const c10::FunctionSchema*, Operator*>;
   const auto* schema = &handle.schema();
   {
     std::shared_lock<std::shared_mutex> lock(mutex);
     auto found = operators.find(schema);
-    if (found != operators.end()) return *found->second;
+    if (found != operators.end() && found->second->is_of(*schema)) return *found->second;
   }
   std::unique_lock<std::shared_mutex> lock(mutex);
   auto& op = operators[schema];
-  if (!op) op = std::make_unique<Operator>(*schema);
+  if (!op || !op->is_of(*schema)) op = new Operator(*schema);  // a library may go, and another's schema take its place
   return *op;
 }
 

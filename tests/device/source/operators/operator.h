@@ -17,7 +17,10 @@ struct Operator {
 
   enum class Return { kFresh, kWritten, kView };
 
+  bool is_of(const c10::FunctionSchema& schema) const;
+
   std::string name;               // such as "aten::add_"
+  std::string overload;           // such as "Tensor"
   size_t arguments;
   std::vector<Return> returns;
   std::vector<int> returned;      // by return: the argument that is written or viewed, or -1
