@@ -7,7 +7,6 @@
 
 #include "machine/generator.h"
 #include "machine/memory.h"
-#include "operators/resize.h"
 
 namespace sim {
 namespace {

@@ -1,5 +1,6 @@
 #include "machine/memory.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/StringUtil.h>
 #include <sys/mman.h>
 
@@ -231,6 +232,18 @@ void record_reader(const c10::DataPtr& data, c10::Stream stream) {
   auto& readers = block->readers;
   bool is_home = stream.device_index() == block->device && stream.id() == block->stream;
   if (!is_home && std::find(readers.begin(), readers.end(), reader) == readers.end()) readers.push_back(reader);
+}
+
+void resize_bytes(const c10::Storage& storage, size_t bytes) {
+  c10::DeviceGuard guard(storage.device());
+  auto fresh = allocator()->allocate(bytes);
+  auto kept = std::min(bytes, storage.nbytes());
+  if (kept) {
+    auto copy = [from = bytes_at(storage.data()), to = bytes_at(fresh.get()), kept] { std::memcpy(to, from, kept); };
+    current_queue(storage.device().index()).push({.name = "sim::resize", .work = copy});
+  }
+  storage.set_data_ptr(std::move(fresh));
+  storage.set_nbytes(bytes);
 }
 
 }  // namespace sim

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Storage.h>
 
 #include <string>
 #include <vector>
@@ -40,5 +41,8 @@ std::string written_by(const void* address);
 // The task that will write a storage, for messages.
 void note_writer(const c10::DataPtr& data, const char* name, Queue& queue, uint64_t number);
 void record_reader(const c10::DataPtr& data, c10::Stream stream);
+
+// Gives a storage that many bytes. Those that it has stay what they are, as far as they fit.
+void resize_bytes(const c10::Storage& storage, size_t bytes);
 
 }  // namespace sim

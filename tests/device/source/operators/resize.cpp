@@ -9,10 +9,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
-
-#include <cstring>
 
 #include "machine/memory.h"
 #include "operators/tensor.h"
@@ -21,18 +18,6 @@ namespace sim {
 
 at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   return at::native::as_strided_tensorimpl(tensor, sizes, strides, offset);
-}
-
-void resize_bytes(const c10::Storage& storage, size_t bytes) {
-  c10::DeviceGuard guard(storage.device());
-  auto fresh = allocator()->allocate(bytes);
-  auto kept = std::min(bytes, storage.nbytes());
-  if (kept) {
-    auto copy = [from = bytes_at(storage.data()), to = bytes_at(fresh.get()), kept] { std::memcpy(to, from, kept); };
-    current_queue(storage.device().index()).push({.name = "sim::resize", .work = copy});
-  }
-  storage.set_data_ptr(std::move(fresh));
-  storage.set_nbytes(bytes);
 }
 
 namespace {

@@ -9,8 +9,4 @@ at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArray
 
 // Gives the tensor these sizes, contiguous, and its storage as many bytes as that needs; nothing if it has them.
 void resize_to(const at::Tensor& tensor, at::IntArrayRef sizes);
-
-// Gives a storage that many bytes. Those that it has stay what they are, as far as they fit.
-void resize_bytes(const c10::Storage& storage, size_t bytes);
-
 }  // namespace sim
