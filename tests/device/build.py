@@ -64,9 +64,7 @@ def library() -> Path:
     """
     check_supported()
     compiler = find_compiler()
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    built = folder / f"{torch.__version__}-{_key(compiler)}.so"
+    built = cache_folder() / f"{torch.__version__}-{_key(compiler)}.so"
     if not built.exists():
         with _locked(built.with_suffix(".lock")):
             if not built.exists():  # another process may have built it meanwhile
@@ -99,7 +97,13 @@ def _files() -> list[Path]:
 def _locked(path: Path) -> Iterator[None]:
     import fcntl  # there is none on Windows, where these tests are skipped
 
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        rule = "the simulated device is built into a folder that can be written"
+        raise BuildError(f"{rule}, and {path.parent} is none ({error.strerror}): set TORCHCKPT_CACHE to one") from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -142,7 +146,7 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-_SHOWN_LINES:])
         raise BuildError(
-            f"the simulated device could not be built for torch {torch.__version__} (CXX=... takes another compiler: "
-            f"g++ 11 or clang 14 at least). The compiler's last lines:\n{last}\n"
+            f"the simulated device could not be built for torch {torch.__version__} (CXX=... takes another compiler, "
+            f"g++ 11 or clang 14 at least; Python.h comes with python3-dev). The compiler's last lines:\n{last}\n"
             f"The command, to run again:\n{shlex.join(command)}"
         )

@@ -73,6 +73,13 @@ def test_a_build_that_fails_shows_the_last_lines_and_the_command(log, monkeypatc
     assert unit.exists()  # to run the command again
 
 
+def test_a_cache_that_cannot_be_written(log, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHCKPT_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BuildError, match=r"a folder that can be written, and .* is none .*: set TORCHCKPT_CACHE"):
+        build.library()
+
+
 def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert why_not() == (
