@@ -24,6 +24,7 @@ from torch import (
 from torchckpt.kernel.private import modes_are_active
 
 __all__ = [
+    "CPU",
     "Ambient",
     "Generator",
     "RandomState",
@@ -111,7 +112,7 @@ class Generator(Protocol):
     def set_state(self, state: Tensor, /) -> Any: ...
 
 
-_CPU = (torch.default_generator,)
+CPU = (torch.default_generator,)
 
 
 class _ModuleGenerator:
@@ -137,7 +138,7 @@ def _device_generator(device: torch.device) -> Generator:
 def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
     """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
     if not devices and not named:
-        return _CPU
+        return CPU
     return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 
@@ -147,8 +148,8 @@ RandomState: TypeAlias = list[tuple[Generator, Tensor]]
 
 def random_state(generators: Iterable[Generator]) -> RandomState:
     """The states of ``generators``, now."""
-    if generators is _CPU:  # of most calls
-        (generator,) = _CPU
+    if generators is CPU:  # of most calls
+        (generator,) = CPU
         return [(generator, generator.get_state())]
     return [(generator, generator.get_state()) for generator in generators]
 

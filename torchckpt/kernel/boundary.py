@@ -35,8 +35,11 @@ class Boundary:
         """Of the arguments; None where all are tensors and atoms, given by position."""
         leaves, self.spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and not leaves[0].is_inference():  # as in most calls
+            self._leaves: list[Any] = [Input(leaves[0], hooks)]
+            return
         inputs: dict[int, Input] = {}
-        self._leaves: list[Any] = []
+        self._leaves = []
         for leaf in leaves:
             # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
@@ -51,6 +54,9 @@ class Boundary:
 
         Raises ``RuntimeError``, as eager autograd does, if one was changed in place since.
         """
+        if self.spec is None and len(self._leaves) == 1 and type(self._leaves[0]) is Input:
+            only = [self._leaves[0].again()]
+            return only, {}, only
         tensors: dict[int, Tensor] = {}
         leaves = []
         for leaf in self._leaves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchckpt.errors import ArgumentError, Fault, RecomputationError
 from torchckpt.kernel import norms
 from torchckpt.kernel.ambient import (
+    CPU,
     Ambient,
     RandomState,
     exchanged,
@@ -71,8 +73,10 @@ class Call:
         it finds around it goes into ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
-        boundary = self._boundary
-        seen, exclusive = look(self.function, () if boundary.spec is None else boundary.modules())
+        seen, exclusive = None, False
+        is_alone = self._boundary.spec is None  # or else there may be modules among the arguments
+        if not (is_alone and type(self.function) is FunctionType and not self.function.__dict__):
+            seen, exclusive = look(self.function, () if is_alone else self._boundary.modules())
         try:
             if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
                 return function(*args, **kwargs)
@@ -111,6 +115,8 @@ class Call:
         named = self._options.generators
         if not self._options.preserve_rng_state:
             return []
+        if seen is None and not named and not self.devices:
+            return random_state(CPU)
         if seen is not None and (owned := seen.layout.generators()):
             named = [*named, *owned]
         return random_state(generators_of(self.devices, named))
@@ -136,12 +142,14 @@ class Call:
             random_after = exchanged(random)
             set_grad_enabled(True)
             thread.flags, thread.scope = (False, True, borrowers), None  # whose regions are as they were
-            norms.watch(borrowers, self.function)
-            function(*args, **kwargs)
+            try:
+                norms.watch(borrowers, self.function)
+                function(*args, **kwargs)
+            finally:
+                norms.unwatch(borrowers)
         except Stop:
             pass
         finally:
-            norms.unwatch(borrowers)
             thread.flags, thread.scope = before, scope
             set_grad_enabled(graded)
             pop_hooks()

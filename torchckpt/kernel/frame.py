@@ -129,7 +129,8 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
-            self.let_go()
+            if self.recomputed:
+                self.let_go()
         tensor = slot.take()
         if self._trail is not None:
             self._trail.followed((tensor,))

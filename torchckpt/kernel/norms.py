@@ -29,8 +29,8 @@ _FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # a
 
 _COMPILED = "_orig_mod"  # the name of what torch.compile(module) holds
 
-_replays: list[list[nn.Module]] = []
-"""Those under way, in all threads."""
+_replays: list[None] = []
+"""As many as are under way, in all threads."""
 
 _lock = threading.Lock()
 _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
@@ -39,14 +39,14 @@ _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
 
 def watch(borrowers: list[nn.Module], function: Any) -> None:
     """Until ``unwatch``: lend copies to the norm layers that this replay of ``function`` calls."""
+    with _lock:
+        _replays.append(None)
+        if len(_replays) == 1:
+            global_forward_pre_hooks[_KEY], global_forward_hooks[_KEY] = _lend, _end_of_call
     # torch warns of any global hook when a compiled module is called. Ours does not mind being called twice. Each new
     # filter makes Python forget which warnings it has shown, so it is added only where it is missing.
     if "torch._dynamo" in sys.modules and _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
-    with _lock:
-        _replays.append(borrowers)
-        global_forward_pre_hooks[_KEY] = _lend
-        global_forward_hooks[_KEY] = _end_of_call
     if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # that is called, and not the module
         _lend(function.__self__, None)
 
@@ -54,7 +54,7 @@ def watch(borrowers: list[nn.Module], function: Any) -> None:
 def unwatch(borrowers: list[nn.Module]) -> None:
     """End that, and the loans of layers whose call did not end."""
     with _lock:
-        _replays[:] = [others for others in _replays if others is not borrowers]
+        _replays.pop()
         if not _replays:
             global_forward_pre_hooks.pop(_KEY, None)
             global_forward_hooks.pop(_KEY, None)

@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 
@@ -132,10 +133,14 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
         codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
 
 
+_ASKS_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
+
+
 def look_through(*packs: Callable[..., Any]) -> None:
     """Mark hooks as no one's choice: what asks for the user's hooks around a region takes these for none.
 
     From torch 2.14 on selective contexts do, to warn that what they keep does not go through them. No public form.
     """
-    for pack in packs:
-        pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
+    if _ASKS_FOR_HOOKS:
+        for pack in packs:
+            pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
