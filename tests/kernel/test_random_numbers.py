@@ -18,7 +18,7 @@ from tests.helpers import (
     plain,
 )
 from torchckpt import Checkpointing, checkpoint, is_recomputing
-from torchckpt.kernel import ambient, call, streams
+from torchckpt.kernel import ambient, streams
 
 
 def states(device):
@@ -197,8 +197,7 @@ class CountingGenerator(torch.Generator):
 def generator(monkeypatch):
     """In place of the CPU's default generator, as far as snapshots go."""
     generator = CountingGenerator()
-    for module in (ambient, call):
-        monkeypatch.setattr(module, "CPU", (generator,))
+    monkeypatch.setattr(ambient, "_CPU", (generator,))
     monkeypatch.setattr(streams, "accelerator_type", lambda: None)
     return generator
 

@@ -24,7 +24,6 @@ from torch import (
 from torchckpt.kernel.private import modes_are_active
 
 __all__ = [
-    "CPU",
     "Ambient",
     "Generator",
     "RandomState",
@@ -112,7 +111,7 @@ class Generator(Protocol):
     def set_state(self, state: Tensor, /) -> Any: ...
 
 
-CPU = (torch.default_generator,)
+_CPU = (torch.default_generator,)
 
 
 class _ModuleGenerator:
@@ -138,7 +137,7 @@ def _device_generator(device: torch.device) -> Generator:
 def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
     """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
     if not devices and not named:
-        return CPU
+        return _CPU
     return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 
@@ -148,9 +147,6 @@ RandomState: TypeAlias = list[tuple[Generator, Tensor]]
 
 def random_state(generators: Iterable[Generator]) -> RandomState:
     """The states of ``generators``, now."""
-    if generators is CPU:  # of most calls
-        (generator,) = CPU
-        return [(generator, generator.get_state())]
     return [(generator, generator.get_state()) for generator in generators]
 
 

@@ -35,11 +35,8 @@ class Boundary:
         """Of the arguments; None where all are tensors and atoms, given by position."""
         leaves, self.spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
-        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and not leaves[0].is_inference():  # as in most calls
-            self._leaves: list[Any] = [Input(leaves[0], hooks)]
-            return
         inputs: dict[int, Input] = {}
-        self._leaves = []
+        self._leaves: list[Any] = []
         for leaf in leaves:
             # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
@@ -54,9 +51,6 @@ class Boundary:
 
         Raises ``RuntimeError``, as eager autograd does, if one was changed in place since.
         """
-        if self.spec is None and len(self._leaves) == 1 and type(self._leaves[0]) is Input:
-            only = [self._leaves[0].again()]
-            return only, {}, only
         tensors: dict[int, Tensor] = {}
         leaves = []
         for leaf in self._leaves:
@@ -70,7 +64,6 @@ class Boundary:
             return leaves, {}, list(tensors.values())
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs, list(tensors.values())
-
 
     def modules(self) -> list[nn.Module]:
         """Those among the arguments."""
@@ -96,11 +89,10 @@ class Input:
         self._unpack: Callable[[Any], Tensor] | None = None
         self._original: weakref.ref[Tensor] | None = None
         """None: ``_kept`` is the tensor itself."""
-        if requires_grad and not is_inner and hooks is None:  # no change in place can put a graph behind it
+        # No change in place can put a graph behind a leaf that requires grad.
+        is_fixed = requires_grad and not is_inner and hooks is None
+        if is_fixed or (tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter)):
             self._kept: Any = tensor
-            return
-        if tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter):
-            self._kept = tensor
             return
         self._original = weakref.ref(tensor)
         if hooks is None:

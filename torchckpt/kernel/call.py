@@ -13,7 +13,6 @@ from torch import Tensor
 from torchckpt.errors import ArgumentError, Fault, RecomputationError
 from torchckpt.kernel import norms
 from torchckpt.kernel.ambient import (
-    CPU,
     Ambient,
     RandomState,
     exchanged,
@@ -73,10 +72,9 @@ class Call:
         it finds around it goes into ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
-        seen, exclusive = None, False
-        is_alone = self._boundary.spec is None  # or else there may be modules among the arguments
-        if not (is_alone and type(self.function) is FunctionType and not self.function.__dict__):
-            seen, exclusive = look(self.function, () if is_alone else self._boundary.modules())
+        modules = () if self._boundary.spec is None else self._boundary.modules()
+        has_none = type(self.function) is FunctionType and not self.function.__dict__  # as most functions
+        seen, exclusive = (None, False) if has_none and not modules else look(self.function, modules)
         try:
             if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
                 return function(*args, **kwargs)
@@ -115,8 +113,6 @@ class Call:
         named = self._options.generators
         if not self._options.preserve_rng_state:
             return []
-        if seen is None and not named and not self.devices:
-            return random_state(CPU)
         if seen is not None and (owned := seen.layout.generators()):
             named = [*named, *owned]
         return random_state(generators_of(self.devices, named))

@@ -129,8 +129,7 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
-            if self.recomputed:
-                self.let_go()
+            self.let_go()
         tensor = slot.take()
         if self._trail is not None:
             self._trail.followed((tensor,))

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -124,6 +124,10 @@ class Layout:
         found = (attributes.get(name) for attributes, name in self._generators)
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
+    def modes(self) -> list[bool | None]:
+        """Of each module, whether it trains."""
+        return [attributes.get("training") for attributes in self.dicts]
+
     @property
     def is_compiled(self) -> bool:
         """Whether a module is compiled, in place or by ``torch.compile(module)``."""
@@ -157,10 +161,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
     Made at the first call, and again when there are other modules inside than then. Modules that a function closes over
     are not seen.
     """
-    kind = type(function)
-    if not args and (kind is BuiltinFunctionType or (kind is FunctionType and not function.__dict__)):
-        return None
-    owner = getattr(function, "__self__", None) if kind is MethodType else function
+    owner = function.__self__ if type(function) is MethodType else function
     layout, modules = _layouts.get(id(owner)), None
     if layout is None and not isinstance(owner, nn.Module):
         modules = getattr(owner, "region_modules", None)

@@ -59,7 +59,7 @@ class Seen:
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))
-        self._modes = [attributes.get("training") for attributes in layout.dicts]
+        self._modes = layout.modes()
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         self._grown: dict[Key, weakref.ref[Tensor]] = {}
         """Those that are no leaves; an alias of each is in ``_buffers``."""
@@ -108,7 +108,7 @@ class Seen:
         layout, then = self.layout, self._values
         now, first = values_of(layout.tables), len(layout.children)
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
-        modes = [attributes.get("training") for attributes in layout.dicts]
+        modes = layout.modes()
         same = same and modes == self._modes and layout.lengths == lengths_of(layout.dicts)
         if same and layout.is_simple and not layout.unversioned:
             return None
@@ -150,7 +150,9 @@ class Seen:
             if tensor is not None and copy is not None:
                 is_alone = memory.setdefault(storage_key(tensor), id(tensor)) == id(tensor)
                 if copy.values is not None and not tensor.requires_grad and is_alone:
-                    twin = twins[id(tensor)] if id(tensor) in twins else twins.setdefault(id(tensor), copy.again())
+                    if id(tensor) not in twins:
+                        twins[id(tensor)] = copy.again()
+                    twin = twins[id(tensor)]
                 elif not copy.is_of(tensor):
                     loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
             loans.lent.append((self.layout.home(key), key[1], twin))

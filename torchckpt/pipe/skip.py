@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
 from torchckpt.kernel.flags import thread
+from torchckpt.kernel.layout import version_of
 from torchckpt.kernel.trees import tensors_of
 
 __all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
@@ -135,7 +136,7 @@ class Skips:
     def sent(self, name: Name, tensor: Tensor, load: Any) -> None:
         """``tensor`` left its stage, as ``load``, in whatever form."""
         found = self._stashed[name]
-        found.tensor, found.load, found.version = tensor, load, _version(tensor)
+        found.tensor, found.load, found.version = tensor, load, version_of(tensor)
 
     @property
     def are_any(self) -> bool:
@@ -179,7 +180,7 @@ class Skips:
         else:
             found.popped_by = layer
             load, tensor, found.load, found.tensor = found.load, found.tensor, None, None
-            if tensor is not None and _version(tensor) != found.version:
+            if tensor is not None and version_of(tensor) != found.version:
                 rule = "a skip must not be changed in place between the layer that stashes it and the one that pops it"
                 who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
                 works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
@@ -257,24 +258,20 @@ class Carrier:
                 self.popped(name)
         elif self._fetch is not None:
             tensor = self._fetch(self.popped(name))
-            self._fetched[name] = tensor, _version(tensor)
+            self._fetched[name] = tensor, version_of(tensor)
         else:
             raise RecomputationError(
                 f"a replay must pop what its forward popped\n  received: pop({name[1]!r}), by {self.layer}\n"
                 "  works:    a forward that pops the same names each time"
             )
         tensor, version = self._fetched[name]
-        if _version(tensor) != version:
+        if version_of(tensor) != version:
             raise RecomputationError(
                 f"a skip that was popped must not be changed in place: the replay would start from the changed one\n"
-                f"  received: {name[1]!r} at version {_version(tensor)}; expected version {version}\n"
+                f"  received: {name[1]!r} at version {version_of(tensor)}; expected version {version}\n"
                 f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
             )
         return tensor
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 class _Run:
