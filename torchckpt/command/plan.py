@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchckpt.command.shared import Parser, Unusable, amount, check_writable, positive, text_of, write
+from torchckpt.command.shared import (
+    Parser,
+    Unusable,
+    amount,
+    check_size,
+    check_writable,
+    file_or_counts,
+    positive,
+    text_of,
+    write,
+)
 from torchckpt.errors import ArgumentError
 from torchckpt.model.named import NAMES, named_schedule
 from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipeline
@@ -130,21 +140,16 @@ def _row_as_json(plan: PipelinePlan, compared: Comparison) -> dict[str, Any]:
 
 def _asked(options: argparse.Namespace) -> tuple[Schedule | None, list[Stage]]:
     """No schedule: every one."""
-    counts = {"--stages": options.stages, "--microbatches": options.microbatches, "--ranks": options.ranks}
-    if options.csv is not None:
-        given = [name for name, value in counts.items() if value is not None]
-        if given:
-            raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
-        schedule = from_csv(text_of(options.csv), options.csv.stem)
+    counts = {"--stages": options.stages, "--microbatches": options.microbatches}
+    ranks = {"--ranks": options.ranks}
+    csv = file_or_counts(options, counts, ranks)
+    if csv is not None:
+        schedule = from_csv(text_of(csv), csv.stem)
         return schedule, _stages(options, schedule.stages)
-    missing = [name for name in ("--stages", "--microbatches") if counts[name] is None]
-    if missing:
-        raise Unusable(f"--schedule needs {' and '.join(missing)}")
-    for name, value in counts.items():
+    for name, value in {**counts, **ranks}.items():
         if value is not None and value < 1:
             raise Unusable(f"{name} is a whole number from 1; received: {value}; works: {name} 4")
-    if options.stages * options.microbatches > _MOST:
-        raise Unusable(f"--stages times --microbatches is at most {_MOST}")
+    check_size(options, _MOST)
     stages = _stages(options, options.stages)
     return None if options.schedule == _ALL else _schedule(options), stages
 

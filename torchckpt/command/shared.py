@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,8 +15,10 @@ __all__ = [
     "Parser",
     "Unusable",
     "amount",
+    "check_size",
     "check_writable",
     "comma_list",
+    "file_or_counts",
     "is_module",
     "line",
     "module_at",
@@ -113,3 +116,24 @@ def positive(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError("a number above 0; received: 0")
     return value
+
+
+def file_or_counts(
+    options: argparse.Namespace, counts: Mapping[str, int | None], others: Mapping[str, int | None]
+) -> Path | None:
+    """The file of ``--csv``; None where ``--schedule`` and all of ``counts`` say what is asked for. ``others`` may."""
+    if options.csv is not None:
+        given = [name for name, value in {**counts, **others}.items() if value is not None]
+        if given:
+            raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
+        csv: Path = options.csv
+        return csv
+    missing = [name for name, value in counts.items() if value is None]
+    if missing:
+        raise Unusable(f"--schedule needs {' and '.join(missing)}")
+    return None
+
+
+def check_size(options: argparse.Namespace, most: int) -> None:
+    if options.stages * options.microbatches > most:
+        raise Unusable(f"--stages times --microbatches is at most {most}")

@@ -5,7 +5,17 @@ import argparse
 import json
 from pathlib import Path
 
-from torchckpt.command.shared import Parser, Unusable, amount, comma_list, positive, text_of, write
+from torchckpt.command.shared import (
+    Parser,
+    Unusable,
+    amount,
+    check_size,
+    comma_list,
+    file_or_counts,
+    positive,
+    text_of,
+    write,
+)
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.gantt import gantt
 from torchckpt.model.named import NAMES, named_schedule
@@ -80,16 +90,10 @@ def _costs(options: argparse.Namespace) -> dict[str, float]:
 
 def _schedule(options: argparse.Namespace) -> Schedule:
     counts = {"--stages": options.stages, "--microbatches": options.microbatches}
-    if options.csv is not None:
-        given = [name for name, value in {**counts, "--chunks": options.chunks}.items() if value is not None]
-        if given:
-            raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
-        return from_csv(text_of(options.csv), options.csv.stem)
-    missing = [name for name, value in counts.items() if value is None]
-    if missing:
-        raise Unusable(f"--schedule needs {' and '.join(missing)}")
-    if options.stages * options.microbatches > _MOST:
-        raise Unusable(f"--stages times --microbatches is at most {_MOST}")
+    csv = file_or_counts(options, counts, {"--chunks": options.chunks})
+    if csv is not None:
+        return from_csv(text_of(csv), csv.stem)
+    check_size(options, _MOST)
     each = named_schedule(options.schedule, 1, 2, options.chunks).stages  # on one rank
     if options.stages % each:
         works = max(each, round(options.stages / each) * each)
