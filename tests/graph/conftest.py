@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from torchckpt.graph.private.trace import Differentiable
+from torchckpt.model.remat import planner
 
 
 @pytest.fixture
@@ -19,3 +21,18 @@ def traces(monkeypatch):
 
     monkeypatch.setattr(Differentiable, "trace", counting)
     return found
+
+
+@pytest.fixture
+def quick_planner(monkeypatch):
+    """Any schedule will do."""
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
+
+
+@pytest.fixture
+def one_thread():
+    """A convolution has a workspace for each thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -4,14 +4,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from torch import nn
 
 from tests.graph.eager import assert_same, measured_peak, step
 from tests.models import MODELS
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.model.remat import planner
 
 SIZES = {
     "gpt2_hf": {"layers": 1, "length": 16, "batch": 4},
@@ -102,19 +100,7 @@ def checked(case, **options):
     return plan
 
 
-@pytest.fixture(autouse=True)
-def quick_planner(monkeypatch):
-    """Any schedule will do."""
-    monkeypatch.setattr(planner, "_SEARCH_WORK", 1, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A convolution has a workspace for each thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")
 
 
 def test_every_model_is_here():

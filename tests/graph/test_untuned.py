@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.graph.eager import assert_same, measured_peak, step
+from tests.models.case import itself
 from tests.models.untuned import UNTUNED
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
-from torchckpt.model.remat import planner
 
 A_LOSS_BYTES = 16
 
@@ -18,23 +17,7 @@ MORE_THAN_TAKEN = {"Normed": 6500}
 OPTIONS = [pytest.param({}, marks=pytest.mark.slow), {"budget": 0.6}]
 
 
-@pytest.fixture(autouse=True)
-def quick_planner(monkeypatch):
-    """Any schedule will do."""
-    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A convolution has a workspace for each thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def itself(loss):
-    return loss
+pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")
 
 
 def within(model, inputs, options):
