@@ -168,21 +168,37 @@ class _Builder:
         is_called = node.op == "call_function" and not self._is_part(node)
         if is_called and (fresh or not parts):
             self._costs[node] = self._cost(node)
+        unread = self._unread_copies(node, keys)
+        first = len(self.sizes)
         for key in fresh:
             self._known[key] = len(self.sizes)
-            places = [place for place, other in enumerate(keys) if other == key]
+            places = [place for place, other in enumerate(keys) if other == key and place not in unread]
             self.sizes.append(self._allocated_bytes(node, parts, places))
+        self.sizes += [self._allocated_bytes(node, parts, [place]) for place in unread]
         if isinstance(value, Tensor):
             self.storages[node] = frozenset({self._known[keys[0]]})
         if node in self._costs:
-            self.writes[node] = tuple(self._known[key] for key in fresh)
+            self.writes[node] = tuple(range(first, len(self.sizes)))
         elif is_called:
             self.views.add(node)
+
+    def _unread_copies(self, node: fx.Node, keys: list[int]) -> list[int]:
+        """The places that are another's in the trace, and a tensor of their own in a run, which nothing reads.
+
+        One tensor stands for the gradients of both biases of a recurrent layer.
+        """
+        made_bytes = self._costs[node].made_bytes if node in self._costs else ()
+        if len(set(keys)) == len(keys) or len(made_bytes) != len(keys):
+            return []
+        read = {user.args[1] for user in node.users if user.target is operator.getitem}
+        order = sorted(range(len(keys)), key=lambda place: place not in read)  # what is read stands for its copies
+        stands = {keys[place]: place for place in reversed(order)}
+        return [place for place in order if place not in read and stands[keys[place]] != place and made_bytes[place]]
 
     def _allocated_bytes(self, node: fx.Node, parts: list[Tensor], places: list[int]) -> int:
         """Of a storage, which these parts lie in: what was seen in a run, else what is traced.
 
-        A loss may be a part of what it reduces, and gradients of two biases, one in the trace, are two.
+        A loss may be a part of what it reduces, and two tensors may be one in the trace.
         """
         part = parts[places[0]]
         seen = self._costs[node].made_bytes if node in self._costs else ()
