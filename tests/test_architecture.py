@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "pipe": (*GROUND, "model", "kernel"),
     "distributed": (*GROUND, "features", "model", "kernel"),
     "plan": (*GROUND, "model", "kernel"),
-    "graph": (*GROUND, "model", "kernel.flags"),
+    "graph": (*GROUND, "features", "model", "kernel.flags"),
     # floor 3
     "kernel": (*GROUND, "features"),
     # floor 2

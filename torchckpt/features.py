@@ -10,7 +10,7 @@ import warnings
 from importlib import import_module
 from typing import NamedTuple
 
-__all__ = ["FEATURES", "TESTED", "Feature", "release_of", "table", "warn_of_newer_torch"]
+__all__ = ["FEATURES", "GRAPH", "INDUCTOR", "TESTED", "Feature", "release_of", "table", "warn_of_newer_torch"]
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The releases of torch on which the suite was run, part by part."""
@@ -46,16 +46,19 @@ _DISTRIBUTED = (
     "torch.distributed.pipelining.schedules:_ComputationType.OVERLAP_F_B",
     "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",
 )
-_GRAPH = (
+_CAPTURE = (
     "torch._functorch._aot_autograd.graph_capture_wrappers:set_partitioner_tag_is_backward",
     "torch._functorch._aot_autograd.utils:copy_fwd_metadata_to_bw_nodes",
     "torch.fx._lazy_graph_module:_use_lazy_graph_module",
 )
-_INDUCTOR = (
+_FUSION = (
     "torch._inductor.custom_graph_pass:CustomPartitionerFn",
     "torch._inductor.memory:estimate_peak_memory_allocfree",
     "torch._inductor.config:_post_fusion_custom_pass",
 )
+
+GRAPH = Feature("`torchckpt.graph`", "2.11", _CAPTURE, "`CaptureError` at its first call")
+INDUCTOR = Feature("`torchckpt.graph` with Inductor", "2.11", _FUSION, "`CaptureError` at its first call")
 
 FEATURES = (
     Feature("regions, `checkpoint_module`, `Pipe`", "2.11", _KERNEL, "`CheckpointError` at import"),
@@ -87,8 +90,8 @@ FEATURES = (
         ),
         "torch waits for its sends at the end of a step",
     ),
-    Feature("`torchckpt.graph`", "2.11", _GRAPH, "`ImportError` at its first call"),
-    Feature("`torchckpt.graph` with Inductor", "2.11", _INDUCTOR, "`ImportError` at its first call"),
+    GRAPH,
+    INDUCTOR,
     Feature(
         "selective contexts that look for saved-tensor hooks around them",
         "2.14",

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
+from torchckpt.features import Feature
 from torchckpt.graph.capture import Capture
 from torchckpt.graph.costs import roofline
 from torchckpt.kernel.flags import thread
@@ -189,11 +191,14 @@ def test_inputs_that_are_changed(function, inputs, named, what):
     )
 
 
-def test_torch_that_is_too_old(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.10.3+cpu")
-    assert str(refused(torch.sin, leaf(3))) == (
-        "the graph level needs torch 2.11 or newer\n  received: torch 2.10.3+cpu\n  works:    pip install 'torch>=2.11'"
-    )
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_torch_that_lacks_something(monkeypatch, inner):
+    lacking = Feature("graph", "2.11", ("torch:no_such_name",), "")
+    monkeypatch.setattr("torchckpt.graph.capture.GRAPH", lacking)
+    monkeypatch.setattr(sys.modules["torchckpt.graph.backend"], "GRAPH" if inner == "eager" else "INDUCTOR", lacking)
+    assert str(refused(torch.sin, leaf(3))).startswith("graph needs what torch 2.11 to ")
+    with pytest.raises(CaptureError, match="without torch:no_such_name"):
+        graph.backend(inner=inner)
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), RuntimeError("of mine"), ArgumentError("of ours"), StopIteration()])

@@ -9,6 +9,7 @@ from tests.graph.allocations import live_bytes
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.errors import CaptureError
+from torchckpt.features import TESTED, Feature
 from torchckpt.graph.private.operators import is_collective, is_mutable, is_random
 from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
 from torchckpt.graph.private.surroundings import compiling
@@ -18,7 +19,7 @@ from torchckpt.graph.private.trace import (
     backward_node,
     is_data_dependent,
     mutated_inputs,
-    require_supported_torch,
+    require,
     tangent_places,
 )
 
@@ -54,18 +55,14 @@ def test_storage_is_one_of_views_and_another_of_others():
     assert storage_of(sparse) == storage_of(sparse) != storage_of(torch.eye(2).to_sparse().coalesce())
 
 
-@pytest.mark.parametrize(
-    ("version", "fine"),
-    [("2.11.0", True), ("2.13.0+cpu", True), ("3.0.0", True), ("2.11.0a0+git123", True), ("2.10.1", False),
-     ("1.13.1+cu117", False)],
-)
-def test_releases_of_torch(monkeypatch, version, fine):
-    monkeypatch.setattr(torch, "__version__", version)
-    if fine:
-        require_supported_torch()
-        return
-    with pytest.raises(CaptureError, match=f"needs torch 2.11 or newer\n  received: torch {version[:4]}"):
-        require_supported_torch()
+def test_a_feature_that_torch_lacks():
+    require(Feature("a thing", "2.11", ("torch:Tensor",), ""))
+    with pytest.raises(CaptureError) as raised:
+        require(Feature("a `thing`", "2.11", ("torch:Tensor", "torch:no_such_name", "torch:nor_this"), ""))
+    assert str(raised.value) == (
+        f"a thing needs what torch 2.11 to {TESTED[-1]} have\n  received: torch {torch.__version__} without "
+        f"torch:no_such_name\n  works:    pip install 'torch=={TESTED[-1]}.*'"
+    )
 
 
 def test_boxed_code_takes_a_list_and_empties_it():

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
+from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.again import under_autograd
 from torchckpt.graph.capture import explained
 from torchckpt.graph.choose import Chooser, Costs
@@ -28,7 +29,7 @@ from torchckpt.graph.keep import Keep
 from torchckpt.graph.notes import hide_marks, restore_marks
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.inductor import by_inductor
-from torchckpt.graph.private.trace import require_supported_torch
+from torchckpt.graph.private.trace import require
 from torchckpt.graph.updates import Updates
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.dataflow import Schedule
@@ -100,7 +101,9 @@ class Backend:
     def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor") -> None:
         if inner not in ("inductor", "eager"):
             raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
-        require_supported_torch()
+        require(GRAPH)
+        if inner == "inductor":
+            require(INDUCTOR)
         planner()  # its arguments are checked at once
         self.__name__ = "torchckpt"  # what torch.compile's messages call it
         self.plans: list[Plan] = []

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.features import GRAPH
 from torchckpt.graph.costs import CostOf
 from torchckpt.graph.emit import emit
 from torchckpt.graph.guard import constant_of
@@ -20,7 +21,7 @@ from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.notes import Tracing
 from torchckpt.graph.partial import Backward, Partial
 from torchckpt.graph.private.surroundings import casting_once
-from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require_supported_torch
+from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.turns import TURNS
 from torchckpt.graph.unread import Unread
@@ -53,7 +54,7 @@ class Capture:
         self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
         choose: Choose, replay: bool = False,
     ) -> None:
-        require_supported_torch()
+        require(GRAPH)
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
         self._replay = replay
         self._are_leaves = [tensor.is_leaf for tensor in tensors]

@@ -10,10 +10,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.features import GRAPH
 from torchckpt.graph.capture import explained
 from torchckpt.graph.private.functional import Functional, backward_of, functional
 from torchckpt.graph.private.surroundings import without_autocast
-from torchckpt.graph.private.trace import require_supported_torch
+from torchckpt.graph.private.trace import require
 from torchckpt.graph.subject import Marks, Subject
 
 __all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]
@@ -80,7 +81,7 @@ def derivative_of(
     Raises:
         CaptureError: the call depends on the values of its tensors, changes its inputs, or has no derivative.
     """
-    require_supported_torch()
+    require(GRAPH)
     names = [*subject.state, *subject.inputs]
     found: list[Any] = []
 

@@ -5,6 +5,7 @@ comes in. Dynamo's backends go the same way.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.features import TESTED, Feature
 from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 
 __all__ = [
@@ -24,7 +26,7 @@ __all__ = [
     "is_data_dependent",
     "marked_boxed",
     "mutated_inputs",
-    "require_supported_torch",
+    "require",
     "retainable",
     "tangent_places",
     "uncompiled",
@@ -33,16 +35,16 @@ __all__ = [
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """``partition(joint, inputs, *, num_fwd_outputs, ...)``: the forward and the backward of a joint graph."""
 
-_OLDEST = (2, 11)
+
+def require(feature: Feature) -> None:
+    """Raise a :class:`~torchckpt.errors.CaptureError` where this torch lacks what ``feature`` stands on."""
+    for need in _missing(feature):
+        rule = f"{feature.name.replace('`', '')} needs what torch {feature.since} to {TESTED[-1]} have"
+        received = f"torch {torch.__version__} without {need}"
+        raise CaptureError(str(Fault(rule, received, f"pip install 'torch=={TESTED[-1]}.*'")))
 
 
-def require_supported_torch() -> None:
-    """Raise a :class:`~torchckpt.errors.CaptureError` where this torch cannot be captured."""
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if release < _OLDEST:
-        fault = Fault("the graph level needs torch 2.11 or newer", f"torch {torch.__version__}",
-                      "pip install 'torch>=2.11'")
-        raise CaptureError(str(fault))
+_missing = functools.cache(Feature.missing)
 
 
 def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
