@@ -1,12 +1,14 @@
 """The short version: two cells, of which only events count, not seconds. Prints them as JSON.
 
     python benchmarks/pipeline/short.py
+    python benchmarks/pipeline/short.py forwards      # of blocks, where the backward is split; two stages on a rank
 
 A message takes ten times as long as a forward, so that what begins before a gradient arrives does so on any machine.
 """
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from cells import Cell
@@ -26,11 +28,14 @@ def events(measured: Measured) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(what: str) -> None:
     found: dict[str, Any] = {}
-    run_cells(CELLS, SETTINGS, lambda measured: found.update({str(measured.cell): events(measured)}))
-    print(json.dumps({"cells": found, "block forwards": count_forwards()["rows"]}, indent=1))
+    if what == "forwards":
+        found = count_forwards()["rows"]
+    else:
+        run_cells(CELLS, SETTINGS, lambda measured: found.update({str(measured.cell): events(measured)}))
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:] or ["cells"])
