@@ -3,15 +3,20 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# A recipe fails where any part of a pipe does.
+SHELL       := bash
+.SHELLFLAGS := -o pipefail -c
+named        = sed -u 's/^/$(1) | /'
+
 .PHONY: demo test lint test-levels test-kernel slow compat compat-of-nothing compat-table pure gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt_distributed.py --compare 8 --out demo
 
-# Two processes of tests on two cores; what each prints comes when it ends.
+# Two processes of tests on two cores; each line says whose it is.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 --output-sync=target lint test-kernel test-levels
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 lint test-kernel test-levels
 
 lint:
 	$(BIN)/ruff check .
@@ -20,10 +25,10 @@ lint:
 LEVELS := tests/graph tests/model tests/models tests/command
 
 test-levels:
-	$(BIN)/python -m pytest $(LEVELS)
+	$(BIN)/python -m pytest $(LEVELS) 2>&1 | $(call named,levels)
 
 test-kernel:
-	$(BIN)/python -m pytest tests $(LEVELS:%=--ignore=%)
+	$(BIN)/python -m pytest tests $(LEVELS:%=--ignore=%) 2>&1 | $(call named,kernel)
 
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test

@@ -239,6 +239,7 @@ import torch
 from torch import nn
 from tests.pipe.stages import run, stages_of
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored, and that is inherited
 released = threading.Event()
 
 class Waits(nn.Module):
