@@ -74,13 +74,17 @@ def test_so_is_one_that_is_put_in_later(wrapped):
 @fsdp_of_one
 def test_ddp_and_replicate_and_both_kinds_of_fsdp_are_refused():
     from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
+
+    def on_the_cpu(model):
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
     with one_rank():
         for wrap, *parts in (
             (DistributedDataParallel, "prepares the sum of gradients", "DistributedDataParallel(graph.rematerialize("),
-            (fully_shard, "gathers its parameters", "checkpoint_module"),
+            (on_the_cpu, "gathers its parameters", "checkpoint_module"),
             (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "gathers its parameters"),
             (replicate, "prepares the sum of gradients", "replicate(graph.rematerialize("),
         ):

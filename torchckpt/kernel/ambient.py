@@ -21,7 +21,7 @@ from torch import (
     is_inference_mode_enabled,
 )
 
-from torchckpt.kernel.private import modes_are_active
+from torchckpt.kernel.private import dispatch_modes_are_active, modes_are_active
 
 __all__ = [
     "Ambient",
@@ -153,8 +153,11 @@ def random_state(generators: Iterable[Generator]) -> RandomState:
 def moved(then: RandomState) -> RandomState:
     """``then``, without the generators that have not drawn since.
 
-    A replay will not ask those either, and so replays in several threads leave alone what the threads share.
+    A replay will not ask those either, and so replays in several threads leave alone what the threads share. Under a
+    dispatch mode, such as that of a trace, values cannot be compared: all of ``then``.
     """
+    if dispatch_modes_are_active():
+        return then
     return [(generator, state) for generator, state in then if not torch.equal(state, generator.get_state())]
 
 
