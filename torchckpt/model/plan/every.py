@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
 from torchckpt.model.counts import whole
 from torchckpt.model.named import NAMES, named_schedule
-from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.limit import DeviceMemory, Limit
 from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import Links, problem_of
 from torchckpt.model.plan.result import PipelinePlan
@@ -87,7 +87,7 @@ def plan_every(
         received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
         raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
     schedule, own = fitting[0]
-    limits = problem_of(_CALLER, schedule, own, budget, link).budget_bytes
+    limits = budget if isinstance(budget, DeviceMemory) else problem_of(_CALLER, schedule, own, budget, link).budget_bytes
     reference = plan_pipeline(schedule, own, "100%", link)
     plans, refused = [], []
     for schedule, own in fitting:
