@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["add_model", "model_costs", "model_faults"]
 
 _OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels")
-_OF_NUMBERS = ("stages", "blocks", "forward", "backward", "weight_grad", "recompute", "saved", "boundary", "first", "last")
+_OF_BLOCKS = ("forward", "backward", "weight_grad", "recompute", "saved", "boundary")
+_OF_NUMBERS = ("stages", "blocks", *_OF_BLOCKS, "first", "last")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,14 @@ from torchckpt.model.table import from_csv
 __all__ = ["add", "run"]
 
 _MOST = 1_000_000
-_DEFAULTS = {"forward": [1.0], "backward": [2.0], "weight_grad": [1.0], "recompute": [1.0], "saved": [1.0], "boundary": [0.0]}
+_DEFAULTS = {
+    "forward": [1.0],
+    "backward": [2.0],
+    "weight_grad": [1.0],
+    "recompute": [1.0],
+    "saved": [1.0],
+    "boundary": [0.0],
+}
 _NOTHING = (0.0, 0.0, 0.0)
 _ALL = "all"
 _EXAMPLES = """\

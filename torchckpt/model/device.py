@@ -1,4 +1,4 @@
-"""Device: what an accelerator computes and moves in a second, as its maker says; and the seconds of an operation on it."""
+"""Device: what an accelerator computes and moves in a second, as its maker says."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -65,8 +65,8 @@ DEVICES = {
         ),
         Device(
             "mi300x", _peaks(1307.4, 653.7, 163.4, 163.4), 5.3e12, 64e9, 192e9,
-            "AMD Instinct MI300X Accelerator, data sheet (without sparsity; one Infinity Fabric link to each neighbour, "
-            "128 GB/s of both directions)",
+            "AMD Instinct MI300X Accelerator, data sheet (without sparsity; one Infinity Fabric link to each "
+            "neighbour, 128 GB/s of both directions)",
         ),
     )
 }  # fmt: skip

@@ -127,7 +127,7 @@ def pipeline_costs(
 
 
 def _stage(at: int, own: Counted, optimizer_bytes: float | None) -> Stage:
-    """What has no backward, or nothing to be freed, is no block: it is left as it is."""
+    """What has no backward, saves nothing, or changes its input in place is no block: it is left as it is."""
     before, after, blocks = own.before, own.after, list(own.blocks)
     first = next((place for place, one in enumerate(blocks) if _is_block(one)), len(blocks))
     kept = [one for one in blocks if _is_block(one)]
@@ -142,8 +142,8 @@ def _stage(at: int, own: Counted, optimizer_bytes: float | None) -> Stage:
 
 
 def _is_block(part: Part) -> bool:
-    backward = part.input_grad.seconds + part.weight_grad.seconds
-    return backward > 0 and part.forward.seconds > 0 and part.held.saved_bytes > 0
+    takes_time = part.forward.seconds > 0 and part.input_grad.seconds + part.weight_grad.seconds > 0
+    return takes_time and part.held.saved_bytes > 0 and not part.changes_input
 
 
 def _block(part: Part, optimizer_bytes: float | None) -> Block:
@@ -152,7 +152,7 @@ def _block(part: Part, optimizer_bytes: float | None) -> Block:
         part.input_grad.seconds,
         part.weight_grad.seconds,
         max(part.recompute.seconds, _LEAST_SECONDS),
-        part.held.saved_bytes,
+        part.held.saved_bytes + part.held.unsaved_bytes,
         part.held.boundary_bytes,
         part.static.total_bytes(optimizer_bytes),
     )

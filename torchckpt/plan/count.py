@@ -41,6 +41,8 @@ class Part:
     """Of the forward, up to the last tensor that it saves."""
     held: Held
     static: Static
+    changes_input: bool = False
+    """In place, so that it cannot run again."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,20 @@ class _Forward:
         self.holdings = Holdings(frozenset(static))
         self.replays: dict[int, Tally] = {}  # by part, what has run when it saves
         self.inputs: list[Tensor] = []  # of blocks, those that have a gradient
+        self.changing: set[int] = set()  # blocks that change what they are given
+        self._versions: list[tuple[Tensor, int]] = []
         self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_of((args, kwargs))
         self.inputs += [tensor for tensor in tensors if tensor.requires_grad]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
         self._turn(len(self.holdings.given))
         self.holdings.give(tensors)
 
     def leave(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            self.changing.add(self.ledger.part)
         self._turn(AFTER)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -119,7 +126,7 @@ def counted(
     def part(at: int) -> Part:
         ahead, inner, both = (ledger.tallies[phase, at] for phase in (FORWARD, INPUT_GRAD, BOTH_GRADS))
         replay = forward.replays.get(at, Tally())
-        return Part(ahead, inner, both - inner, replay, held[at], shares.get(at, Static()))
+        return Part(ahead, inner, both - inner, replay, held[at], shares.get(at, Static()), at in forward.changing)
 
     blocks = tuple(map(part, range(len(forward.holdings.given))))
     message = sum(one.numel() * one.element_size() for one in tensors_of(inputs) if one.is_floating_point())

@@ -22,10 +22,13 @@ __all__ = ["Held", "Holdings"]
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes; of what is no block, both are the same."""
+    """Bytes. What is no block has no boundary: all of it is saved."""
 
     saved_bytes: int
-    boundary_bytes: int
+    boundary_bytes: int = 0
+    unsaved_bytes: int = 0
+    """Of the boundary, what is not saved where the block is kept: half-precision inputs that are used as copies in
+    float32. Where the block is recomputed before its gradient arrives, they are there beside what it saves."""
 
 
 @dataclass
@@ -60,14 +63,16 @@ class Holdings:
             outside[BEFORE] |= strange
         outside[AFTER] -= outside[BEFORE]
         always = outside[BEFORE] | outside[AFTER]
-        found = {part: self._held(storages, storages) for part, storages in outside.items()}
+        found = {part: Held(self._bytes(storages)) for part, storages in outside.items()}
+        anywhere = {storage for saved in self.saved.values() for storage in saved}
         for block, given in enumerate(self.given):
-            own = self.saved.get(block, set()) - always - times.keys()
-            found[block] = self._held(own | given - always, given - always)
+            own, boundary = self.saved.get(block, set()) - always - times.keys(), given - always
+            unsaved = boundary - anywhere
+            found[block] = Held(self._bytes(own | boundary - unsaved), self._bytes(boundary), self._bytes(unsaved))
         return found
 
-    def _held(self, saved: set[StorageWeakRef], boundary: set[StorageWeakRef]) -> Held:
-        return Held(sum(map(self.sizes.__getitem__, saved)), sum(map(self.sizes.__getitem__, boundary)))
+    def _bytes(self, storages: Iterable[StorageWeakRef]) -> int:
+        return sum(map(self.sizes.__getitem__, storages))
 
     def _met(self, tensor: Tensor) -> Iterable[StorageWeakRef]:
         found = {storage: size for storage, size in storage_of(tensor).items() if storage not in self.static}

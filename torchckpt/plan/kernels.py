@@ -47,7 +47,7 @@ def _rms_norm(
 ) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:  # then an accelerator has no kernel either
         return F.rms_norm(input, normalized_shape, weight, eps)
-    found: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)
+    found: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -87,7 +87,7 @@ class _RMSNorm(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # of one output
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         input, weight, scale = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
         backward = torch.ops.aten.native_layer_norm_backward

@@ -2,7 +2,9 @@
 
 A block is an outermost region (``checkpoint``, ``checkpoint_module``, ``Checkpointing``). A model without regions has
 blocks where it repeats itself: the children of ``nn.Sequential``, ``nn.ModuleList`` and ``nn.ModuleDict`` whose class
-occurs more than once among such children, over all stages. A container inside a block is part of the block.
+occurs more than once among such children, over all stages. A container among such children is a block if its own
+children are of different classes, as a convolution, a norm and an activation are; otherwise its children are looked at.
+What is inside a block is part of it.
 """
 from __future__ import annotations
 
@@ -77,14 +79,19 @@ def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
         children = [child for module in level for child in _in_containers(module)]
         counts = Counter(map(type, children))
         found += [child for child in children if counts[type(child)] > 1]
-        level = [child for child in children if counts[type(child)] == 1 and not isinstance(child, _CONTAINERS)]
+        level = [child for child in children if counts[type(child)] == 1]
     return list(dict.fromkeys(found))
 
 
 def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of the outermost containers in ``module``, itself included, and of containers right in those."""
+    """The children of the outermost containers in ``module``, itself included, and of uniform containers in those."""
     for child in module.children():
-        if isinstance(child, _CONTAINERS) or not isinstance(module, _CONTAINERS):
+        if not isinstance(module, _CONTAINERS) or _is_uniform(child):
             yield from _in_containers(child)
         else:
             yield child
+
+
+def _is_uniform(module: nn.Module) -> bool:
+    kinds = list(map(type, module.children()))
+    return isinstance(module, _CONTAINERS) and len(set(kinds)) < len(kinds)

@@ -39,17 +39,18 @@ def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[flo
         return tuple(memory.total_bytes - one for one in static_bytes)
     rank = list(static_bytes).index(most)
     raise BudgetInfeasible(
-        f"{caller}: the memory of a device holds parameters, gradients and optimizer state, and activations beside them\n"
+        f"{caller}: a device holds parameters, gradients and optimizer state, and has memory left for activations\n"
         f"  received: {memory.total_bytes:.12g} bytes, of which those take {most:.12g} on rank {rank}\n"
-        "  works:    more stages, so that each has fewer parameters; or state that is sharded over data-parallel ranks, "
-        "such as optimizer_bytes=12 / 64",
+        "  works:    more stages; or state that is sharded over data-parallel ranks, such as optimizer_bytes=12 / 64",
         most,
         None,
         rank,
     )
 
 
-def limits_of(caller: str, limit: str | float | Sequence[str | float], ranks: int, peak_bytes: float) -> tuple[float, ...]:
+def limits_of(
+    caller: str, limit: str | float | Sequence[str | float], ranks: int, peak_bytes: float
+) -> tuple[float, ...]:
     """Bytes per rank.
 
     >>> limits_of("plan()", ["50%", "1kB"], 2, 8000.0)
