@@ -4,7 +4,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torchckpt.plan.count import Counted, counted, tensors_of
 from torchckpt.plan.kernels import kernels_of
 from torchckpt.plan.ledger import SecondsOf
 from torchckpt.plan.parts import repeated_children, watched
-from torchckpt.plan.private import VALUES_ASKED, unallocated
+from torchckpt.plan.private import VALUES_ASKED, is_unallocated, unallocated
 
 __all__ = ["Build", "counted_chain"]
 
@@ -42,8 +42,9 @@ def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torc
     Raises:
         ArgumentError: ``build`` raises or returns something else, or a stage does not run.
     """
-    with _environment(kernels, dtype):
-        made = _made(build)
+    with ExitStack() as stack:
+        stack.enter_context(_environment(kernels, dtype))
+        made = stack.enter_context(_stand_ins(_made(build)))
         children = None if _has_regions(made) else repeated_children(made.stages)
         found: list[Counted] = []
         inputs = made.inputs
@@ -51,8 +52,9 @@ def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torc
             call = _call(made, at, inputs)
             own = None if children is None else [one for one in stage.modules() if one in set(children)]
             with _explained(at, made, inputs):
-                found.append(counted(stage, call, inputs, seconds_of, own))
-                inputs = _handed_on(found[-1].outputs)
+                one, outputs = counted(stage, call, inputs, seconds_of, own)
+            found.append(one)
+            inputs = _handed_on(outputs)
         return found
 
 
@@ -91,29 +93,37 @@ def _made(build: Build) -> _Made:
         _refuse(rule, f"an example of {_kind(example)}")
     if loss is not None and not callable(loss):
         _refuse("the loss is a function of what the last stage returns", _kind(loss))
-    stages = [_on_cpu(stage) for stage in stages]
-    inputs = pytree.tree_map(_on_device, inputs)
-    return _Made(stages, inputs, loss)
+    return _Made(list(stages), inputs, loss)
 
 
-def _on_cpu(stage: nn.Module) -> nn.Module:
-    """Parameters on the ``meta`` device are put on one whose kernels are counted. No memory is taken."""
-    moved: dict[Tensor, Tensor] = {}
-    for module in stage.modules():
-        for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in moved:
-                        new = torch.empty_like(tensor, device="cpu")
-                        moved[tensor] = nn.Parameter(new, tensor.requires_grad) if kind == "parameter" else new
-                    held[name] = moved[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
-    return stage
+@contextmanager
+def _stand_ins(made: _Made) -> Iterator[_Made]:
+    """Within, tensors that have memory, or are on a device without kernels, are replaced by some that are counted."""
+    replaced: dict[Tensor, Tensor] = {}
+    changed: list[tuple[dict[str, Any], str, Tensor]] = []
 
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_unallocated(value):
+            return value
+        if value not in replaced:
+            new = torch.empty_like(value, device="cpu", requires_grad=False)
+            is_parameter = isinstance(value, nn.Parameter)
+            replaced[value] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+            replaced[value].requires_grad_(value.requires_grad)
+        return replaced[value]
 
-def _on_device(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_meta:
-        return torch.empty_like(value, device="cpu", requires_grad=value.requires_grad)
-    return value
+    try:
+        for module in (module for stage in made.stages for module in stage.modules()):
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and stand_in(tensor) is not tensor:
+                        changed.append((held, name, tensor))
+                        held[name] = stand_in(tensor)
+        yield replace(made, inputs=pytree.tree_map(stand_in, made.inputs))
+    finally:
+        for held, name, tensor in changed:
+            held[name] = tensor
 
 
 def _call(made: _Made, at: int, inputs: tuple[Any, ...]) -> Callable[[], Any]:

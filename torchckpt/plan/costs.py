@@ -173,7 +173,8 @@ def _faults(
 ) -> list[Fault]:
     faults = []
     if not _is_number(efficiency) or not 0 < efficiency <= 1:  # type: ignore[operator]  # it is a number
-        faults.append(Fault("an efficiency is a share of the peak, above 0 and at most 1", repr(efficiency), "0.5"))
+        rule = "an efficiency is a share of the peak, above 0 and at most 1"
+        faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
     if dtype is not None and dtype not in _DTYPES:
         faults.append(Fault(f"a dtype is one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
     if optimizer_bytes is not None and not (_is_number(optimizer_bytes) and 0 <= optimizer_bytes < float("inf")):  # type: ignore[operator]  # it is a number
@@ -183,7 +184,8 @@ def _faults(
         rule = "a link moves a number of bytes a second, above 0"
         faults.append(Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9"))
     if kernels not in KERNELS:
-        faults.append(Fault(f"kernels are those of {' or '.join(KERNELS)}", repr(kernels), 'kernels="accelerator"'))
+        rule, works = f"kernels are those of {' or '.join(KERNELS)}", 'kernels="accelerator"'
+        faults.append(Fault(rule, f"kernels={kernels!r}", works))
     return faults
 
 

@@ -54,7 +54,6 @@ class Counted:
     after: Part
     message_bytes: int
     """Of the floating-point tensors that it is called with."""
-    outputs: Any
 
 
 class _Forward:
@@ -99,8 +98,8 @@ class _Forward:
 
 def counted(
     stage: nn.Module, call: Callable[[], Any], inputs: Any, seconds_of: SecondsOf, children: Sequence[nn.Module] | None
-) -> Counted:
-    """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards.
+) -> tuple[Counted, Any]:
+    """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards; and return what the forward does, too.
 
     Args:
         children: the modules whose calls are blocks; None where regions are.
@@ -130,7 +129,7 @@ def counted(
 
     blocks = tuple(map(part, range(len(forward.holdings.given))))
     message = sum(one.numel() * one.element_size() for one in tensors_of(inputs) if one.is_floating_point())
-    return Counted(part(BEFORE), blocks, part(AFTER), message, outputs)
+    return Counted(part(BEFORE), blocks, part(AFTER), message), outputs
 
 
 def tensors_of(values: Any) -> list[Tensor]:

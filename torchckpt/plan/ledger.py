@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.kernel.saved import storage_of
 from torchckpt.plan.operation import Operation, operation_of
+from torchckpt.plan.private import TorchDispatchMode
 
 __all__ = ["AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "Ledger", "Tally"]
 

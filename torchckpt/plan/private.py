@@ -9,11 +9,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
 
-__all__ = ["VALUES_ASKED", "fused_attention", "is_view", "sequence_now", "sequence_of", "unallocated"]
+__all__ = [
+    "VALUES_ASKED",
+    "TorchDispatchMode",
+    "fused_attention",
+    "is_unallocated",
+    "is_view",
+    "sequence_now",
+    "sequence_of",
+    "unallocated",
+]
 
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 """What a tensor without memory raises where its values, or a shape that they decide, are asked for."""
@@ -25,7 +36,19 @@ def unallocated() -> AbstractContextManager[Any]:
     The ``meta`` device would do without, but there operators choose other kernels than on a real device: attention
     saves other bytes.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # It remembers each tensor that is made, by a weak reference, and uses that only for tensors that come from outside.
+    # A module that is converted (bfloat16(), to()) swaps its parameters, which torch refuses where there is one.
+    mode.fake_tensor_converter.set_tensor_memo = _forget  # type: ignore[method-assign,assignment]
+    return mode
+
+
+def _forget(*_: Any) -> None: ...
+
+
+def is_unallocated(tensor: Tensor) -> bool:
+    """Whether it was made where tensors have no memory, and on a device that has kernels."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 
 def sequence_now() -> int:
