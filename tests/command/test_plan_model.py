@@ -84,7 +84,7 @@ BAD = [
     (("examples.plan_llama", *HALF), "the module is module:attribute"),
     (("examples.plan_llama:__doc__", *HALF), "a model is a function that returns stages"),
     (("examples.fit_resnet:model", *HALF), "the function returns the stages, a list of"),
-    ((*HALF), "--device goes with a model; works: plan my_package.model:stages"),
+    (HALF, "--device goes with a model; works: plan my_package.model:stages"),
     (("--budget", "50%"), "the following arguments are required: --blocks"),
 ]  # fmt: skip
 
