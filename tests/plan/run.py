@@ -16,7 +16,9 @@ from torchckpt.kernel.scope import Scope
 from torchckpt.plan.parts import repeated_children
 from torchckpt.testing import flops
 
-__all__ = ["Real"]
+__all__ = ["DTYPES", "Real"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class _Some(Scope):

@@ -5,13 +5,11 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from tests.plan.models import MODELS
-from tests.plan.run import Real
+from tests.plan.run import DTYPES, Real
 from torchckpt.plan import pipeline_costs
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WITHOUT_ATTENTION = [name for name in MODELS if name not in ("llama", "llama with dropout", "attention")]
 
 
