@@ -181,7 +181,10 @@ def test_costs_are_what_a_plan_takes_and_a_table():
     assert pipeline_costs(MODELS["llama"], "a100", link_bytes_per_second=5e9).link.bandwidth == 5e9
     lines = str(costs).split("\n")
     assert lines[0] == "a100: 50% of its peak, link 300 GB/s; of one micro-batch:"
-    assert [line.split()[:2] for line in lines[2:]] == [["stage", "blocks"], ["0", "2"], ["1", "2"]]
+    assert [line.split()[:2] for line in lines[2:5]] == [["stage", "blocks"], ["0", "2"], ["1", "2"]]
+    assert lines[5:] == ["", "static: weights, their gradients, Adam's state"]
+    sharded = pipeline_costs(MODELS["llama"], "a100", optimizer_bytes=12 / 64)
+    assert str(sharded).endswith("static: weights, their gradients, 0.1875 bytes of state a parameter")
 
 
 BAD = [

@@ -49,6 +49,8 @@ class PipelineCosts:
     counted: tuple[Counted, ...]
     """The same in FLOPs and bytes, by block."""
     link: Link
+    optimizer_bytes: float | None = None
+    """Of each trained parameter, as asked."""
 
     def __str__(self) -> str:
         rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
@@ -67,7 +69,9 @@ class PipelineCosts:
                 f"{stage.static_bytes / 1e9:.4g} GB",
             ))
         head = f"{self.device.name}: {self.efficiency:.0%} of its peak, link {self.link.bandwidth / 1e9:.4g} GB/s"
-        return f"{head}; of one micro-batch:\n\n{aligned(rows)}"
+        size = self.optimizer_bytes
+        state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
+        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\nstatic: weights, their gradients, {state}"
 
 
 def pipeline_costs(
@@ -123,7 +127,7 @@ def pipeline_costs(
         rule = "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
         raise_faults(_CALLER, [Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)")])
     bandwidth = found.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
-    return PipelineCosts(found, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth))
+    return PipelineCosts(found, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
 
 
 def _stage(at: int, own: Counted, optimizer_bytes: float | None) -> Stage:
