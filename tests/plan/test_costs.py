@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.plan.models import MODELS, ROWS, WIDTH, Mlp, vector
-from torchckpt import ArgumentError
+from torchckpt import ArgumentError, checkpoint
 from torchckpt.model import one_f_one_b
 from torchckpt.model.device import DEVICES, Device
 from torchckpt.model.plan import plan_pipeline
@@ -30,6 +30,21 @@ def test_seconds_are_flops_over_the_share_of_the_peak_that_is_reached():
         assert (block.forward_seconds, block.input_grad_seconds, block.weight_grad_seconds) == (product,) * 3
     assert first.blocks[0].input_grad_seconds == 0.0  # what the first stage is given needs no gradient
     assert first.blocks[0].weight_grad_seconds == product
+
+
+def test_the_gradient_of_a_weight_that_a_region_is_given_is_no_input_gradient():
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(torch.matmul, x, self.weight)
+
+    first, second = pipeline_costs(lambda: ([Given(), Given()], vector()), SLOW, efficiency=1.0).stages
+    product = 2 * ROWS * WIDTH * WIDTH / 2
+    assert (first.blocks[0].input_grad_seconds, first.blocks[0].weight_grad_seconds) == (0.0, product)
+    assert (second.blocks[0].input_grad_seconds, second.blocks[0].weight_grad_seconds) == (product, product)
 
 
 def test_seconds_are_bytes_where_memory_is_slower():

@@ -70,7 +70,7 @@ class _Forward:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_of((args, kwargs))
-        self.inputs += [tensor for tensor in tensors if tensor.requires_grad]
+        self.inputs += [one for one in tensors if one.requires_grad and not isinstance(one, nn.Parameter)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
         self._turn(len(self.holdings.given))
         self.holdings.give(tensors)
