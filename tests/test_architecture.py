@@ -247,7 +247,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 def test_private_names_of_torch_are_imported_in_one_place():
     found = {module for module, tree in TREES.items() if list(private_names(tree))}
-    assert {module.rpartition("private")[0] for module in found} == {"kernel.", "distributed.", "graph."}
+    assert {module.rpartition("private")[0] for module in found} == {"kernel.", "distributed.", "graph.", "plan."}
     assert {module for module in found if "private" not in module.split(".")} == set()
 
 

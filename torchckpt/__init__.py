@@ -42,7 +42,7 @@ __all__ = [
     "testing",
 ]
 
-_MODULES = ("distributed", "errors", "graph", "kernel", "model", "pipe", "testing", "typing")
+_MODULES = ("distributed", "errors", "graph", "kernel", "model", "pipe", "plan", "testing", "typing")
 _HOMES = {
     "ArgumentError": "errors",
     "BudgetInfeasible": "errors",

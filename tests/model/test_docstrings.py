@@ -11,7 +11,18 @@ import torchckpt.model as model
 NAMES = {name: getattr(model, name) for name in model.__all__}
 
 
-MODULES = ["", ".bound", ".exempt", ".named", ".partition", ".placement", ".schedules", ".simulator", ".table"]
+MODULES = [
+    "",
+    ".bound",
+    ".device",
+    ".exempt",
+    ".named",
+    ".partition",
+    ".placement",
+    ".schedules",
+    ".simulator",
+    ".table",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,9 +5,11 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchckpt.command.costs import add_model, model_costs, model_faults
 from torchckpt.command.shared import (
     Parser,
     Unusable,
@@ -23,6 +25,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.model.named import NAMES, named_schedule
 from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipeline
 from torchckpt.model.plan.every import Comparison, plan_every
+from torchckpt.model.plan.limit import DeviceMemory
 from torchckpt.model.plan.rules import Rule
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.table import from_csv
@@ -30,6 +33,15 @@ from torchckpt.model.table import from_csv
 __all__ = ["add", "run"]
 
 _MOST = 1_000_000
+_DEFAULTS = {
+    "forward": [1.0],
+    "backward": [2.0],
+    "weight_grad": [1.0],
+    "recompute": [1.0],
+    "saved": [1.0],
+    "boundary": [0.0],
+}
+_NOTHING = (0.0, 0.0, 0.0)
 _ALL = "all"
 _EXAMPLES = """\
 times and bytes are in any one unit, of one micro-batch and one block; a list has one for each stage
@@ -47,6 +59,11 @@ examples:
       --first 0.1,0.2,0 --last 1,2,2 --budget 50%
   python -m torchckpt plan --schedule all --stages 8 --microbatches 32 --blocks 8 --link 0.8 --budget 30%
   python -m torchckpt plan --csv schedule.csv --blocks 4 --budget 50% --balance --svg plan.svg
+  python -m torchckpt plan examples.plan_llama:stages --device h100 --microbatches 32 --schedule all --budget 60GB
+
+MODULE:FUNCTION is a function without arguments that returns the stages, a list of modules, and what the first is called
+with, a tensor or a tuple; and maybe the loss of what the last returns. Nothing of it is run or takes memory. Blocks are
+regions; in a model without any, children of nn.ModuleList and nn.Sequential that repeat.
 """
 
 
@@ -60,28 +77,32 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_schedule(plan)
     _add_stages(plan)
+    add_model(plan)
     _add_plan(plan)
 
 
 def run(options: argparse.Namespace) -> None:
+    model_faults(options)
     if options.svg is not None:
         check_writable(options.svg)
-    schedule, stages = _asked(options)
-    budget = _budget(options.budget)
+    costs = None if options.target is None else model_costs(options)
+    schedule, stages = _asked(options, None if costs is None else costs.stages)
+    budget = _budget(options.budget) if options.device_memory is None else DeviceMemory(options.device_memory)
+    link = options.link if costs is None else replace(costs.link, latency_seconds=options.link)
     compared = None
     if schedule is None:
         ranks = options.ranks or len(stages)
-        compared = plan_every(
-            stages, options.microbatches, budget, options.link, ranks=ranks, balance=options.balance
-        )
+        compared = plan_every(stages, options.microbatches, budget, link, ranks=ranks, balance=options.balance)
         plan = compared.best
     else:
-        plan = plan_pipeline(schedule, stages, budget, options.link, balance=options.balance)
+        plan = plan_pipeline(schedule, stages, budget, link, balance=options.balance)
     if options.svg is not None:
         write(options.svg, plan.draw())
     if options.json:
         print(json.dumps(_as_json(plan, compared), indent=2))
         return
+    if costs is not None:
+        print(f"{costs}\n")
     if compared is not None:
         print(f"{compared}\n")
     print(plan)
@@ -138,19 +159,21 @@ def _row_as_json(plan: PipelinePlan, compared: Comparison) -> dict[str, Any]:
     }
 
 
-def _asked(options: argparse.Namespace) -> tuple[Schedule | None, list[Stage]]:
-    """No schedule: every one."""
+def _asked(options: argparse.Namespace, counted: Sequence[Stage] | None) -> tuple[Schedule | None, Sequence[Stage]]:
+    """No schedule: every one. ``counted`` are the stages of a model."""
+    if counted is not None and options.csv is None:
+        options.stages = len(counted)
     counts = {"--stages": options.stages, "--microbatches": options.microbatches}
     ranks = {"--ranks": options.ranks}
     csv = file_or_counts(options, counts, ranks)
     if csv is not None:
         schedule = from_csv(text_of(csv), csv.stem)
-        return schedule, _stages(options, schedule.stages)
+        return schedule, counted or _stages(options, schedule.stages)
     for name, value in {**counts, **ranks}.items():
         if value is not None and value < 1:
             raise Unusable(f"{name} is a whole number from 1; received: {value}; works: {name} 4")
     check_size(options, _MOST)
-    stages = _stages(options, options.stages)
+    stages = counted or _stages(options, options.stages)
     return None if options.schedule == _ALL else _schedule(options), stages
 
 
@@ -179,7 +202,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 
 def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
     def listed(name: str) -> list[float]:
-        values: list[float] = getattr(options, name)
+        values: list[float] = getattr(options, name) or _DEFAULTS[name]
         if len(values) not in (1, count):
             flag = f"--{name.replace('_', '-')}"
             works = ",".join(f"{value:g}" for value in (values * count)[:count])
@@ -197,8 +220,8 @@ def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
                 f"works: --weight-grad {backward / 2:g}"
             )
         block = Block(forward, backward - weight, weight, recompute, saved, boundary)
-        before = _fixed(options.first, 1.0) if stage == 0 else Fixed()
-        after = _fixed(options.last, weight / backward) if stage == count - 1 else Fixed()
+        before = _fixed(options.first or _NOTHING, 1.0) if stage == 0 else Fixed()
+        after = _fixed(options.last or _NOTHING, weight / backward) if stage == count - 1 else Fixed()
         if not blocks and not before.forward_seconds + after.forward_seconds:
             raise Unusable(f"a stage has blocks, or --first or --last; received: --blocks with 0 for stage {stage}")
         stages.append(Stage((block,) * int(blocks), before, after))
@@ -259,22 +282,22 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 
 def _add_stages(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("stages", "one number, or a list with one for each stage; of one block:")
-    group.add_argument("--blocks", type=_counts, required=True, metavar="N", help="of a stage")
-    group.add_argument("--forward", type=_positives, default=[1.0], metavar="TIME", help="default: 1")
-    group.add_argument("--backward", type=_positives, default=[2.0], metavar="TIME", help="default: 2")
-    group.add_argument("--weight-grad", type=_amounts, default=[1.0], metavar="TIME", help="of it, default: 1")
-    group.add_argument("--recompute", type=_positives, default=[1.0], metavar="TIME", help="default: 1")
-    group.add_argument("--saved", type=_positives, default=[1.0], metavar="BYTES", help="default: 1")
-    group.add_argument("--boundary", type=_amounts, default=[0.0], metavar="BYTES", help="its input; default: 0")
+    group.add_argument("--blocks", type=_counts, metavar="N", help="of a stage")
+    group.add_argument("--forward", type=_positives, metavar="TIME", help="default: 1")
+    group.add_argument("--backward", type=_positives, metavar="TIME", help="default: 2")
+    group.add_argument("--weight-grad", type=_amounts, metavar="TIME", help="of it, default: 1")
+    group.add_argument("--recompute", type=_positives, metavar="TIME", help="default: 1")
+    group.add_argument("--saved", type=_positives, metavar="BYTES", help="default: 1")
+    group.add_argument("--boundary", type=_amounts, metavar="BYTES", help="its input; default: 0")
     for name, what in (("--first", "before all blocks: an embedding"), ("--last", "after them: a head, a loss")):
         text = f"never recomputed, {what}"
-        group.add_argument(name, type=_three, default=[0.0, 0.0, 0.0], metavar="F,B,BYTES", help=text)
+        group.add_argument(name, type=_three, metavar="F,B,BYTES", help=text)
     group.add_argument("--link", type=amount, default=0.0, metavar="TIME", help="of one message; default: 0")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
-    group.add_argument("--budget", required=True, metavar="BYTES", help="of a rank: 50%%, 60GB, or a number")
+    group.add_argument("--budget", metavar="BYTES", help="of a rank: 50%%, 60GB, or a number")
     group.add_argument("--balance", action="store_true", help="also move blocks between stages")
     group.add_argument("--svg", type=Path, metavar="FILE", help="draw the step, and the memory of each rank")
     group.add_argument("--json", action="store_true", help="print JSON instead of the tables")

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchckpt.model.remat.budget import budget_bytes
+
 __all__ = [
     "Parser",
     "Unusable",
     "amount",
+    "attribute_at",
     "check_size",
     "check_writable",
     "comma_list",
@@ -24,6 +27,7 @@ __all__ = [
     "module_at",
     "positive",
     "shape",
+    "size",
     "text_of",
     "write",
 ]
@@ -48,8 +52,8 @@ def line(error: Exception) -> str:
     return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
 
 
-def module_at(place: str) -> Any:
-    """What ``module:attribute`` names, or what it returns if it is a function or a class."""
+def attribute_at(place: str) -> Any:
+    """What ``module:attribute`` names."""
     name, colon, attribute = place.partition(":")
     if not (name and colon and attribute):
         raise Unusable(f"the module is module:attribute; received: {place}; works: my_package.model:gpt")
@@ -57,9 +61,22 @@ def module_at(place: str) -> Any:
         found: Any = importlib.import_module(name)
         for part in attribute.split("."):
             found = getattr(found, part)
+    except Exception as error:  # of the user's code
+        raise _unmade(place, error) from error
+    return found
+
+
+def module_at(place: str) -> Any:
+    """What ``module:attribute`` names, or what it returns if it is a function or a class."""
+    found = attribute_at(place)
+    try:
         return found if is_module(found) else found()
     except Exception as error:  # of the user's code
-        raise Unusable(f"cannot make {place}: {type(error).__name__}: {error}") from error
+        raise _unmade(place, error) from error
+
+
+def _unmade(place: str, error: Exception) -> Unusable:
+    return Unusable(f"cannot make {place}: {type(error).__name__}: {error}")
 
 
 def is_module(found: Any) -> bool:
@@ -116,6 +133,17 @@ def positive(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError("a number above 0; received: 0")
     return value
+
+
+def size(text: str) -> float:
+    """Bytes, such as ``80GB``."""
+    try:
+        found = float(text) if text.replace(".", "", 1).isdecimal() else float(budget_bytes(text, 0))
+    except ValueError:
+        found = 0.0
+    if not found:
+        raise argparse.ArgumentTypeError(f"a size such as 80GB or 60GiB; received: {text}")
+    return found
 
 
 def file_or_counts(

@@ -12,7 +12,6 @@ from dataclasses import replace
 from torchckpt.model.plan.problem import Problem
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.solve import planned
-from torchckpt.model.plan.stage import restaged
 
 __all__ = ["planned_with_moves"]
 
@@ -40,7 +39,7 @@ def _path(problem: Problem) -> list[Problem]:
     while left > 0:
         best = path[-1]
         for counts in _moves([len(stage.blocks) for stage in path[-1].stages]):
-            other = replace(problem, stages=restaged(problem.stages, counts))
+            other = problem.restaged(counts)
             if other.bound_seconds < best.bound_seconds * (1 - _ROUNDING):
                 best = other
             left -= size

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
 from torchckpt.model.counts import whole
 from torchckpt.model.named import NAMES, named_schedule
-from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.limit import DeviceMemory, Limit
 from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import Links, problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.stage import Stage, stage_faults
+from torchckpt.model.plan.text import units_of
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.units import aligned, percent
 
@@ -49,7 +50,7 @@ class Comparison:
                 f"{self.overhead(plan.step_seconds) * 100:+.1f} %",
                 f"{share * 100:+.1f} %",
                 percent(plan.recomputed_share),
-                f"{max(plan.peak_bytes):.4g}",
+                units_of(plan).of_memory(max(plan.peak_bytes)),
             ))
         lines = [aligned(rows), f"over {self.reference.schedule.name} that keeps all"]
         if self.too_small:
@@ -87,7 +88,9 @@ def plan_every(
         received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
         raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
     schedule, own = fitting[0]
-    limits = problem_of(_CALLER, schedule, own, budget, link).budget_bytes
+    limits: Limit = budget
+    if not isinstance(budget, DeviceMemory):
+        limits = problem_of(_CALLER, schedule, own, budget, link).budget_bytes
     reference = plan_pipeline(schedule, own, "100%", link)
     plans, refused = [], []
     for schedule, own in fitting:

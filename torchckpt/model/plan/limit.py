@@ -4,22 +4,53 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchckpt.errors import ArgumentError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
 from torchckpt.model.remat.budget import budget_bytes
 
-__all__ = ["Limit", "limits_of"]
+__all__ = ["DeviceMemory", "Limit", "limits_of", "without_static"]
 
-Limit: TypeAlias = "str | float | Sequence[str | float]"
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """All memory of each rank: its budget is what parameters, gradients and optimizer state leave of it."""
+
+    total_bytes: float
+
+
+Limit: TypeAlias = "str | float | DeviceMemory | Sequence[str | float]"
 """Of every rank, or a list with one for each: bytes, a size such as ``"60GB"``, or ``"50%"`` of the peak of the rank
-that holds most when all is kept."""
+that holds most when all is kept; or what devices have in all."""
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 _WORKS = 'budget="60GB", budget="50%", budget=6e10, or a list with one for each rank'
 
 
-def limits_of(caller: str, limit: Limit, ranks: int, peak_bytes: float) -> tuple[float, ...]:
+def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
+    """Bytes per rank that are left for activations.
+
+    Raises:
+        BudgetInfeasible: there are none left on some rank.
+    """
+    most = max(static_bytes)
+    if most < memory.total_bytes:
+        return tuple(memory.total_bytes - one for one in static_bytes)
+    rank = list(static_bytes).index(most)
+    raise BudgetInfeasible(
+        f"{caller}: a device holds parameters, gradients and optimizer state, and has memory left for activations\n"
+        f"  received: {memory.total_bytes:.12g} bytes, of which those take {most:.12g} on rank {rank}\n"
+        "  works:    more stages; or state that is sharded over data-parallel ranks, such as optimizer_bytes=12 / 64",
+        most,
+        None,
+        rank,
+    )
+
+
+def limits_of(
+    caller: str, limit: str | float | Sequence[str | float], ranks: int, peak_bytes: float
+) -> tuple[float, ...]:
     """Bytes per rank.
 
     >>> limits_of("plan()", ["50%", "1kB"], 2, 8000.0)

@@ -14,15 +14,15 @@ from torchckpt.model.inputs import per_boundary
 from torchckpt.model.plan.bound import least_seconds
 from torchckpt.model.plan.holding import Holdings
 from torchckpt.model.plan.lane import Lane, lanes_of
-from torchckpt.model.plan.limit import Limit, limits_of
+from torchckpt.model.plan.limit import DeviceMemory, Limit, limits_of, without_static
 from torchckpt.model.plan.replay import Choice, replay, without_weight_grads
-from torchckpt.model.plan.stage import Stage, stage_faults
+from torchckpt.model.plan.stage import Stage, restaged, stage_faults
 from torchckpt.model.program import Program, compile_program
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.timeline import Timeline
 from torchckpt.model.validity import check_schedule
 
-__all__ = ["Links", "Problem", "problem_of"]
+__all__ = ["Links", "Problem", "problem_of", "static_bytes"]
 
 Links: TypeAlias = "float | Link | Sequence[Link]"
 """Seconds of a message, or what :func:`~torchckpt.model.simulator.simulate` takes."""
@@ -38,6 +38,8 @@ class Problem:
     links: tuple[Link, ...]
     budget_bytes: tuple[float, ...]
     """Per rank."""
+    memory: DeviceMemory | None = None
+    """What the budgets are the rest of, if they are."""
 
     @cached_property
     def keep_all(self) -> Timeline:
@@ -73,7 +75,24 @@ class Problem:
         return math.inf if self.too_small else least_seconds(self.program, self.lanes)
 
     def within(self, budget_bytes: Sequence[float]) -> Problem:
-        return replace(self, budget_bytes=tuple(budget_bytes))
+        return replace(self, budget_bytes=tuple(budget_bytes), memory=None)
+
+    def restaged(self, counts: Sequence[int]) -> Problem:
+        """With so many blocks on each stage, and their parameters."""
+        stages = restaged(self.stages, counts)
+        if self.memory is None:
+            return replace(self, stages=stages)
+        static = static_bytes(self.schedule, stages)
+        total = self.memory.total_bytes  # a budget below zero is one of a partition that is not planned
+        return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - one) for one in static))
+
+
+def static_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """Per rank: parameters, gradients, optimizer state."""
+    found = [0.0] * len(schedule.ranks)
+    for stage, rank in zip(stages, schedule.placement):
+        found[rank] += stage.static_bytes
+    return tuple(found)
 
 
 def keep_all(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link]) -> Timeline:
@@ -93,9 +112,12 @@ def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget:
     each = Link(link) if isinstance(link, (int, float)) else link
     links, wrong_links = per_boundary(each, schedule.stages)
     raise_faults(caller, [*_recomputes(schedule), *stage_faults(stages, schedule.stages), *wrong_links])
+    schedule = replace(schedule, segments=())  # they say how an R is done, and there is none
+    if isinstance(budget, DeviceMemory):
+        limits = without_static(caller, budget, static_bytes(schedule, stages))
+        return Problem(schedule, tuple(stages), tuple(links), limits, budget)
     peak = max(keep_all(schedule, stages, links).peak_bytes)
     limits = limits_of(caller, budget, len(schedule.ranks), peak)
-    schedule = replace(schedule, segments=())  # they say how an R is done, and there is none
     return Problem(schedule, tuple(stages), tuple(links), limits)
 
 

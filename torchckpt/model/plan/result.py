@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchckpt.model.plan.draw import draw
-from torchckpt.model.plan.problem import Problem
+from torchckpt.model.plan.problem import Problem, static_bytes
 from torchckpt.model.plan.replay import Choices, replay
 from torchckpt.model.plan.rules import Rule, everything, same_blocks
 from torchckpt.model.plan.stored import read, written
@@ -93,10 +93,7 @@ class PipelinePlan:
     @property
     def static_bytes(self) -> tuple[float, ...]:
         """Per rank: parameters, gradients, optimizer state. No budget counts them."""
-        found = [0.0] * len(self.schedule.ranks)
-        for stage, rank in enumerate(self.schedule.placement):
-            found[rank] += self.problem.stages[stage].static_bytes
-        return tuple(found)
+        return static_bytes(self.schedule, self.problem.stages)
 
     def overhead(self, seconds: float) -> float:
         """The share by which a step of so many seconds is longer than one that keeps all."""

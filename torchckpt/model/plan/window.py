@@ -110,9 +110,9 @@ class Capacity:
         sums = self._made[key]
         if sums is None:
             return amount_bytes
-        if isinstance(sums, float):
-            return int(amount_bytes / sums + _TINY) * sums
-        return min(amount_bytes, sums[bisect_right(sums, amount_bytes * (1 + _TINY)) - 1])
+        if isinstance(sums, list):
+            return min(amount_bytes, sums[bisect_right(sums, amount_bytes * (1 + _TINY)) - 1])
+        return int(amount_bytes / sums + _TINY) * sums  # whose sizes may be whole numbers
 
     def _sums(self, layer: int, counts: dict[Holdings, int]) -> list[float] | float | None:
         """Of all sets of blocks; of equal ones, the size of one; None of too many."""

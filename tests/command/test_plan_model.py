@@ -1,0 +1,101 @@
+"""The command that plans a model that is never run."""
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from torchckpt.__main__ import main
+
+TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1f1b", "--microbatches", "4")
+
+
+def printed(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_costs_the_plan_and_the_line_that_people_quote(capsys, tmp_path):
+    picture = tmp_path / "plan.svg"
+    lines = printed(capsys, *TINY, "--budget", "50%", "--svg", str(picture)).split("\n")
+    assert lines[0] == "h100: 50% of its peak, link 450 GB/s; of one micro-batch:"
+    assert "1f1b: 4 stages on 4 ranks, 4 micro-batches" in lines
+    assert lines[-2].startswith("step ")
+    assert "recomputing all" in lines[-2]
+    assert ElementTree.fromstring(picture.read_text(encoding="utf-8")).tag.endswith("svg")
+
+
+def test_every_schedule_cuts_the_same_blocks(capsys):
+    found = json.loads(printed(capsys, *TINY, "--schedule", "all", "--budget", "60%", "--json"))
+    assert {(row["schedule"], row["stages"]) for row in found["schedules"]} >= {("1f1b", 4), ("zbv", 8)}
+
+
+def test_options_reach_the_costs(capsys):
+    def step(*options):
+        return json.loads(printed(capsys, *TINY, "--budget", "100%", "--json", *options))["keep_all"]
+
+    plain = step()
+    assert step("--efficiency", "0.1") > plain
+    assert step("--dtype", "bf16") < plain
+    assert step("--link-bandwidth", "1MB") > plain
+    assert step("--link", "1") > 1
+    assert step("--device", "a100") > plain
+    assert step("--kernels", "cpu") == pytest.approx(plain, rel=0.5)
+
+
+def test_the_memory_of_the_device_is_the_budget_and_the_parameters(capsys):
+    def budgets(*options):
+        plan = printed(capsys, *TINY, "--json", *options)
+        return json.loads(plan)["budget_bytes"]
+
+    everything, half = budgets("--device-memory", "4MB"), budgets("--device-memory", "4MB", "--optimizer-bytes", "0")
+    assert all(8 * 4e5 > more - less > 0 for more, less in zip(half, everything))
+    assert max(half) < 4e6
+
+
+def test_a_csv_says_the_schedule(capsys, tmp_path):
+    file = tmp_path / "order.csv"
+    file.write_text("\n".join(["0F0,0B0", "1F0,1B0", "2F0,2B0", "3F0,3B0", ""]), encoding="utf-8")
+    found = printed(capsys, *TINY[:4], "--csv", str(file), "--budget", "100%")
+    assert "order: 4 stages on 4 ranks, 1 micro-batches" in found
+
+
+WORDS = "examples.plan_llama:tiny"
+H100 = ("--device", "h100")
+HALF = (*H100, "--budget", "50%")
+BAD = [
+    ((WORDS, "--budget", "50%"), "a model is planned for a device; works: plan examples.plan_llama:tiny --device h100"),
+    ((WORDS, "--device", "tpu", "--budget", "50%"), "a device is one of a100, h100, h200, b200, mi300x"),
+    ((WORDS, *H100), "with --budget or with --device-memory; works: --budget 60GB"),
+    ((WORDS, *H100, "--budget", "1GB", "--device-memory", "1GB"), "with --budget or with --device-memory"),
+    ((WORDS, *H100, "--device-memory", "1GX"), "a size such as 80GB or 60GiB; received: 1GX"),
+    ((WORDS, *H100, "--device-memory", "1kB"), "has memory left for activations; received: 1000 bytes"),
+    ((WORDS, *H100, "--budget", "1kB"), "a budget holds what a rank that recomputes everything needs"),
+    ((WORDS, *HALF, "--blocks", "8"), "--blocks goes with numbers; examples.plan_llama"),
+    ((WORDS, *HALF, "--stages", "4"), "--stages goes with numbers"),
+    ((WORDS, *HALF, "--dtype", "int4"), "a dtype is one of bf16, fp16, fp32, tf32, fp64"),
+    ((WORDS, *HALF, "--efficiency", "2"), "above 0 and at most 1; received: efficiency="),
+    ((WORDS, *HALF, "--efficiency", "0"), "a number above 0"),
+    ((WORDS, *HALF, "--kernels", "gpu"), "kernels are those of accelerator or cpu"),
+    ((WORDS, *HALF, "--optimizer-bytes", "-1"), "a number from 0"),
+    (("nowhere:stages", *HALF), "cannot make nowhere:stages: ModuleNotFoundError"),
+    (("examples.plan_llama:none", *HALF), "AttributeError: module 'examples.plan_llama'"),
+    (("examples.plan_llama", *HALF), "the module is module:attribute"),
+    (("examples.plan_llama:__doc__", *HALF), "a model is a function that returns stages"),
+    (("examples.fit_resnet:model", *HALF), "the function returns the stages, a list of"),
+    (HALF, "--device goes with a model; works: plan my_package.model:stages"),
+    (("--budget", "50%"), "the following arguments are required: --blocks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_line(capsys, arguments, message):
+    try:
+        code = main(["plan", "--schedule", "1f1b", "--microbatches", "4", *arguments])
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert said.err.count("\n") == 1
+    assert message in said.err

@@ -1,0 +1,48 @@
+"""The example that is planned and never run: seconds are not measured here, memory and numbers are."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from examples.plan_llama import Size, tiny
+from torchckpt.plan import pipeline_costs
+
+ROOT = Path(__file__).parent.parent
+
+PLAN = """
+import json, resource, sys
+from torchckpt.__main__ import main
+code = main(["plan", "examples.plan_llama:stages", "--device", "h100", "--microbatches", "16", "--schedule", "1f1b",
+             "--budget", "60GB", "--json"])
+print("|", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+sys.exit(code)
+"""
+
+
+def test_a_llama_of_70_billion_parameters_in_under_two_gigabytes():
+    made = subprocess.run([sys.executable, "-c", PLAN], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    text, resident_kilobytes = made.stdout.split("|")
+    assert int(resident_kilobytes) < 2_000_000
+    plan, size = json.loads(text), Size()
+    assert plan["balance"] == [10] * 8
+    assert max(plan["peak_bytes"]) <= 60e9
+    assert plan["bound"] * (1 - 1e-9) <= plan["step"] < plan["recompute_all"]["step"]
+    block = plan["plan"]["stages"][1]["blocks"][1]
+    keys = size.width // size.heads * size.key_heads
+    parameters = 2 * size.width * (size.width + keys) + 3 * size.width * size.hidden + 2 * size.width
+    assert block["static_bytes"] == 16 * parameters
+    assert block["boundary_bytes"] == 2 * size.tokens * size.width
+    products = 2 * size.tokens * (parameters - 2 * size.width) + 4 * size.tokens**2 * size.width
+    assert block["forward_seconds"] > products / 989.4e12 / 0.5
+    assert block["forward_seconds"] < 1.2 * products / 989.4e12 / 0.5
+
+
+def test_the_small_one_runs_and_is_counted_alike():
+    stages, x, loss = tiny()
+    for stage in stages:
+        x = stage(x)
+    loss(x).backward()
+    assert [len(stage.blocks) for stage in pipeline_costs(tiny, "h100").stages] == [2, 2, 2, 2]

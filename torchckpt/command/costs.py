@@ -1,0 +1,94 @@
+"""Costs: stages for ``plan`` from a function of the user's that makes them, instead of numbers."""
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from torchckpt.command.shared import Unusable, amount, attribute_at, positive, size
+from torchckpt.model.device import DEVICES
+
+if TYPE_CHECKING:
+    from torchckpt.plan import PipelineCosts
+
+__all__ = ["add_model", "model_costs", "model_faults"]
+
+_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels")
+_OF_BLOCKS = ("forward", "backward", "weight_grad", "recompute", "saved", "boundary")
+_OF_NUMBERS = ("stages", "blocks", *_OF_BLOCKS, "first", "last")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="what returns the stages, what the first is called with, and maybe the loss; in place of --stages, "
+        "--blocks and what a block takes",
+    )
+    group = parser.add_argument_group("model", "with MODULE:FUNCTION: counted without running it")
+    group.add_argument("--device", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
+    group.add_argument("--efficiency", type=positive, metavar="SHARE", help="of its peak of arithmetic; default: 0.5")
+    group.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="torch's default while the stages are made: bf16, fp16, fp32, tf32, fp64; default: as the function makes "
+        "them",
+    )
+    group.add_argument(
+        "--optimizer-bytes",
+        type=amount,
+        metavar="BYTES",
+        help="of state for a parameter, beside weight and gradient; default: Adam's, 12 where it has two bytes, else 8",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=size,
+        metavar="SIZE",
+        help="in place of --budget: what is left of it beside parameters, gradients and the optimizer's state",
+    )
+    group.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="a second; default: inside a node")
+    group.add_argument(
+        "--kernels",
+        metavar="NAME",
+        help="accelerator: dropout, norms and attention keep what they keep there (default); cpu: what a CPU keeps",
+    )
+
+
+def model_faults(options: argparse.Namespace) -> None:
+    """Raise Unusable for arguments that do not go together."""
+    names = _OF_NUMBERS if options.target is not None else _OF_MODEL
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if options.target is None:
+        if given:
+            raise Unusable(f"{given[0]} goes with a model; works: plan my_package.model:stages --device h100")
+        missing = [name for name in ("blocks", "budget") if getattr(options, name) is None]
+        if missing:
+            raise Unusable(f"the following arguments are required: {', '.join(f'--{name}' for name in missing)}")
+        return
+    if given:
+        raise Unusable(f"{given[0]} goes with numbers; {options.target} says what stages are and take")
+    if options.device is None:
+        raise Unusable(f"a model is planned for a device; works: plan {options.target} --device h100")
+    if (options.budget is None) == (options.device_memory is None):
+        raise Unusable("a model is planned with --budget or with --device-memory; works: --budget 60GB")
+
+
+def model_costs(options: argparse.Namespace) -> PipelineCosts:
+    """Of what ``target`` makes."""
+    from torchckpt.plan import pipeline_costs
+
+    build = attribute_at(options.target)
+    if not callable(build):
+        raise Unusable(
+            f"a model is a function that returns stages; received: {options.target}, {type(build).__name__}; "
+            "works: def stages(): return [first, second], tokens"
+        )
+    given = {
+        "efficiency": options.efficiency,
+        "dtype": options.dtype,
+        "optimizer_bytes": options.optimizer_bytes,
+        "link_bytes_per_second": options.link_bandwidth,
+        "kernels": options.kernels,
+    }
+    return pipeline_costs(build, options.device, **{name: one for name, one in given.items() if one is not None})

@@ -1,0 +1,80 @@
+"""Holdings: which bytes a stage keeps from a forward for its backward, and for the sake of which of its blocks.
+
+A storage counts once. One that a block is given is kept whatever becomes of that block: its boundary. One that several
+blocks are given, or that something outside of blocks saves, or that a block closes over, is kept whatever becomes of
+any block. What is left is what a block made and saved itself, and is not there where the block is recomputed.
+Parameters and buffers are there anyway, and do not count.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.kernel.saved import storage_of
+from torchckpt.plan.ledger import AFTER, BEFORE
+
+__all__ = ["Held", "Holdings"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes. What is no block has no boundary: all of it is saved."""
+
+    saved_bytes: int
+    boundary_bytes: int = 0
+    unsaved_bytes: int = 0
+    """Of the boundary, what is not saved where the block is kept: half-precision inputs that are used as copies in
+    float32. Where the block is recomputed before its gradient arrives, they are there beside what it saves."""
+
+
+@dataclass
+class Holdings:
+    """Of one forward. Give it the tensors as they come, then ask ``found``."""
+
+    static: Collection[StorageWeakRef]
+    sizes: dict[StorageWeakRef, int] = field(default_factory=dict)
+    given: list[set[StorageWeakRef]] = field(default_factory=list)
+    """By block."""
+    saved: dict[int, set[StorageWeakRef]] = field(default_factory=dict)
+    """By part."""
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """To a block, the next one."""
+        self.given.append({storage for tensor in tensors for storage in self._met(tensor)})
+
+    def save(self, part: int, tensor: Tensor) -> None:
+        self.saved.setdefault(part, set()).update(self._met(tensor))
+
+    def found(self, makers: dict[StorageWeakRef, int]) -> dict[int, Held]:
+        """By part.
+
+        Args:
+            makers: the part that made a storage.
+        """
+        times = Counter(storage for given in self.given for storage in given)
+        outside = {part: set(self.saved.get(part, ())) for part in (BEFORE, AFTER)}
+        outside[BEFORE] |= {storage for storage, count in times.items() if count > 1}
+        for block in range(len(self.given)):
+            strange = {one for one in self.saved.get(block, ()) if makers.get(one, BEFORE) != block} - times.keys()
+            outside[BEFORE] |= strange
+        outside[AFTER] -= outside[BEFORE]
+        always = outside[BEFORE] | outside[AFTER]
+        found = {part: Held(self._bytes(storages)) for part, storages in outside.items()}
+        anywhere = {storage for saved in self.saved.values() for storage in saved}
+        for block, given in enumerate(self.given):
+            own, boundary = self.saved.get(block, set()) - always - times.keys(), given - always
+            unsaved = boundary - anywhere
+            found[block] = Held(self._bytes(own | boundary - unsaved), self._bytes(boundary), self._bytes(unsaved))
+        return found
+
+    def _bytes(self, storages: Iterable[StorageWeakRef]) -> int:
+        return sum(map(self.sizes.__getitem__, storages))
+
+    def _met(self, tensor: Tensor) -> Iterable[StorageWeakRef]:
+        found = {storage: size for storage, size in storage_of(tensor).items() if storage not in self.static}
+        self.sizes.update(found)
+        return found

@@ -1,0 +1,103 @@
+"""Kernels: what an accelerator runs where a CPU runs something else, and saves other bytes for it.
+
+Three operators are made of others on a CPU, and are one kernel on an accelerator: dropout keeps its mask as bytes
+there, RMS norm its statistics instead of copies in float32, attention with dropout or with fewer heads of keys the
+statistics instead of a matrix of tokens by tokens. Tensors without memory are the CPU's (an accelerator's would need
+a driver), so the kernel is put in by hand.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchckpt.plan.private import fused_attention
+
+__all__ = ["KERNELS", "kernels_of"]
+
+KERNELS = ("accelerator", "cpu")
+_LARGEST_HEAD = 256
+"""The width of a head that fused kernels take."""
+
+
+def kernels_of(name: str) -> AbstractContextManager[Any]:
+    """Within, operators run the kernels of ``KERNELS``."""
+    return _Accelerator() if name == "accelerator" else nullcontext()
+
+
+class _Accelerator(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = _FUSED.get(function, function)
+        return run(*args, **(kwargs or {}))
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # then an accelerator has no kernel either
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    found: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    grouped = query.shape[-3] != key.shape[-3]
+    by_flash = attn_mask is None and query.dtype in (torch.float16, torch.bfloat16)
+    if query.dim() != 4 or query.shape[-1] > _LARGEST_HEAD or value.shape[-1] != query.shape[-1] or (
+        grouped and not by_flash
+    ):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return fused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Of a CPU there is no such kernel to be seen. The one of layer norm reads and writes the same, and saves one value
+    a row more, which is left out here. Its numbers are wrong; there are none."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        outputs = torch.native_layer_norm(input, shape, weight, None, 1e-5)[0]
+        rows = input.shape[: input.dim() - len(shape)]
+        kind = torch.float64 if input.dtype == torch.float64 else torch.float32
+        scale = torch.empty((*rows, *(1 for _ in shape)), dtype=kind)
+        ctx.shape = shape
+        ctx.save_for_backward(input, weight, scale)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        input, weight, scale = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        found = backward(gradient, input, ctx.shape, scale, scale, weight, None, wanted)
+        return found[0], None, found[1]
+
+
+_FUSED: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.scaled_dot_product_attention: _attention,
+}

@@ -1,0 +1,79 @@
+"""Operation: what one call of an operator computes and moves, counted from its shapes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from torchckpt.plan.private import is_view
+
+__all__ = ["Operation", "operation_of"]
+
+
+class Operation(NamedTuple):
+    flops: int
+    moved_bytes: int
+    dtype: str
+    """Of what it computes with: ``"bfloat16"``."""
+
+
+def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operation:
+    """Products and convolutions by torch's flop counter, others have no FLOPs. Every tensor is read or written once; a
+    view moves nothing."""
+    name, read, written = operator.overloadpacket, list(_tensors((args, kwargs))), list(_tensors(outputs))
+    moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
+    if moved_bytes:
+        moved_bytes += min(sum(map(_bytes, read)), 2 * moved_bytes if str(name) in _PICKS else _EVERYTHING)
+    dtype = next((tensor.dtype for tensor in [*read, *written] if tensor.is_floating_point()), torch.float32)
+    return Operation(_flops(name, args, kwargs, outputs), moved_bytes, str(dtype).removeprefix("torch."))
+
+
+_EVERYTHING = 1 << 62
+_IDLE = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+_PICKS = {f"aten.{name}" for name in ("embedding", "gather", "index", "index_select")}
+"""Operators that read, of a table, as much as they return; and where that is."""
+
+
+def _flops(name: Any, args: Any, kwargs: Any, outputs: Any) -> int:
+    if str(name) in _ATTENTION:
+        return _ATTENTION[str(name)](args)
+    count = flop_registry.get(name)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
+
+
+def _attention(args: Any) -> int:
+    query, key, value = (tensor.shape for tensor in args[:3])
+    count: Callable[..., int] = sdpa_flop_count
+    return count(query, _with_heads(key, query), _with_heads(value, query))
+
+
+def _attention_backward(args: Any) -> int:
+    gradient, query, key, value = (tensor.shape for tensor in args[:4])
+    count: Callable[..., int] = sdpa_backward_flop_count
+    return count(gradient, query, _with_heads(key, query), _with_heads(value, query))
+
+
+def _with_heads(shape: torch.Size, query: torch.Size) -> torch.Size:
+    """Keys and values that serve several queries are multiplied with each; torch before 2.13 refuses to count that."""
+    return torch.Size((shape[0], query[1], *shape[2:]))
+
+
+_ATTENTION: dict[str, Callable[[Any], int]] = {
+    f"aten._scaled_dot_product_{kernel}{direction}": count
+    for direction, count in (("", _attention), ("_backward", _attention_backward))
+    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+"""The kernel of the CPU is not in torch's registry before 2.15."""
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    return (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What is moved of it: of an expanded tensor, what is there."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
