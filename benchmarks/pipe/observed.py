@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.device import Ran
 from torchckpt.model import Action, Event, Kind, Message, Schedule, Timeline
 
-__all__ = ["MARKS", "Marked", "busy_seconds", "step_seconds", "timeline_of"]
+__all__ = ["MARKS", "Marked", "busy_seconds", "done_by", "step_seconds", "timeline_of"]
 
 _BEGIN, _END, _BACK = "aten::floor_", "aten::ceil_", "aten::trunc_"
 MARKS = dict.fromkeys((_BEGIN, _END, _BACK), 0.0)

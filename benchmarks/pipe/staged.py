@@ -15,7 +15,7 @@ from variants import Job, Region
 from torchckpt import Pipe
 from torchckpt.model import Schedule, ahead, arrival, gpipe, one_f_one_b, with_recompute
 
-__all__ = ["VARIANTS", "Cell", "Variant", "schedule_of", "stepper"]
+__all__ = ["BOUNDARY_BYTES", "VARIANTS", "Variant", "called", "marked", "schedule_of", "staged", "stepper"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Variant:
     mode: Any = "always"
     lookahead: int = 1
     regions: str = ""  # inside of the stages, recomputed late: stock or ours
+
+    @property
+    def region(self) -> str:
+        """What each stage is on a micro-batch: stock, ours, or nothing."""
+        return self.regions or ("" if self.mode == "never" else "ours")
 
 
 VARIANTS = {
@@ -57,42 +62,45 @@ def schedule_of(variant: Variant, stages: int, m: int) -> Schedule:
     return with_recompute(plain, ahead(variant.lookahead, exempt="last_stage" if variant.base == "1F1B" else kept))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A GPT, each stage ``blocks`` of it; small in each length: see ``machines.py``."""
-
-    stages: int
-    m: int
-    blocks: int = 1
-    length: int = 16
-    width: int = 32
-    vocabulary: int = 32
-
-    def job(self) -> Job:
-        """One row a micro-batch; the model has a layer for each stage."""
-        job = gpt(
-            "cpu", self.m, self.length, self.width, 2, self.stages * self.blocks, self.vocabulary, torch.float32
-        )
-        first, *blocks, last = job.model
-        parts = [blocks[start : start + self.blocks] for start in range(0, len(blocks), self.blocks)]
-        parts[0].insert(0, first)
-        parts[-1].append(last)
-        return Job(nn.Sequential(*(nn.Sequential(*part) for part in parts)), job.x, job.target, job.loss)
+LENGTH, WIDTH, HEADS, VOCABULARY = 16, 32, 2, 32
+BOUNDARY_BYTES = LENGTH * WIDTH * 4
+"""What goes from stage to stage of a micro-batch, one row."""
 
 
-def stepper(job: Job, variant: Variant, m: int, marked: bool = True) -> tuple[Pipe, Callable[[], Tensor]]:
-    """The pipeline, a stage on each device, and a step of it: a forward and a backward of the mini-batch.
+def staged(stages: int, m: int, blocks: int = 8) -> Job:
+    """A GPT of ``blocks``, small in each length (see ``machines.py``), as a Sequential of its stages, and ``m`` rows."""
+    job = gpt("cpu", m, LENGTH, WIDTH, HEADS, blocks, VOCABULARY, torch.float32)
+    first, *inner, last = job.model
+    each = blocks // stages
+    parts = [inner[start : start + each] for start in range(0, blocks, each)]
+    parts[0].insert(0, first)
+    parts[-1].append(last)
+    return Job(nn.Sequential(*(nn.Sequential(*part) for part in parts)), job.x, job.target, job.loss)
+
+
+def called(stage: nn.Module, region: str, x: Tensor) -> Tensor:
+    """``stage`` on ``x``, as a region or plainly."""
+    output: Tensor = Region(nn.Sequential(stage), stock=region == "stock")(x) if region else stage(x)
+    return output
+
+
+def marked(model: nn.Sequential) -> nn.Sequential:
+    """A copy, whose stages say when they begin."""
+    return nn.Sequential(*(Marked(stage) for stage in copy.deepcopy(model)))
+
+
+def stepper(job: Job, variant: Variant, m: int, is_marked: bool = True) -> Callable[[], Tensor]:
+    """A step of a pipeline with a stage on each device: a forward and a backward of the mini-batch.
 
     Args:
-        marked: whether the stages say when they begin, for ``timeline_of``.
+        is_marked: whether the stages say when they begin, for ``timeline_of``.
     """
-    stages = [Marked(stage) if marked else stage for stage in copy.deepcopy(job.model)]
+    stages = list(marked(job.model) if is_marked else copy.deepcopy(job.model))
     if variant.regions:
         stages = [Region(nn.Sequential(stage), stock=variant.regions == "stock") for stage in stages]
     devices = [f"sim:{stage}" for stage in range(len(stages))]
     pipe = Pipe(nn.Sequential(*stages), [1] * len(stages), devices, m, variant.mode, variant.lookahead)
     x, target = job.x.to(devices[0]), job.target.to(devices[-1])
-    torch.sim.synchronize()
 
     def step() -> Tensor:
         if variant.base == "1F1B":
@@ -101,4 +109,4 @@ def stepper(job: Job, variant: Variant, m: int, marked: bool = True) -> tuple[Pi
         loss.backward()
         return loss.detach()
 
-    return pipe, step
+    return step
