@@ -48,9 +48,12 @@ class Marked(nn.Module):
         return y
 
     def _mark(self, operator: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        if device.type == "sim":
-            with torch.no_grad():
-                operator(self._spots.setdefault(device, torch.zeros(1, device=device)))
+        if device.type != "sim":
+            return
+        if device not in self._spots:
+            self._spots[device] = torch.zeros(1, device=device)
+        with torch.no_grad():
+            operator(self._spots[device])
 
 
 def step_seconds(ran: Sequence[Ran]) -> float:

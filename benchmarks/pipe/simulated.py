@@ -13,12 +13,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # tests.device
 
-from tests.device import load, why_not  # noqa: E402
+from tests.device import load, why_not
 
 SIM = None if why_not() else load(8)  # before the first backward
 
 from machines import H100, LAPTOP  # noqa: E402
-from trials import Cell, Trial, classic_seconds, hidden, timelines, trials  # noqa: E402
+from staged import VARIANTS  # noqa: E402
+from trials import Cell, Trial, classic_seconds, hidden, replays_ahead, timelines, trials  # noqa: E402
 
 from torchckpt.model.svg import svg  # noqa: E402
 from torchckpt.model.units import Units  # noqa: E402
@@ -30,7 +31,8 @@ CELLS = [
     *(Cell(LAPTOP, p, m, 0.5) for p, m in ((4, 4), (4, 8))),
 ]
 PICTURED = Cell(H100, 4, 4, 0.5)
-SHORT = Cell(H100, 4, 4, 0.5, step_seconds=0.25)
+SHORT = Cell(H100, 4, 4, 0.5, step_seconds=0.1)
+SHORT_NAMES = [name for name in VARIANTS if "late" not in name]
 EARLY = {"GPipe": "GPipe, Pipe early", "1F1B": "1F1B, Pipe.step() early"}
 STOCK = {base: f"{base}, torch.utils.checkpoint" for base in EARLY}
 
@@ -48,15 +50,18 @@ def summary(found: dict[str, Trial]) -> dict[str, Any]:
 
 
 def show(cell: Cell, found: dict[str, Trial]) -> None:
-    for base in EARLY:
-        steps = [f"{one.measured_seconds:.3f} ({_off(one):+.1%})" for name, one in found.items() if base in name]
-        share = "{:.2f} ({:.2f})".format(*hidden(found, base, EARLY[base]))
-        stock = found[STOCK[base]].measured_seconds
-        ratios = [f"{one.measured_seconds / stock:.3f}" for name, one in found.items() if base in name and "early" in name]
-        peaks = max(found[EARLY[base]].peak_bytes), max(found[f"{base}, none"].peak_bytes)
-        right = all(one.peak_bytes == one.predicted_bytes for name, one in found.items() if base in name)
-        cells = [cell.name, base, *steps, ", ".join(ratios), share, f"{peaks[0] / peaks[1]:.2f}, {'yes' if right else 'NO'}"]
-        print("| " + " | ".join(cells) + " |", flush=True)
+    """A row for one backward, and one for ``step()``."""
+    for base, early in EARLY.items():
+        own = {name: one for name, one in found.items() if name.startswith(base)}
+        stock = own[STOCK[base]].measured_seconds
+        ratios = ", ".join(f"{one.measured_seconds / stock:.2f}" for name, one in own.items() if "early" in name)
+        measured, simulated = hidden(found, base, early)
+        bytes_ratio = max(own[early].peak_bytes) / max(own[f"{base}, none"].peak_bytes)
+        right = "as predicted" if all(one.peak_bytes == one.predicted_bytes for one in own.values()) else "OTHER"
+        steps = [f"{one.measured_seconds:.3f} ({_off(one):+.1%})" for one in own.values()]
+        steps += ["-"] * (6 - len(steps))
+        cells = [cell.name, base, *steps, ratios, f"{measured:.2f} ({simulated:.2f})", f"{bytes_ratio:.2f}, {right}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _off(one: Trial) -> float:
@@ -85,7 +90,7 @@ def draw(sim: Any, folder: Path) -> None:
         late = f"{base}, Pipe{'.step()' if base == '1F1B' else ''} late"
         pair = timelines(sim, PICTURED, [EARLY[base], late])
         names = [f"measured: {EARLY[base]}", f"measured: {late}"]
-        picture = svg(*pair, names=names, units=Units(seconds=1e-3, time_name="ms"), copies=True)
+        picture = svg(*pair, names=names, units=Units(time="ms", seconds=1e-3), copies=True)
         (folder / file).write_text(picture, encoding="utf-8")
 
 
@@ -101,7 +106,8 @@ def main() -> None:
     if arguments.draw:
         draw(SIM, arguments.draw)
     elif arguments.short:
-        print(json.dumps({**summary(trials(SIM, SHORT)), "classic": classic(SIM, SHORT, 1)}, indent=1))
+        found = {**summary(trials(SIM, SHORT, SHORT_NAMES)), "replays ahead": replays_ahead(SIM, SHORT)}
+        print(json.dumps(found, indent=1))
     else:
         results = {"cells": table(SIM), "classic": classic(SIM, PICTURED, 20)}
         for name, seconds in results["classic"].items():

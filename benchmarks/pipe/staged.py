@@ -68,7 +68,7 @@ BOUNDARY_BYTES = LENGTH * WIDTH * 4
 
 
 def staged(stages: int, m: int, blocks: int = 8) -> Job:
-    """A GPT of ``blocks``, small in each length (see ``machines.py``), as a Sequential of its stages, and ``m`` rows."""
+    """A GPT of ``blocks``, small in each length (see ``machines.py``): a Sequential of its stages, and ``m`` rows."""
     job = gpt("cpu", m, LENGTH, WIDTH, HEADS, blocks, VOCABULARY, torch.float32)
     first, *inner, last = job.model
     each = blocks // stages

@@ -6,8 +6,7 @@ them, to the microsecond and whatever else this machine does: a host that is ahe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from classic import Classic
@@ -21,7 +20,7 @@ from variants import Job
 from tests.device import Ran, Simulator
 from torchckpt.model import Kind, Link, StageCosts, Timeline, simulate
 
-__all__ = ["Cell", "Trial", "classic_seconds", "hidden", "timelines", "trials"]
+__all__ = ["Cell", "Trial", "classic_seconds", "hidden", "replays_ahead", "timelines", "trials"]
 
 _EARLY, _PLAIN = VARIANTS["GPipe, Pipe early"], VARIANTS["GPipe, none"]
 
@@ -102,7 +101,7 @@ class Bench:
         assert not waited, f"{variant.name}: the host waited for {waited}"
         return ran
 
-    def classic(self, own_streams: bool) -> float:
+    def classic(self, own_streams: bool) -> Sequence[Ran]:
         """A step of torchgpipe's graph."""
         devices = [f"sim:{stage}" for stage in range(self.cell.stages)]
         pipe = Classic(marked(self.job.model), devices, self.cell.m, own_streams)
@@ -113,7 +112,7 @@ class Bench:
                 with self.sim.prepared():
                     self.job.loss(pipe(x), target).backward()
         pipe.close()
-        return step_seconds(ran)
+        return ran
 
     def on_paper(self, variant: Variant) -> Timeline:
         return simulate(schedule_of(variant, self.cell.stages, self.cell.m), self.costs, self.link)
@@ -167,4 +166,27 @@ def timelines(sim: Simulator, cell: Cell, names: Iterable[str]) -> list[Timeline
 def classic_seconds(sim: Simulator, cell: Cell, own_streams: bool, rounds: int) -> list[float]:
     """Of each round: which work its streams wait for depends on the host's threads."""
     bench = Bench(sim, cell)
-    return sorted(bench.classic(own_streams) for _ in range(rounds))
+    return sorted(step_seconds(bench.classic(own_streams)) for _ in range(rounds))
+
+
+def replays_ahead(sim: Simulator, cell: Cell) -> dict[str, bool]:
+    """Whether the last stage but one begins its first replay before the last stage begins its first backward."""
+    bench = Bench(sim, cell)
+    recorded = {
+        "torchgpipe's graph": bench.classic(own_streams=False),
+        "its nodes on copy streams": bench.classic(own_streams=True),
+        "Pipe": bench.record(_EARLY),
+    }
+    schedule = schedule_of(_EARLY, cell.stages, cell.m)
+    return {name: _is_ahead(timeline_of(schedule, ran)) for name, ran in recorded.items()}
+
+
+def _is_ahead(timeline: Timeline) -> bool:
+    last = timeline.schedule.stages - 1
+    return _first(timeline, last - 1, Kind.RECOMPUTE) < _first(timeline, last, Kind.BACKWARD)
+
+
+def _first(timeline: Timeline, stage: int, kind: Kind) -> float:
+    """When the stage begins the first of its kind."""
+    own = [one for one in timeline.events if (one.action.stage, one.action.kind) == (stage, kind)]
+    return min(one.start_seconds for one in own)
