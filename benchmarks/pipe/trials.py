@@ -12,7 +12,7 @@ import torch
 from classic import Classic
 from machines import Machine
 from observed import MARKS, busy_seconds, done_by, step_seconds, timeline_of
-from sizes import predicted_bytes
+from sizes import Sizes
 from staged import BOUNDARY_BYTES, VARIANTS, Variant, marked, schedule_of, staged, stepper
 from torch import accelerator
 from variants import Job
@@ -134,16 +134,17 @@ class Bench:
         return [accelerator.max_memory_allocated(device) - before[device] for device in devices]
 
 
-def trials(sim: Simulator, cell: Cell, names: Iterable[str] = VARIANTS, measure_bytes: bool = True) -> dict[str, Trial]:
+def trials(sim: Simulator, cell: Cell, names: Iterable[str] = VARIANTS) -> dict[str, Trial]:
     """Of each variant."""
     bench = Bench(sim, cell)
+    sizes = Sizes(bench.job, cell.m)
     found = {}
     for variant in (VARIANTS[name] for name in names):
         found[variant.name] = Trial(
             step_seconds(bench.record(variant)),
             bench.on_paper(variant).step_seconds,
-            bench.peaks(variant) if measure_bytes else [],
-            predicted_bytes(bench.job, variant, cell.m) if measure_bytes else [],
+            bench.peaks(variant),
+            sizes.predicted_bytes(variant),
         )
     return found
 
