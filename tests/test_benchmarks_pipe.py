@@ -1,4 +1,4 @@
-"""The benchmark of ``Pipe``, its short version: counts, bytes and bits, no seconds."""
+"""The benchmark of ``Pipe``, its short versions: counts, bytes, bits, and seconds of simulated devices."""
 from __future__ import annotations
 
 import json
@@ -9,17 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import why_not
+
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def found():
+def run(file, *arguments):
+    """What it prints, in a process of its own."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "benchmarks/pipe/short.py")]
+    command = [sys.executable, str(ROOT / "benchmarks/pipe" / file), *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run("short.py")
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["transformer stack", "conv net"])
@@ -79,3 +86,39 @@ def test_copies_are_throttled_inside_of_the_block_only(found):
 
 def test_hidden_is_the_share_of_what_late_adds(found):
     assert found["hidden"] == [0.5, None, None]
+
+
+# On simulated devices: the times are those of their clocks, which are exact ------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    return run("simulated.py", "--short")
+
+
+def test_steps_on_simulated_devices_take_what_the_model_says(simulated):
+    off = simulated["measured over simulated, less 1"]
+    assert len(off) == 8
+    assert {name: share for name, share in off.items() if abs(share) > 0.07} == {}
+
+
+def test_recomputation_ahead_hides_what_the_model_says(simulated):
+    for measured, on_paper in simulated["hidden, measured and simulated"].values():
+        assert measured >= 0.9 * on_paper > 0
+    assert simulated["ours / stock"]["1F1B"] <= 0.86
+    assert simulated["ours / stock"]["GPipe"] < 0.95
+
+
+def test_devices_need_the_bytes_that_follow_from_the_sizes_of_their_stages(simulated):
+    assert simulated["bytes other than predicted"] == []
+
+
+def test_replays_of_torchgpipes_graph_wait_for_the_stage_behind_and_ours_do_not(simulated):
+    assert simulated["replays ahead"] == {
+        "torchgpipe's graph": False,
+        "its nodes on copy streams": True,
+        "Pipe": True,
+    }

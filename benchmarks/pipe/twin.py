@@ -16,13 +16,14 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-__all__ = ["Twin"]
+__all__ = ["Region", "Twin", "Worker", "fork", "join"]
 
 
 class Twin:
@@ -103,17 +104,20 @@ class Region:
     """A stage on a micro-batch: the function, its input, and what its recomputation has made."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self.function, self.x = function, x
+        self.function, self.x, self.device = function, x, x.device
         self.random: Tensor | None = None
         self.recomputed: list[tuple[Tensor, Tensor]] = []  # outputs with their graphs, and the leaves of those
 
     def checkpoint(self) -> Tensor:
-        output: Tensor = Checkpoint.apply(_phony(), self, self.x)
+        output: Tensor = Checkpoint.apply(phony(self.device), self, self.x)
         return output
 
-    def recompute(self, output: Tensor) -> Tensor:
+    def recompute(self, output: Tensor, stream: AbstractContextManager[None] = nullcontext()) -> Tensor:  # noqa: B008
+        """``stream``: where the replay will run."""
         output, edge = fork(output)
-        return join(output, Recompute.apply(edge, self, self.x))
+        with stream:
+            edge = Recompute.apply(edge, self, self.x)
+        return join(output, edge)
 
 
 class Checkpoint(Function):
@@ -154,7 +158,7 @@ class Recompute(Function):
 class Fork(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.detach(), _phony().detach()
+        return x.detach(), phony(x.device).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
@@ -196,8 +200,8 @@ def join(x: Tensor, phony: Tensor) -> Tensor:
 
 
 @functools.cache
-def _phony() -> Tensor:
-    return torch.empty(0, requires_grad=True)
+def phony(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device, requires_grad=True)
 
 
 def _clock(m: int, n: int) -> Iterator[list[tuple[int, int]]]:

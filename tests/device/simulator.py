@@ -100,6 +100,18 @@ class Simulator:
         finally:
             mark.complete()
 
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Inside, work is queued only; then all devices begin at one moment. So no stream is late because the host was.
+
+        What waits for a device inside, waits until the timeout.
+        """
+        gate = torch.Stream("sim:0")
+        with self.held(gate):
+            for device in range(self._native.device_count()):
+                torch.accelerator.current_stream(device).wait_stream(gate)
+            yield
+
     # time -------------------------------------------------------------------------------------------------------------
 
     @contextmanager

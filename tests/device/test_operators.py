@@ -54,6 +54,7 @@ OPERATORS = {
         nn.functional.conv_transpose1d(on(d, X.view(1, 4, 6)), on(d, X.view(4, 2, 3))),
     ],
     "an average of bags": lambda d: nn.functional.embedding_bag(on(d, I), on(d, X), on(d, torch.tensor([0, 2]))),
+    "whether tensors see the same bytes": lambda d: [torch.tensor(x.is_set_to(x[:])) for x in [on(d, X)]],
     "foreach": lambda d: torch._foreach_add([on(d, X), on(d, X)], 1.0),
 }
 

@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
 from torch import nn
 
 import torchckpt
-from tests.pipe.skips import Pop, Stash
 
 MODES = ["always", "except_last", "never"]
 
@@ -67,35 +65,3 @@ def test_two_stages_have_the_bits_of_the_plain_sequential_on_one_device(sim):
     assert torch.equal(received[0], loss.detach().cpu())
     for ours, parameter in zip(received[1:], module.parameters()):
         torch.testing.assert_close(ours, parameter.grad.cpu())  # four micro-batches are added up in another order
-
-
-def program(seed):
-    """A random Pipe: its module, and its arguments but the mode."""
-    chosen = random.Random(seed)
-    layers = [block() for _ in range(chosen.randint(2, 5))]
-    if chosen.random() < 0.5:
-        first = chosen.randrange(len(layers))
-        layers.insert(first + 1, Stash())
-        layers.insert(chosen.randint(first + 2, len(layers)), Pop())
-    stages = chosen.randint(1, min(4, len(layers)))
-    cuts = sorted(chosen.sample(range(1, len(layers)), stages - 1))
-    balance = [end - begin for begin, end in zip([0, *cuts], [*cuts, len(layers)])]
-    devices = [f"sim:{chosen.randrange(4)}" for _ in balance]
-    arguments = {
-        "balance": balance,
-        "devices": devices,
-        "chunks": chosen.randint(1, 4),
-        "lookahead": chosen.randint(1, 3),
-        "step": chosen.random() < 0.4 and len(balance) > 1,
-    }
-    return nn.Sequential(*layers), arguments
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_pipes_are_the_same_whatever_the_delays(sim, seed):
-    torch.manual_seed(seed)
-    module, arguments = program(seed)
-    expected = gradients(module, "never", **arguments)
-    for place, checkpoint in enumerate(MODES):
-        with sim.delays(10 * seed + place, most_seconds=0.001, share=0.3):
-            assert_equal(gradients(module, checkpoint, **arguments), expected)

@@ -159,6 +159,24 @@ def test_copies_share_a_link_and_other_links_are_free(sim):
     assert sorted(milliseconds(ran)) == [(0, 0.0), (0, 0.0), (0, 1.0), (1, 0.0)]
 
 
+def test_a_copy_takes_its_turn_though_this_machine_was_too_slow_for_it(sim):
+    """The thread of the second stream computes for long, in no time of the device; the copy behind it comes first."""
+    x, large = ones(250), ones(1000, 1000)
+    gate, first, second = (torch.Stream("sim:0") for _ in range(3))
+    sim.synchronize()
+    with sim.durations(Rates(link_bytes_per_second=1e6), {"aten::exp": 0.01, "aten::mm": 0}), sim.record() as ran:
+        with sim.held(gate):
+            for stream in (first, second):
+                stream.wait_stream(gate)
+            with first:
+                x.exp().to("sim:1")
+            with second, torch.Stream("sim:1"):
+                large @ large @ large
+                x.to("sim:1")
+    starts = {one.stream: start for one, (_, start) in zip(ran, milliseconds(ran)) if one.operator == "aten::copy_"}
+    assert starts == {first.stream_id: 10.0, second.stream_id: 0.0}
+
+
 def test_eight_milliseconds_on_each_of_four_devices_are_eight_in_all(sim):
     inputs = [ones(3, device=f"sim:{device}") for device in range(4)]
     sim.synchronize()

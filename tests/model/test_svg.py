@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.model.steps import EMPTY, measured, several_stages_a_rank, step
+from torchckpt.model.action import Kind
 from torchckpt.model.svg import compare, svg
 from torchckpt.model.timeline import Timeline
 from torchckpt.model.units import Units
@@ -23,6 +25,9 @@ STEPS = {
     **several_stages_a_rank(),
 }
 KINDS = "FBIWR"
+
+
+WIRES = ("there", "back")
 
 
 class Box(NamedTuple):
@@ -39,11 +44,11 @@ class Picture:
         self.width, self.height = float(self.root.attrib["width"]), float(self.root.attrib["height"])
         self.words = list(self.root.iter(f"{SPACE}text"))
 
-    def boxes(self) -> list[Box]:
+    def boxes(self, kinds: Container[str] = KINDS) -> list[Box]:
         return [
             Box(path.attrib["class"], *map(float, numbers))
             for path in self.root.iter(f"{SPACE}path")
-            if path.attrib["class"] in KINDS
+            if path.attrib["class"] in kinds
             for numbers in re.findall(r"M([\d.]+),([\d.]+)h([\d.]+)v([\d.]+)h-[\d.]+z", path.attrib["d"])
         ]
 
@@ -161,6 +166,43 @@ def test_gradient_arrivals_are_ticks_above_their_rows() -> None:
     assert [x for x, _ in picture.arrivals()] == [pytest.approx(76 + at * scale, abs=0.01) for at in arrived]
     top = min(picture.rows())
     assert all(y < top for _, y in picture.arrivals())
+
+
+def test_copies_stand_under_the_row_of_the_rank_that_sends_them() -> None:
+    timeline = step(3, 3, 0.25)
+    picture = Picture(svg(timeline, copies=True))
+    scale = (picture.width - 24 - 76) / timeline.step_seconds
+    rows = sorted(picture.rows())
+    for message in timeline.messages:
+        is_activation = message.action.kind is Kind.FORWARD
+        top = rows[message.action.stage] + 24 + (1 if is_activation else 10)
+        start = pytest.approx(76 + message.sent_seconds * scale, abs=0.01)
+        found = [box for box in picture.boxes(WIRES) if (box.x, box.y) == (start, top)]
+        assert [box.kind for box in found] == ["there" if is_activation else "back"]
+    assert len(picture.boxes(WIRES)) == len(timeline.messages) == 2 * 2 * 3
+    assert picture.texts("end").count("copies") == 3
+    assert {"an activation on its way", "a gradient on its way"} <= set(picture.texts())
+
+
+def test_copies_leave_everything_inside_the_frame_and_apart(timeline: Timeline) -> None:
+    picture = Picture(svg(timeline, timeline, copies=True))
+    assert Picture(svg(timeline)).boxes(WIRES) == []
+    for box in picture.boxes((*KINDS, *WIRES)):
+        assert 76 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
+    rows = sorted({(box.y, box.height) for box in picture.boxes((*KINDS, *WIRES))})
+    assert all(y + height <= next_y for (y, height), (next_y, _) in pairwise(rows))
+    words = [extent(word) for word in picture.words]
+    for place, (left, top, right, bottom) in enumerate(words):
+        for other in words[place + 1 :]:
+            assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+
+
+def test_without_memory_there_is_no_room_for_it() -> None:
+    timeline = step(2, 2, 0.25)
+    bare = replace(timeline, memory=((), ()))
+    picture = Picture(svg(bare))
+    assert picture.height < Picture(svg(timeline)).height - 60
+    assert not any("memory" in text or "peak" in text for text in picture.texts())
 
 
 def test_the_title_says_step_change_idle_and_peak() -> None:

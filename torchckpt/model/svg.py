@@ -4,6 +4,7 @@
  │ [1] name: step, change, idle, peak                                        │
  │ [2] stage 0 │ boxes: F, R, B (or I and W); a tick above a row: a gradient │
  │     stage 1 │ has arrived there                                           │
+ │     copies  │ if asked for: what leaves the stage, under its row          │
  │ [3] memory  │ the curve of the rank that needs most, of few ranks all;    │
  │             │ where each rank has its budget, each rank by itself         │
  │ [4]           time                                                        │
@@ -19,7 +20,7 @@ from torchckpt.model.action import Kind
 from torchckpt.model.axis import Axis
 from torchckpt.model.canvas import Canvas
 from torchckpt.model.look import CHARACTER, STYLE, clipped
-from torchckpt.model.timeline import Event, Timeline
+from torchckpt.model.timeline import Event, Message, Timeline
 from torchckpt.model.units import Units, label, number, percent, row_name
 
 __all__ = ["compare", "svg"]
@@ -27,6 +28,7 @@ __all__ = ["compare", "svg"]
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
 _STYLE = STYLE + """
 .idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
+.there{fill:#9fd3f2} .back{fill:#6b8fc9}
 .largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
 """
 _ON_DARK = "BIW"
@@ -34,6 +36,7 @@ _ON_DARK = "BIW"
 _WIDTH, _LEFT, _RIGHT = 960.0, 76.0, 24.0
 _TITLE, _ARRIVALS, _MEMORY, _TIMES = 32.0, 5.0, 72.0, 34.0
 _OWN_MEMORY, _APART = 40.0, 6.0  # of one rank, where each is drawn by itself
+_WIRE = 9.0  # a row of messages in one direction
 _FEW_RANKS = 8  # of more, only the curve that peaks is drawn
 _LONGEST = 50  # name
 
@@ -50,6 +53,13 @@ class _Layout:
     units: Units
     row_height: float
     show_labels: bool
+    show_copies: bool
+    show_memory: bool
+
+    @property
+    def pitch(self) -> float:
+        """From one rank to the next."""
+        return _ARRIVALS + self.row_height + (2 * _WIRE if self.show_copies else 0.0)
 
 
 def svg(
@@ -57,8 +67,10 @@ def svg(
     names: Sequence[str] = (),
     budget_bytes: float | Sequence[float] | None = None,
     units: Units | None = None,
+    copies: bool = False,
 ) -> str:
-    """One panel per timeline, one over the other, on the same scales of time and memory.
+    """One panel per timeline, one over the other, on the same scales of time and memory. The memory is left out where
+    no timeline has any.
 
     >>> text = svg(simulate(gpipe(2, 4)), budget_bytes=3)  # for Path("step.svg").write_text(text, encoding="utf-8")
 
@@ -68,8 +80,9 @@ def svg(
         budget_bytes: where to draw a line across the memory; by default nowhere. Of a list, with one for each rank,
             the memory of each rank is drawn by itself, under its line.
         units: how to write times and memory; by default time is a bare number, memory counts in A.
+        copies: under the row of each rank, one for the activations and one for the gradients that it sends to others.
     """
-    layout = _layout(timelines, budget_bytes, units or Units())
+    layout = _layout(timelines, budget_bytes, units or Units(), copies)
     canvas = Canvas(_WIDTH)
     y, titles = 0.0, []
     for index, timeline in enumerate(timelines):
@@ -93,7 +106,7 @@ def compare(
 
 
 def _layout(
-    timelines: Sequence[Timeline], budget: float | Sequence[float] | None, units: Units
+    timelines: Sequence[Timeline], budget: float | Sequence[float] | None, units: Units, copies: bool
 ) -> _Layout:
     own = tuple(budget) if isinstance(budget, Sequence) else ()
     line = budget if isinstance(budget, (int, float)) else max(own, default=None)
@@ -103,7 +116,9 @@ def _layout(
     time = Axis(step, _LEFT, _WIDTH - _RIGHT)
     height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
     show = all(_most_labels_fit(timeline, time, height) for timeline in timelines)
-    return _Layout(time, max(*peaks, line or 0.0, 0.0, 0.0) * 1.12, line, own, units, height, show)
+    has_memory = not timelines or any(curve for timeline in timelines for curve in timeline.memory)
+    most = max(*peaks, line or 0.0, 0.0, 0.0) * 1.12
+    return _Layout(time, most, line, own, units, height, show, copies, has_memory)
 
 
 def _most_labels_fit(timeline: Timeline, time: Axis, height: float) -> bool:
@@ -129,7 +144,8 @@ def _facts(timeline: Timeline, first: Timeline | None, units: Units) -> str:
     step, idle, peaks = timeline.step_seconds, timeline.idle_share, timeline.peak_bytes
     change = f" ({step / first.step_seconds * 100 - 100:+.1f} %)" if first and first.step_seconds else ""
     mean = sum(idle) / len(idle) if idle else 0.0
-    return f"step {units.of_time(step)}{change}, idle {percent(mean)}, peak {units.of_memory(max(peaks, default=0.0))}"
+    peak = f", peak {units.of_memory(max(peaks, default=0.0))}" if any(timeline.memory) or not peaks else ""
+    return f"step {units.of_time(step)}{change}, idle {percent(mean)}{peak}"
 
 
 def _panel(canvas: Canvas, timeline: Timeline, title: tuple[str, str], layout: _Layout, top: float) -> float:
@@ -137,11 +153,13 @@ def _panel(canvas: Canvas, timeline: Timeline, title: tuple[str, str], layout: _
     canvas.words(_LEFT, top + 22, clipped(title[0], _LONGEST), class_="name")
     canvas.words(_WIDTH - _RIGHT, top + 22, title[1], class_="facts end")
     rows = top + _TITLE
-    memory = rows + len(timeline.schedule.ranks) * (layout.row_height + _ARRIVALS) + 14
-    bottom = memory + (len(timeline.memory) * (_OWN_MEMORY + _APART) if layout.own_bytes else _MEMORY)
+    memory = rows + len(timeline.schedule.ranks) * layout.pitch + (14 if layout.show_memory else 4)
+    height = len(timeline.memory) * (_OWN_MEMORY + _APART) if layout.own_bytes else _MEMORY
+    bottom = memory + (height if layout.show_memory else 0.0)
     _grid(canvas, layout, rows, bottom)
     _rows(canvas, timeline, layout, rows)
-    (_own_memory if layout.own_bytes else _memory)(canvas, timeline, layout, memory, bottom)
+    if layout.show_memory:
+        (_own_memory if layout.own_bytes else _memory)(canvas, timeline, layout, memory, bottom)
     _times(canvas, layout, bottom)
     return bottom + _TIMES
 
@@ -153,8 +171,8 @@ def _grid(canvas: Canvas, layout: _Layout, top: float, bottom: float) -> None:
 
 def _rows(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float) -> None:
     """[2]"""
-    pitch = layout.row_height + _ARRIVALS
-    every = -(-12 // int(pitch))  # rows from one name to the next, so that they do not touch
+    pitch = layout.pitch
+    every = -(-(26 if layout.show_copies else 12) // int(pitch))  # rows from one name to the next, so that none touch
     for rank in range(len(timeline.schedule.ranks)):
         y = top + rank * pitch + _ARRIVALS
         canvas.rectangle(_LEFT, y, layout.time(timeline.step_seconds) - _LEFT, layout.row_height, class_="idle")
@@ -162,6 +180,10 @@ def _rows(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float) -> No
             name = row_name(timeline.schedule, rank)
             canvas.words(_LEFT - 8, y + layout.row_height / 2 + 4, name, class_="end")
         _boxes(canvas, timeline, [event for event in timeline.events if event.rank == rank], layout, y)
+        if layout.show_copies and every == 1:
+            canvas.words(_LEFT - 8, y + layout.row_height + 1 + _WIRE, "copies", class_="end")
+        if layout.show_copies:
+            _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
         arrived = [(layout.time(at), y - _ARRIVALS + 0.5) for at in _arrivals(timeline, rank)]
         if arrived:
             canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
@@ -182,6 +204,28 @@ def _boxes(canvas: Canvas, timeline: Timeline, events: Sequence[Event], layout: 
         if _fits(text, width, height):
             place = (x + width / 2, y + height / 2 + size * 0.36)
             canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
+
+
+def _copies(canvas: Canvas, timeline: Timeline, rank: int, layout: _Layout, y: float) -> None:
+    """What ``rank`` sends to others: activations, and under them gradients."""
+    sent: dict[str, list[tuple[float, float, float, float]]] = {"there": [], "back": []}
+    for message in _from(timeline, rank):
+        x, end = layout.time(message.sent_seconds), layout.time(message.arrived_seconds)
+        way = "there" if message.action.kind is Kind.FORWARD else "back"
+        sent[way].append((x, y + (_WIRE if way == "back" else 0.0), end - x - min(1.0, 0.15 * (end - x)), _WIRE - 2))
+    for way, boxes in sent.items():
+        if boxes:
+            canvas.boxes(boxes, class_=way)
+
+
+def _from(timeline: Timeline, rank: int) -> list[Message]:
+    """What goes from ``rank`` to another one."""
+    placement = timeline.schedule.placement
+    return [
+        message
+        for message in timeline.messages
+        if placement[message.action.stage] == rank != placement[message.to_stage]
+    ]
 
 
 def _box(event: Event, time: Axis) -> tuple[float, float]:
@@ -277,6 +321,10 @@ def _entries(timelines: Sequence[Timeline], layout: _Layout) -> list[tuple[str, 
         entries = [(kind, "backward, input gradient" if kind == "B" else name) for kind, name in entries if kind != "I"]
     if any(_arrivals(timeline, rank) for timeline in timelines for rank in range(len(timeline.schedule.ranks))):
         entries.append(("arrival", "a gradient arrives"))
+    if layout.show_copies:
+        entries += [("there", "an activation on its way"), ("back", "a gradient on its way")]
+    if not layout.show_memory:
+        return entries
     if layout.own_bytes:
         return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
     if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):

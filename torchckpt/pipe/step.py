@@ -86,13 +86,17 @@ class Port(NamedTuple):
 
 
 class Shipment:
-    """A tensor on its way from one stage to another: it leaves when what its stage had to do by then is done."""
+    """A tensor on its way from one stage to another: it leaves when what its stage had to do by then is done.
+
+    Who receives it waits for this copy, and not for its stream: a later message may be on that already, of a
+    micro-batch that the sender has yet to compute.
+    """
 
     def __init__(self, tensor: Tensor, source: Port) -> None:
         self._source = source
         with on(source.leaving):
             (self._tensor,) = wait(source.place.compute, source.leaving, (tensor.detach(),))
-        self._target: Port | None = None
+        self._ready = _reached(source.leaving)
 
     def sent(self, target: Port) -> Shipment:
         """Begin the copy."""
@@ -100,13 +104,19 @@ class Shipment:
             with on(target.arriving):
                 source = self._source
                 (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
-            self._target = target
+            self._ready = _reached(target.arriving)
         return self
 
     def arrived(self, place: Place) -> Tensor:
         """For what is started at ``place`` from now on."""
-        arriving = self._source.leaving if self._target is None else self._target.arriving
-        return wait(arriving, place.compute, (self._tensor,))[0]
+        if self._ready is not None and place.compute is not None:
+            place.compute.wait_event(self._ready)
+        return self._tensor.detach()
+
+
+def _reached(stream: torch.Stream | None) -> torch.Event | None:
+    """What happens when ``stream`` has done all that it has now."""
+    return None if stream is None else stream.record_event()
 
 
 class Passage:

@@ -8,6 +8,8 @@
 namespace sim {
 namespace {
 
+constexpr auto kLongest = std::chrono::seconds(10);  // that a thread is late
+
 std::mutex rates_mutex;
 Rates rates;
 std::unordered_map<std::string, double> named;
@@ -63,10 +65,15 @@ double copy_seconds(const std::string& name, double bytes) {
   return seconds_of(name, [&] { return rates.seconds_per_copy + over(bytes, rates.link_bytes_per_second); });
 }
 
+// The first gap that is long enough: the thread that comes first is not always that of the copy that does.
 Clock::time_point Link::taken(Clock::time_point start, Clock::duration duration) {
   std::lock_guard<std::mutex> lock(mutex_);
-  start = std::max(start, free_);
-  free_ = start + duration;
+  while (!taken_.empty() && taken_.begin()->second + kLongest < start) taken_.erase(taken_.begin());
+  for (const auto& [from, until] : taken_) {
+    if (start + duration <= from) break;
+    start = std::max(start, until);
+  }
+  if (duration > Clock::duration::zero()) taken_[start] = start + duration;
   return start;
 }
 

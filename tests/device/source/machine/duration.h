@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <string>
 
 #include "machine/mark.h"
@@ -30,7 +31,7 @@ class Link {
 
  private:
   std::mutex mutex_;
-  Clock::time_point free_;
+  std::map<Clock::time_point, Clock::time_point> taken_;  // from when until when
 };
 
 constexpr int kHost = -1;

@@ -4,6 +4,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -84,6 +85,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   });
   library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("set_", set_empty);
+  library.impl("is_set_to", at::native::is_set_to);
 }
 
 }  // namespace sim
