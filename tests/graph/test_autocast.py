@@ -9,6 +9,7 @@ from tests.graph.eager import compare, measured_peak
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
+from torchckpt.features import release_of
 
 
 def autocast(**options):
@@ -67,8 +68,12 @@ MODELS = {
     "RNN": lambda: Recurrent(nn.RNN), "GRU": lambda: Recurrent(nn.GRU), "LSTM": lambda: Recurrent(nn.LSTM),
 }
 
+OLD_LSTM = pytest.mark.skipif(
+    release_of(torch.__version__) == (2, 11), reason="torch 2.11 alone: gradients of an LSTM are traced as bfloat16"
+)
 
-@pytest.fixture(params=MODELS)
+
+@pytest.fixture(params=[pytest.param(name, marks=OLD_LSTM if name == "LSTM" else []) for name in MODELS])
 def model(request):
     return MODELS[request.param]()
 

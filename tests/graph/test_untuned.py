@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.graph.eager import assert_same, measured_peak, step
 from tests.models.case import itself
 from tests.models.untuned import UNTUNED
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
+from torchckpt.features import release_of
 
 A_LOSS_BYTES = 16
 
@@ -20,6 +22,15 @@ OPTIONS = [pytest.param({}, marks=pytest.mark.slow), {"budget": 0.6}]
 pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")
 
 
+BEYOND_2_11 = {"StateSpace": "cumprod is traced in other operations", "Sorted": "quantile is not traced"}
+
+
+def not_on_2_11(name):
+    is_old = release_of(torch.__version__) == (2, 11)
+    fails = BEYOND_2_11.get(name)
+    return [pytest.mark.skipif(is_old, reason=f"torch 2.11 alone: {fails}")] if fails else []
+
+
 def within(model, inputs, options):
     """Rematerialized, within the least budget that there is where it is refused."""
     try:
@@ -29,7 +40,7 @@ def within(model, inputs, options):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("name", UNTUNED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=not_on_2_11(name)) for name in UNTUNED])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bits_and_bytes(name, options):
     model, inputs = UNTUNED[name]()

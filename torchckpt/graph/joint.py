@@ -19,7 +19,7 @@ from torchckpt.graph.again import Again, again_of, as_eager_runs, forget_statist
 from torchckpt.graph.costs import Cost, CostOf
 from torchckpt.graph.private.operators import note_branches
 from torchckpt.graph.private.runtime import storage_of
-from torchckpt.graph.private.trace import input_place, mutated_inputs, uncompiled
+from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_inputs, uncompiled
 from torchckpt.graph.rng import record_states, refuse_generators
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 
@@ -105,7 +105,8 @@ class _Builder:
         given = self._roots_of(there) - self._roots_of(self.tangents)
         passing = self._roots_of(self.new_values) - given
         lasting = [output for output in self.outputs if output not in self.new_values]
-        results = self._roots_of([*lasting, *self.gradients]) - given
+        staying = self.tangents if GRADIENTS_STAY else []
+        results = self._roots_of([*lasting, *self.gradients, *staying]) - given
         sizes = tuple(self.sizes)
         return Dataflow(tuple(operations), sizes, self.forward, given, results, passing - results), agains
 

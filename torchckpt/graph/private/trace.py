@@ -14,10 +14,11 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.features import TESTED, Feature
+from torchckpt.features import TESTED, Feature, release_of
 from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 
 __all__ = [
+    "GRADIENTS_STAY",
     "Boxed",
     "Differentiable",
     "Partition",
@@ -45,6 +46,9 @@ def require(feature: Feature) -> None:
 
 
 _missing = functools.cache(Feature.missing)
+
+GRADIENTS_STAY = release_of(torch.__version__) < (2, 13)
+"""Whether AOTAutograd holds the gradients of outputs until its backward ends. Nothing but the release tells."""
 
 
 def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
