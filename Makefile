@@ -58,7 +58,7 @@ pure:
 
 # On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:
-	$(PYTHON) -m pytest -m cuda
+	$(PYTHON) -m pytest -m accelerator
 	$(PYTHON) benchmarks/run.py
 
 $(VENV)/bin/python:
