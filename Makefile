@@ -56,8 +56,10 @@ PURE := tests/model tests/test_command.py tests/test_results.py
 pure:
 	$(PYTHON) -m pytest --noconftest -k "not balance and not bad_module" $(PURE)
 
-# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3
+# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3. Without one make test runs these
+# tests on the simulated device.
 gpu:
+	@$(PYTHON) -c "import torch; torch.cuda.is_available() or exit('make gpu needs a CUDA device, and a torch that sees it')"
 	$(PYTHON) -m pytest -m accelerator
 	$(PYTHON) benchmarks/run.py
 
