@@ -1,0 +1,267 @@
+"""Load-bearing waits: with any stream of a program held back, what it computes is the same, and nothing waits in vain.
+
+Streams are held from before the forward until the backward is queued. Whoever does not wait for them reads memory that
+is not written yet, or that is freed already: NaN, on this device. ``mutations.py`` says which test needs which line.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchckpt
+from tests.pipe.skips import Pop, Stash
+from torchckpt.kernel.clock import Clock
+from torchckpt.pipe import balance
+from torchckpt.pipe.links import Place
+
+DEVICES = ("sim:0", "sim:1")
+
+
+# one region -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streams(sim):
+    """Two new streams of sim:0."""
+    return torch.Stream("sim:0"), torch.Stream("sim:0")
+
+
+def leaf(*shape):
+    tensor = torch.randn(*shape, device="sim:0").requires_grad_()
+    torch.accelerator.synchronize()
+    return tensor
+
+
+def body(x):
+    """Saves its result, and nothing of its input."""
+    return (x + 1).exp()
+
+
+def expected_of(x):
+    gradient = torch.autograd.grad(body(x * 2).sum(), x)[0]
+    torch.accelerator.synchronize()
+    return gradient
+
+
+def test_a_replay_waits_for_the_stream_of_its_inputs(sim, streams):
+    first, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    with sim.held(first):
+        with first:
+            region = torchckpt.Checkpointing(body, x * 2)
+            output = region.checkpoint()
+        with second:
+            region.prefetch()
+        assert not second.query()
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+def test_the_inputs_of_a_replay_on_another_stream_are_kept_until_it_has_run(sim, streams):
+    first, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    with first:
+        region = torchckpt.Checkpointing(body, x * 2)
+        output = region.checkpoint()
+    with sim.held(second):
+        with second:
+            region.prefetch()  # after which nothing holds x * 2
+        first.synchronize()
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+def test_a_backward_waits_for_a_replay_on_another_stream(sim, streams):
+    _, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    region = torchckpt.Checkpointing(body, x * 2)
+    loss = region.checkpoint().sum()
+    torch.accelerator.synchronize()
+    with sim.held(second):
+        with second:
+            region.prefetch()
+        gradient = torch.autograd.grad(loss, x)[0]
+        assert not torch.accelerator.current_stream().query()
+    assert torch.equal(gradient, expected)
+
+
+def test_what_a_replay_on_another_stream_made_is_kept_until_the_backward_has_run(sim, streams):
+    _, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    region = torchckpt.Checkpointing(body, x * 2)
+    loss = region.checkpoint().sum()
+    with second:
+        region.prefetch()
+    torch.accelerator.synchronize()
+    with sim.held():
+        gradient = torch.autograd.grad(loss, x)[0]
+        del loss, region
+        second.synchronize()
+    assert torch.equal(gradient, expected)
+
+
+# a pipeline -----------------------------------------------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """Makes a tensor on the device that is current."""
+
+    def forward(self, x):
+        return x + torch.ones(4, device="sim")
+
+
+def layers():
+    """Two stages of five layers, and a skip from the first to the second."""
+    torch.manual_seed(0)
+    first = [nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.3), Shifted(), Stash()]
+    return nn.Sequential(*first, nn.Linear(4, 4), Shifted(), nn.Dropout(0.3), Pop(), nn.Linear(4, 4))
+
+
+class Streams:
+    """Streams of a pipeline, by what they are for; those that ``late`` names are held."""
+
+    def __init__(self, sim, late: str) -> None:
+        self._sim, self._late, self._stack = sim, late, ExitStack()
+
+    def compute(self) -> list[torch.Stream]:
+        """The current streams of the devices from now on. Nothing should run on the default ones, which stand still."""
+        made = [torch.Stream(device) for device in DEVICES]
+        for number, stream in enumerate(made):
+            self._stack.enter_context(self._sim.held(torch.sim.default_stream(number)))
+            self._hold_if(f"compute {number}", stream)
+        return made
+
+    def side(self, stream: torch.Stream) -> None:
+        self._hold_if(f"copies {stream.device_index}", stream)
+
+    def _hold_if(self, name: str, stream: torch.Stream) -> None:
+        if name in self._late:
+            self._stack.enter_context(self._sim.held(stream))
+
+    def release(self) -> None:
+        self._stack.close()
+
+
+def with_late_streams(sim, monkeypatch, late: str, program: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What ``program`` returns, which waits for nothing, where the streams named in ``late`` are held meanwhile."""
+    side_stream, streams = Place.side_stream, Streams(sim, late)
+
+    def watched(self):
+        stream = side_stream(self)
+        streams.side(stream)
+        return stream
+
+    monkeypatch.setattr(Place, "side_stream", watched)
+    sim.synchronize()
+    first, second = streams.compute()
+    try:
+        with sim.timeout(5):
+            with second, first:  # sim:0 is current
+                results = program()
+            for stream in (first, second) if late == "nothing" else ():
+                stream.synchronize()  # a timeout, where it waits for a stream that stands still
+    finally:
+        monkeypatch.setattr(Place, "side_stream", side_stream)
+        streams.release()
+    sim.synchronize()
+    return [result.cpu() for result in results]
+
+
+LATE = ["nothing", "compute 0", "compute 1", "copies 0", "copies 1", "compute 0, copies 1", "compute 1, copies 0"]
+PROGRAMS = {
+    "always": {"checkpoint": "always"},
+    "look-ahead 2": {"checkpoint": "always", "lookahead": 2},
+    "except last": {"checkpoint": "except_last"},
+    "never": {"checkpoint": "never"},
+    "step": {"checkpoint": "always", "step": True},
+    "step that keeps all": {"checkpoint": "never", "step": True},
+}
+
+
+def program(module, x, target, checkpoint, lookahead=1, step=False):
+    """A pipeline's output or loss, and all gradients; nothing in it waits for a device."""
+    pipe = torchckpt.Pipe(module, [5, 5], DEVICES, 4, checkpoint, lookahead)
+
+    def run() -> list[Tensor]:
+        for device in range(2):
+            with torch.sim.device(device):
+                torch.sim.manual_seed(3)
+        if step:
+            loss = pipe.step(x, target, loss_fn=nn.functional.mse_loss)
+            return [loss, *(parameter.grad for parameter in pipe.parameters())]
+        output = pipe(x)
+        nn.functional.mse_loss(output, target).backward()
+        return [output.detach(), x.grad, *(parameter.grad for parameter in pipe.parameters())]
+
+    return run
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("where", DEVICES, ids=["input here", "input there"])
+def test_a_pipeline_whose_streams_are_late(sim, monkeypatch, where, options, late):
+    x, target = torch.randn(8, 4), torch.randn(8, 4).to("sim:1")
+
+    def run(late):
+        own = x.to(where).requires_grad_(not options.get("step"))
+        return with_late_streams(sim, monkeypatch, late, program(layers(), own, target, **options))
+
+    results = run(late)
+    assert not any(result.isnan().any() for result in results)
+    assert all(map(torch.equal, results, run("nothing")))
+
+
+@pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_layer_makes_its_tensors_on_the_device_of_its_stage(sim, options):
+    x, target = torch.randn(8, 4).to("sim:0").requires_grad_(), torch.randn(8, 4).to("sim:1")
+    results = program(layers(), x, target, **options)()  # on the default streams, which are current in every thread
+    assert not any(result.isnan().any() for result in results)
+    assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_copy_runs_on_a_stream_of_its_own(sim, options):
+    x, target = torch.randn(8, 4).to("sim:0").requires_grad_(), torch.randn(8, 4).to("sim:1")
+    run = program(layers(), x, target, **options)
+    with sim.record() as ran:
+        run()
+    copies = [one for one in ran if one.operator == "aten::copy_"]
+    assert {one.device for one in copies} == {0, 1}
+    assert 0 not in {one.stream for one in copies}  # the default stream, which computes
+
+
+# lanes ----------------------------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """A stage that writes down its replays and the ends of its backwards, each with the number of the micro-batch."""
+
+    def __init__(self, name, events):
+        super().__init__()
+        self.linear, self.name, self.events, self.forwards = nn.Linear(1, 1), name, events, 0
+
+    def forward(self, x):
+        if torchckpt.is_recomputing():
+            self.events.append(f"R{self.name}{int(x.detach()[0, 0].item())}")
+        return Numbered.apply(x, self).exp() * self.linear.weight.sum()
+
+
+class Numbered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module, ctx.number = module, int(x[0, 0].item())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.module.events.append(f"B{ctx.module.name}{ctx.number}")
+        return grad, None
