@@ -228,40 +228,93 @@ def test_a_layer_makes_its_tensors_on_the_device_of_its_stage(sim, options):
     assert torch.accelerator.current_device_index() == 0
 
 
-@pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_copy_runs_on_a_stream_of_its_own(sim, options):
-    x, target = torch.randn(8, 4).to("sim:0").requires_grad_(), torch.randn(8, 4).to("sim:1")
-    run = program(layers(), x, target, **options)
-    with sim.record() as ran:
-        run()
-    copies = [one for one in ran if one.operator == "aten::copy_"]
-    assert {one.device for one in copies} == {0, 1}
-    assert 0 not in {one.stream for one in copies}  # the default stream, which computes
-
-
 # lanes ----------------------------------------------------------------------------------------------------------------
 
 
 class Watched(nn.Module):
-    """A stage that writes down its replays and the ends of its backwards, each with the number of the micro-batch."""
+    """A stage that writes down its replays and the ends of its backwards, with the number of the micro-batch."""
 
     def __init__(self, name, events):
         super().__init__()
-        self.linear, self.name, self.events, self.forwards = nn.Linear(1, 1), name, events, 0
+        self.weight, self.name, self.events = nn.Parameter(torch.ones(1)), name, events
 
-    def forward(self, x):
+    def forward(self, pair):
+        x, number = pair
+        mark = f"{self.name}{int(number[0].item())}"
         if torchckpt.is_recomputing():
-            self.events.append(f"R{self.name}{int(x.detach()[0, 0].item())}")
-        return Numbered.apply(x, self).exp() * self.linear.weight.sum()
+            self.events.append(f"R{mark}")
+        elif x.requires_grad:
+            x.register_hook(lambda grad: self.events.append(f"B{mark}"))
+        return (x * self.weight).exp(), number
 
 
-class Numbered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module, ctx.number = module, int(x[0, 0].item())
-        return x.clone()
+def events_of(devices, lookahead, chunks=4):
+    """What stages, each with a letter for a name, do in a backward."""
+    events = []
+    pipe = torchckpt.Pipe(
+        nn.Sequential(*(Watched(name, events) for name in "abc"[: len(devices)])),
+        [1] * len(devices), devices, chunks, "always", lookahead,
+    )
+    x = torch.zeros(chunks, 1, device=devices[0]).requires_grad_()
+    output, _ = pipe((x * 1, torch.arange(chunks, device=devices[0])))
+    output.sum().backward()
+    return events
 
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.module.events.append(f"B{ctx.module.name}{ctx.number}")
-        return grad, None
+
+@pytest.mark.parametrize(
+    ("lookahead", "picture"),
+    [(1, "R3 B3 R2 B2 R1 B1 R0 B0"), (2, "R3 R2 B3 R1 B2 R0 B1 B0"), (3, "R3 R2 R1 B3 R0 B2 B1 B0")],
+)
+def test_the_order_of_every_lane(sim, lookahead, picture):
+    for devices in DEVICES[:1], DEVICES:
+        events = events_of(devices, lookahead)
+        for name in "ab"[: len(devices)]:
+            assert " ".join(event.replace(name, "") for event in events if name in event) == picture
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "picture"),
+    [
+        (1, "Rb3 Bb3 Rb2 Bb2 Rb1 Ra3 Ba3 Ra2 Bb1 Rb0 Ba2 Ra1 Bb0 Ba1 Ra0 Ba0"),
+        (2, "Rb3 Rb2 Bb3 Rb1 Bb2 Rb0 Ra3 Ra2 Ba3 Ra1 Bb1 Ba2 Ra0 Bb0 Ba1 Ba0"),
+    ],
+)
+def test_the_order_of_two_lanes_in_one_thread(sim, lookahead, picture):
+    assert " ".join(events_of(("sim:0", "sim:0"), lookahead)) == picture
+
+
+# clocks ---------------------------------------------------------------------------------------------------------------
+
+CYCLES = 100_000_000  # 50 ms
+
+
+@pytest.fixture
+def late(sim):
+    """An event that its stream comes to late."""
+    torch.sim._sleep(CYCLES)
+    return torch.accelerator.current_stream().record_event()
+
+
+def test_a_clock_is_read_when_the_device_is_idle(late, monkeypatch):
+    idle = []
+    clock = Clock(torch.device("sim:0"))
+    monkeypatch.setattr("torchckpt.kernel.clock.time.perf_counter", lambda: float(idle.append(late.query()) or 0))
+    clock.reader()
+    assert idle == [True]
+
+
+def test_a_clock_waits_for_the_mark_that_it_counts_from(sim, monkeypatch):
+    clock = Clock(torch.device("sim:0"))
+    stamp, mark = clock.stamp(), clock._event
+
+    def late_mark():
+        torch.sim._sleep(CYCLES)
+        return mark()
+
+    monkeypatch.setattr(clock, "_event", late_mark)
+    assert clock.reader()(stamp) > 0  # an event that is not there yet has no time
+
+
+def test_layers_are_timed_when_the_device_is_idle(late):
+    balance._now([torch.device("sim:0")])
+    assert late.query()
