@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-__all__ = ["Mutation", "mutations", "mutations_of", "mutated"]
+__all__ = ["Mutation", "mutated", "mutations", "mutations_of"]
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("torchckpt/kernel", "torchckpt/pipe")

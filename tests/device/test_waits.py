@@ -5,8 +5,7 @@ is not written yet, or that is freed already: NaN, on this device. ``mutations.p
 """
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -196,9 +195,9 @@ def program(module, x, target, checkpoint, lookahead=1, step=False):
             with torch.sim.device(device):
                 torch.sim.manual_seed(3)
         if step:
-            loss = pipe.step(x, target, loss_fn=nn.functional.mse_loss)
+            loss = pipe.step(x * 1, target, loss_fn=nn.functional.mse_loss)
             return [loss, *(parameter.grad for parameter in pipe.parameters())]
-        output = pipe(x)
+        output = pipe(x * 1)
         nn.functional.mse_loss(output, target).backward()
         return [output.detach(), x.grad, *(parameter.grad for parameter in pipe.parameters())]
 
@@ -239,48 +238,77 @@ class Watched(nn.Module):
         self.weight, self.name, self.events = nn.Parameter(torch.ones(1)), name, events
 
     def forward(self, pair):
-        x, number = pair
+        x, number = pair if isinstance(pair, tuple) else (pair, pair.detach()[:, :1])
         mark = f"{self.name}{int(number[0].item())}"
         if torchckpt.is_recomputing():
             self.events.append(f"R{mark}")
         elif x.requires_grad:
             x.register_hook(lambda grad: self.events.append(f"B{mark}"))
-        return (x * self.weight).exp(), number
+        y = x + (x * self.weight).exp() * 0
+        return (y, number) if isinstance(pair, tuple) else y
 
 
-def events_of(devices, lookahead, chunks=4):
+def events_of(devices, lookahead, chunks=4, checkpoint="always", outputs=2):
     """What stages, each with a letter for a name, do in a backward."""
     events = []
-    pipe = torchckpt.Pipe(
-        nn.Sequential(*(Watched(name, events) for name in "abc"[: len(devices)])),
-        [1] * len(devices), devices, chunks, "always", lookahead,
-    )
-    x = torch.zeros(chunks, 1, device=devices[0]).requires_grad_()
-    output, _ = pipe((x * 1, torch.arange(chunks, device=devices[0])))
-    output.sum().backward()
+    stages = [Watched(name, events) for name in "abc"[: len(devices)]]
+    pipe = torchckpt.Pipe(nn.Sequential(*stages), [1] * len(devices), devices, chunks, checkpoint, lookahead)
+    x = torch.arange(float(chunks), device=devices[0])[:, None].requires_grad_()
+    output = pipe(x * 1 if outputs == 1 else (x * 1, torch.arange(chunks, device=devices[0])))
+    (output if outputs == 1 else output[0]).sum().backward()
     return events
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize(
     ("lookahead", "picture"),
     [(1, "R3 B3 R2 B2 R1 B1 R0 B0"), (2, "R3 R2 B3 R1 B2 R0 B1 B0"), (3, "R3 R2 R1 B3 R0 B2 B1 B0")],
 )
-def test_the_order_of_every_lane(sim, lookahead, picture):
+def test_the_order_of_every_lane(sim, lookahead, picture, outputs):
     for devices in DEVICES[:1], DEVICES:
-        events = events_of(devices, lookahead)
+        events = events_of(devices, lookahead, outputs=outputs)
         for name in "ab"[: len(devices)]:
             assert " ".join(event.replace(name, "") for event in events if name in event) == picture
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize(
-    ("lookahead", "picture"),
+    ("checkpoint", "lookahead", "picture"),
     [
-        (1, "Rb3 Bb3 Rb2 Bb2 Rb1 Ra3 Ba3 Ra2 Bb1 Rb0 Ba2 Ra1 Bb0 Ba1 Ra0 Ba0"),
-        (2, "Rb3 Rb2 Bb3 Rb1 Bb2 Rb0 Ra3 Ra2 Ba3 Ra1 Bb1 Ba2 Ra0 Bb0 Ba1 Ba0"),
+        ("always", 1, "Rb3 Bb3 Rb2 Bb2 Rb1 Ra3 Ba3 Ra2 Bb1 Rb0 Ba2 Ra1 Bb0 Ba1 Ra0 Ba0"),
+        ("always", 2, "Rb3 Rb2 Bb3 Rb1 Bb2 Rb0 Ra3 Ra2 Ba3 Ra1 Bb1 Ba2 Ra0 Bb0 Ba1 Ba0"),
+        ("except_last", 1, "Bb3 Rb2 Bb2 Rb1 Ba3 Ra2 Bb1 Rb0 Ba2 Ra1 Bb0 Ba1 Ra0 Ba0"),
     ],
 )
-def test_the_order_of_two_lanes_in_one_thread(sim, lookahead, picture):
-    assert " ".join(events_of(("sim:0", "sim:0"), lookahead)) == picture
+def test_the_order_of_two_lanes_in_one_thread(sim, checkpoint, lookahead, picture, outputs):
+    assert " ".join(events_of(("sim:0", "sim:0"), lookahead, 4, checkpoint, outputs)) == picture
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_replay_runs_while_the_copy_of_its_gradient_is_late(sim, monkeypatch, number):
+    replayed, sent, side_stream = [], [], Place.side_stream
+
+    class Stage(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).exp()
+            if torchckpt.is_recomputing() and str(x.device) == "sim:0":
+                replayed.append(torch.accelerator.current_stream(x.device).record_event())
+            return y.sin()
+
+    def watched(self):
+        stream = side_stream(self)
+        if str(self.device) == "sim:0":
+            sent.append(stream)  # one for each micro-batch, and later its gradient
+        return stream
+
+    monkeypatch.setattr(Place, "side_stream", watched)
+    pipe = torchckpt.Pipe(nn.Sequential(Stage(4, 4), Stage(4, 4)), [1, 1], DEVICES, 3, "always")
+    loss = pipe(torch.randn(6, 4).to("sim:0")).sum()
+    sim.synchronize()
+    with sim.held(sent[number]), sim.timeout(5):
+        loss.backward()
+        replayed[2 - number].synchronize()  # the last micro-batch is the first that is replayed
+        assert not sent[number].query()
 
 
 # clocks ---------------------------------------------------------------------------------------------------------------

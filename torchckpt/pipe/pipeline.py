@@ -25,6 +25,10 @@ downstream. What it does wait for, and what waits for it, is the lane's business
 carries data, so none makes one stream wait for another. Where no input of the region has a gradient (the first stage),
 or it has several outputs, there is no ``Checkpoint`` to hang R(i-k, j) on: it hangs on the region's outputs.
 
+A Wait is one in the forward. In the backward the engine waits: before it runs a node it lets the node's stream, the one
+that was current in its forward, wait for those that made the node's gradients. So [1] is where the stream of the Copy,
+and [5] where the region's, comes to wait.
+
 Stages on one device share its compute stream and its thread. On the CPU there are no streams: Wait and Copy are left
 out, and everything runs in the caller's thread, in clock order.
 """
