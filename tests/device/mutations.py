@@ -29,10 +29,11 @@ SIMULATED, ACCELERATOR = ("-m", "not slow"), ("-m", "accelerator and not slow")
 TESTS = (
     (*SIMULATED, "tests/device/test_waits.py"),
     (*SIMULATED, "tests/device/test_pipe.py"),
-    (*ACCELERATOR, "tests/kernel/test_streams.py", "tests/pipe/test_accelerators.py"),
+    (*ACCELERATOR, "tests/kernel/test_streams.py", "tests/kernel/test_recompute.py", "tests/pipe/test_accelerators.py"),
+    (*SIMULATED, "tests/pipe/test_worker.py"),
     (*ACCELERATOR, "tests/kernel", "tests/pipe", "tests/test_transparency.py"),
 )
-"""In this order, until one fails: all of them run on the simulated device."""
+"""In this order, until one fails: on the simulated device, but for those of threads."""
 TIMEOUT_SECONDS = 300
 
 NO_CONTEXT = '__import__("contextlib").nullcontext()'
