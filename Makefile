@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint test-levels test-kernel slow compat compat-of-nothing compat-table pure gpu clean
+.PHONY: demo test lint test-levels test-kernel slow mutations compat compat-of-nothing compat-table pure gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
@@ -28,6 +28,10 @@ test-kernel:
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# Take each wait, event, stream and edge out of the library, in turn: does a test on the simulated device notice?
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.device.mutations
 
 # The suite on another torch: make compat TORCH=2.15.0. Each has an environment in COMPAT, of 5 GB.
 COMPAT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/torchckpt
