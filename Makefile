@@ -8,7 +8,7 @@ SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 named        = sed -u 's/^/$(1) | /'
 
-.PHONY: demo test lint test-levels test-kernel slow compat compat-of-nothing compat-table pure gpu clean
+.PHONY: demo test lint test-levels test-kernel slow mutations compat compat-of-nothing compat-table pure gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
@@ -33,6 +33,10 @@ test-kernel:
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# Take each wait, event, stream and edge out of the library, in turn: does a test on the simulated device notice?
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.device.mutations
 
 # The suite on another torch: make compat TORCH=2.15.0. Each has an environment in COMPAT, of 5 GB.
 COMPAT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/torchckpt
@@ -61,9 +65,11 @@ PURE := tests/model tests/test_command.py tests/test_results.py
 pure:
 	$(PYTHON) -m pytest --noconftest -k "not balance and not bad_module" $(PURE)
 
-# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3
+# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3. Without one make test runs these
+# tests on the simulated device.
 gpu:
-	$(PYTHON) -m pytest -m cuda
+	@$(PYTHON) -c "import torch; torch.cuda.is_available() or exit('make gpu needs a CUDA device, and a torch that sees it')"
+	$(PYTHON) -m pytest -m accelerator
 	$(PYTHON) benchmarks/run.py
 
 $(VENV)/bin/python:

@@ -7,12 +7,56 @@ import pytest
 import torch
 
 import torchckpt
-from tests.helpers import NEEDS_CUDA, by_hand, prefetched
+from tests.accelerator import TYPE
+from tests.device import load, why_not
+from tests.device.fixtures import sim, simulator
+from tests.device.unsimulated import why_unsimulated
+from tests.helpers import by_hand, prefetched
+from torchckpt.kernel.ambient import accelerator_type
+
+__all__ = ["sim", "simulator"]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_CUDA])])
+def pytest_collection_modifyitems(items):
+    """Skip what needs an accelerator where there is none, not even a simulated one."""
+    if TYPE != "sim":
+        return
+    reason = why_not()
+    for item in items:
+        if item.get_closest_marker("accelerator") and (why := reason or why_unsimulated(item.nodeid)):
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_finish(session):
+    """Make the simulated device before the first test, as autograd makes its threads at the first backward."""
+    needed = any(item.get_closest_marker("accelerator") for item in session.items)
+    if needed and TYPE == "sim" and why_not() is None:
+        load()
+        if accelerator_type() != "sim":
+            raise pytest.UsageError("a test module makes the library look for an accelerator when it is imported")
+
+
+@pytest.fixture(params=["cpu", pytest.param(TYPE, marks=pytest.mark.accelerator)])
 def device(request):
+    if request.param == "sim":
+        request.getfixturevalue("sim")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def accelerator(request):
+    """The accelerator, of a test with that mark."""
+    if TYPE == "sim":
+        request.getfixturevalue("sim")
+    return torch.device(TYPE, 0)
+
+
+@pytest.fixture
+def two_accelerators(accelerator):
+    """Two devices of it."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip(f"needs two {TYPE} devices")
+    return accelerator, torch.device(TYPE, 1)
 
 
 @pytest.fixture(params=[torchckpt.checkpoint, by_hand, prefetched], ids=["checkpoint", "by_hand", "prefetched"])

@@ -5,14 +5,11 @@ import threading
 import warnings
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt import Checkpointing, is_checkpointing, is_recomputing
-
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 class Block(nn.Module):

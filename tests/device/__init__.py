@@ -53,6 +53,8 @@ def load(devices: int = 4) -> Simulator:
 
 def why_not() -> str | None:
     """Why tests of the device are skipped on this machine: one line, or None."""
+    if torch.cuda.is_available():  # torch would take the simulated device for the machine's accelerator
+        return "this machine has CUDA; CUDA_VISIBLE_DEVICES= python -m pytest has the simulated device instead"
     try:
         find_compiler()
     except NoCompilerError as error:

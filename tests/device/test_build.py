@@ -80,6 +80,7 @@ def test_a_cache_that_cannot_be_written(log, monkeypatch, tmp_path):
         build.library()
 
 
+@pytest.mark.usefixtures("without_a_gpu")
 def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert why_not() == (
@@ -93,6 +94,18 @@ def test_no_compiler(monkeypatch, tmp_path):
     assert "there is no g++, clang++ or c++: apt-get install g++, or set CXX" in (why_not() or "")
 
 
+def test_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    expected = "this machine has CUDA; CUDA_VISIBLE_DEVICES= python -m pytest has the simulated device instead"
+    assert why_not() == expected
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_a_gpu")
 def test_another_system(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert why_not() == "the simulated device is built on Linux, and this is darwin: use a container"

@@ -84,6 +84,20 @@ def test_deterministic_algorithms_and_the_default_dtype_are_traced_anew(traces):
     assert len(traces) == 3
 
 
+def test_autocast_of_any_accelerator_is_traced_anew(traces, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    net, x = Net(), torch.randn(5, 4)
+    step = graph.rematerialize(net, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is none here
+        torch.set_autocast_enabled("xpu", True)
+        try:
+            compare(net, step, x)
+        finally:
+            torch.set_autocast_enabled("xpu", False)
+    assert len(traces) == 2
+
+
 def test_a_counter_of_flops_is_no_reason_to_trace_again(traces):
     """It has hooks on all modules."""
     net, x = Net(), torch.randn(5, 4)

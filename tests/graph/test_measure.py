@@ -12,6 +12,7 @@ from tests.graph.eager import measured_peak
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt import graph
+from torchckpt.graph import measure
 from torchckpt.graph.measure import Measure, Measured
 
 aten = torch.ops.aten
@@ -171,3 +172,12 @@ def test_workspaces_are_in_the_dataflow():
     """The product with a transposed slice copies it."""
     flow = joint_of(lambda x, w: (x[:, ::2] @ w).sum(), torch.randn(6, 8), leaf(4, 3)).flow
     assert flow.operations[0].workspace_bytes == 6 * 4 * 4
+
+
+def test_any_accelerator_is_waited_for(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(len(ran)))
+    ran = []
+    measure._timed(lambda: ran.append("operation"))
+    assert waits == [1]

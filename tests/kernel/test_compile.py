@@ -175,7 +175,8 @@ def values_of(function, block, x):
     """Output and gradients, from one seed."""
     torch.manual_seed(1)
     output = function(x)
-    gradients = torch.autograd.grad((output * torch.arange(12).view(3, 4)).sum(), [x, *block.parameters()])
+    weights = torch.arange(12, device=x.device).view(3, 4)
+    gradients = torch.autograd.grad((output * weights).sum(), [x, *block.parameters()])
     return [output.detach(), *gradients]
 
 

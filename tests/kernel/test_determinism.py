@@ -120,14 +120,13 @@ def test_more_at_the_end_is_never_reached_with_early_stop(x):
     assert torch.equal(gradient, expected)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_other_device_is_an_error_that_names_both():
+@pytest.mark.accelerator
+def test_other_device_is_an_error_that_names_both(accelerator):
     def other_device(x):
-        return (x.cpu() if is_recomputing() else x).sin().cuda()
+        return (x.cpu() if is_recomputing() else x).sin().to(accelerator)
 
-    message = error_of(other_device, torch.ones(4, device="cuda", requires_grad=True))
-    assert "forward saved:   float32 (4,) on cuda:0\n  replay saved:    float32 (4,) on cpu\n" in message
+    message = error_of(other_device, torch.ones(4, device=accelerator, requires_grad=True))
+    assert f"forward saved:   float32 (4,) on {accelerator}\n  replay saved:    float32 (4,) on cpu\n" in message
 
 
 def checkpointed(module):

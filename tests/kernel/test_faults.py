@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import random_states
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
 from torchckpt.errors import RecomputationError, RegionError
 from torchckpt.kernel.private import global_forward_pre_hooks, hooks_in_force
@@ -50,11 +51,6 @@ def nothing_left_behind():
     before = thread_state()
     yield
     assert thread_state() == before
-
-
-def random_states(device):
-    cuda = torch.cuda.default_generators[:1] if device.type == "cuda" else ()
-    return [generator.get_state() for generator in (torch.default_generator, *cuda)]
 
 
 def buffers_of(module):

@@ -54,14 +54,15 @@ def test_layer(call, device, make, shape):
     def program(call, layer, x):
         return call(lambda x: nn.functional.dropout(layer(x.exp()), 0.5).sin(), x)
 
-    layer = make().to(device)
+    with device:
+        layer = make()
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         layer(torch.randn(shape, device=device))
     assert_statistics_equal(call, program, layer, leaf(*shape, device=device))
 
 
 def test_lazy_layer_that_the_region_initializes(device):
-    layer, twin, x = nn.LazyBatchNorm1d().to(device), nn.LazyBatchNorm1d().to(device), leaf(5, 4, device=device)
+    layer, twin, x = nn.LazyBatchNorm1d(device=device), nn.LazyBatchNorm1d(device=device), leaf(5, 4, device=device)
     received = torch.autograd.grad(checkpoint(layer, x).exp().sum(), [x, layer.weight])
     assert_equal(received, torch.autograd.grad(twin(x).exp().sum(), [x, twin.weight]))
     assert_equal(dict(layer.named_buffers()), dict(twin.named_buffers()))

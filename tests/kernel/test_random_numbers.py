@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import random_states as states
 from tests.helpers import (
-    NEEDS_CUDA,
     Block,
     assert_equal,
     assert_program_transparent,
@@ -19,12 +19,6 @@ from tests.helpers import (
 )
 from torchckpt import Checkpointing, checkpoint, is_recomputing
 from torchckpt.kernel import ambient, streams
-
-
-def states(device):
-    """Of the global generators."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
-    return torch.get_rng_state(), cuda
 
 
 def test_dropout(call, device):
@@ -274,30 +268,27 @@ def test_replay_in_another_thread_draws_the_same_numbers(device):
     assert_equal(gradients_of(checkpoint), gradients_of(plain))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_devices_in_one_region(call):
+@pytest.mark.accelerator
+def test_two_devices_in_one_region(call, two_accelerators):
     def function(x, y):
         return nn.functional.dropout(x.exp(), 0.5).cpu() + nn.functional.dropout(y.exp(), 0.5).cpu()
 
-    x, y = leaf(100, device="cuda:0"), leaf(100, device="cuda:1")
+    x, y = (leaf(100, device=device) for device in two_accelerators)
     assert_transparent(call, function, x, y)
 
 
-@pytest.mark.cuda
-@NEEDS_CUDA
-def test_device_that_only_a_keyword_lies_on(call):
+@pytest.mark.accelerator
+def test_device_that_only_a_keyword_lies_on(call, accelerator):
     def function(x, *, others):
         return x.exp() + nn.functional.dropout(others[0].exp(), 0.5).cpu()
 
-    assert_transparent(call, function, leaf(100), others=[leaf(100, device="cuda")])
+    assert_transparent(call, function, leaf(100), others=[leaf(100, device=accelerator)])
 
 
-@pytest.mark.cuda
-@NEEDS_CUDA
-def test_device_that_no_argument_lies_on(call):
+@pytest.mark.accelerator
+def test_device_that_no_argument_lies_on(call, accelerator):
     def function(x):
-        return nn.functional.dropout(x.cuda().exp(), 0.5).cpu().exp()
+        return nn.functional.dropout(x.to(accelerator).exp(), 0.5).cpu().exp()
 
     assert_transparent(call, function, leaf(100))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers import NEEDS_CUDA, leaf
+from tests.accelerator import module_of
+from tests.helpers import leaf
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.kernel import streams
 from torchckpt.kernel.streams import Trail, accelerators_among
@@ -161,30 +162,28 @@ def test_no_accelerators_without_one(monkeypatch):
     assert accelerators_among((torch.empty(1), meta(1)), {}) == ()
 
 
-@pytest.mark.cuda
-@NEEDS_CUDA
-def test_prefetch_on_a_cuda_stream_that_is_late():
-    x = leaf(1 << 20, device="cuda")
+@pytest.mark.accelerator
+def test_prefetch_on_a_stream_that_is_late(accelerator):
+    x, device = leaf(1 << 20, device=accelerator), module_of(accelerator)
     expected = torch.autograd.grad(x.exp().sin().sum(), x)[0]
     region = Checkpointing(lambda x: x.exp().sin(), x)
     loss = region.checkpoint().sum()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)
+    with device.stream(device.Stream()):
+        device._sleep(100_000_000)
         region.prefetch()
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
-@pytest.mark.cuda
-@NEEDS_CUDA
-def test_forward_on_a_cuda_stream_that_is_late():
-    x = leaf(1 << 20, device="cuda")
+@pytest.mark.accelerator
+def test_forward_on_a_stream_that_is_late(accelerator):
+    x, device = leaf(1 << 20, device=accelerator), module_of(accelerator)
     expected = torch.autograd.grad((x * 2).exp().sin().sum(), x)[0]
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)
+    device.synchronize()
+    side = device.Stream()
+    with device.stream(side):
+        device._sleep(100_000_000)
         region = Checkpointing(lambda x: x.exp().sin(), x * 2)
         output = region.checkpoint()
     region.prefetch()
-    torch.cuda.current_stream().wait_stream(side)
+    device.current_stream().wait_stream(side)
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)

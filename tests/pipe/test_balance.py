@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
+from tests.accelerator import random_states
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import Balance, Pipe, balance, balance_by_bytes, balance_by_time
 from torchckpt.pipe.partition import layers_of
@@ -194,14 +195,13 @@ def model_of_all_sorts(device: torch.device) -> nn.Sequential:
 def picture(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """What must not change: objects, versions, values."""
     tensors = [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]
-    generators = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if device.type == "cuda" else ())]
     return {
         "tensors": [(name, id(tensor), tensor._version, tensor.device, tensor.tolist()) for name, tensor in tensors],
         "gradients": [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
         "requires grad": [p.requires_grad for p in model.parameters()],
         "names": [list(layer._buffers) for layer in model.modules()],
         "modes": [layer.training for layer in model.modules()],
-        "random numbers": [state.tolist() for state in generators],
+        "random numbers": [state.tolist() for state in random_states(device)],
         "hooks": [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.modules()],
     }
 

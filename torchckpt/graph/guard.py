@@ -202,8 +202,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _around() -> Hashable:
-    casts = ((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
-    autocast = *casts, torch.is_autocast_cache_enabled()
+    accelerator = torch.accelerator.current_accelerator()
+    names = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    casts = tuple((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names)
+    autocast = casts, torch.is_autocast_cache_enabled()
     attention: Any = torch.backends.cuda
     kernels = attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled

@@ -222,8 +222,8 @@ def _is_strided(tensor: Tensor) -> bool:
 def _timed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter() - start
 
 

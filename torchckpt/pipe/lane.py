@@ -52,11 +52,15 @@ class Lane:
 
     def passed(self, frame: Frame | None, outputs: tuple[Tensor, ...], due: Edges) -> tuple[Tensor, ...]:
         """``outputs`` of the next micro-batch's region, at the place where its backward waits for its replay; and
-        before that those of ``due``, where nothing stands between."""
+        before that those of ``due``, where nothing stands between.
+
+        Where the last ones are kept, ``due`` is left to the backward that needs it: all gradients of a last stage are
+        there at once, and without streams a replay overlaps nothing.
+        """
         self._frames.append(frame)
         if not any(self._frames[-self._lookahead :]):  # no replay will hang on them
             self._forked.append([])
-            return before(outputs, due)
+            return outputs
         edges = chain(due, repeat([]))
         forked = [fork(one, *own) if one.requires_grad else (one, None) for one, own in zip(outputs, edges)]
         self._forked.append([[] if edge is None else [edge] for _, edge in forked])

@@ -49,7 +49,8 @@ def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
 
 
 def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """``tensors`` again. In the forward ``after`` waits for ``before``, in the backward ``before`` for ``after``."""
+    """``tensors`` again, for which ``after`` waits for ``before``. In the backward the engine lets who reads their
+    gradients wait for the stream that is current now."""
     return _tensors(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
 
@@ -81,16 +82,15 @@ _Way: TypeAlias = tuple[Place, _Stream, Place, _Stream]
 
 
 class Wait(Function):
+    # In the backward the engine waits: the next node's stream for that of this node, which is the one that was current.
     @staticmethod
     def forward(ctx: Any, before: _Stream, after: _Stream, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.streams = before, after
-        _wait(after, before)
+        if before is not None and after is not None:
+            after.wait_stream(before)
         return _outputs(ctx, inputs, tuple(tensor.detach() for tensor in inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        before, after = ctx.streams
-        _wait(before, after)
         return None, None, *grads
 
 
@@ -103,11 +103,6 @@ class Copy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *(None if grad is None else _moved(grad, *ctx.back) for grad in grads)
-
-
-def _wait(stream: torch.Stream | None, other: torch.Stream | None) -> None:
-    if stream is not None and other is not None:
-        stream.wait_stream(other)
 
 
 def _moved(

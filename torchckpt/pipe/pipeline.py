@@ -25,6 +25,10 @@ downstream. What it does wait for, and what waits for it, is the lane's business
 carries data, so none makes one stream wait for another. Where no input of the region has a gradient (the first stage),
 or it has several outputs, there is no ``Checkpoint`` to hang R(i-k, j) on: it hangs on the region's outputs.
 
+A Wait is one in the forward. In the backward the engine waits: before it runs a node it lets the node's stream, the one
+that was current in its forward, wait for those that made the node's gradients. So [1] is where the stream of the Copy,
+and [5] where the region's, comes to wait.
+
 Stages on one device share its compute stream and its thread. On the CPU there are no streams: Wait and Copy are left
 out, and everything runs in the caller's thread, in clock order.
 """
@@ -82,7 +86,8 @@ def run_pipeline(
     stations = [
         Station(stage, place, Lane(lookahead), stage is stages[-1], options) for stage, place in zip(stages, places)
     ]
-    parcels = [Parcel.of_caller(batch, skips_of(stages)) for batch in micro_batches]
+    callers: dict[torch.device, Place] = {}
+    parcels = [Parcel.of_caller(batch, skips_of(stages), callers) for batch in micro_batches]
     last = len(parcels) - 1
 
     profiled = profiler_is_on()
@@ -123,11 +128,17 @@ class Parcel(NamedTuple):
     """None: where the caller has its tensors, each on its own device."""
     skips: Skips
     memory: Memory
+    callers: dict[torch.device, Place]
+    """Where the caller has its tensors: a worker's thread has other current streams."""
 
     @classmethod
-    def of_caller(cls, batch: MicroBatch, skips: Skips) -> Parcel:
+    def of_caller(cls, batch: MicroBatch, skips: Skips, callers: dict[torch.device, Place]) -> Parcel:
+        """In the caller's thread; ``callers`` is filled."""
         tensors, _ = _tensors((batch.args, batch.kwargs))
-        return cls(batch.args, batch.kwargs, None, skips, Memory.of_caller(tensors))
+        for tensor in tensors:
+            if tensor.device not in callers:
+                callers[tensor.device] = Place.of(tensor.device)
+        return cls(batch.args, batch.kwargs, None, skips, Memory.of_caller(tensors), callers)
 
 
 class Station:
@@ -163,7 +174,7 @@ class Station:
                 tensors = before(tensors, rest)
         output, skips = put_back(tensors)
         self._send(parcel.skips, skips, stream)
-        return Parcel((output,), {}, (self._place, stream), parcel.skips, memory)
+        return Parcel((output,), {}, (self._place, stream), parcel.skips, memory, parcel.callers)
 
     def _given(self, parcel: Parcel, frame: Frame | None) -> Given | None:
         """None where the layers get what the plain ones would get: the graph knows what they do to it."""
@@ -181,7 +192,7 @@ class Station:
         tensors, put_back = _tensors((parcel.args, parcel.kwargs))
         if parcel.at is not None:
             return moved(Load(tensors, *parcel.at), self._place), put_back
-        loads = (Load((tensor,), Place.of(tensor.device), None) for tensor in tensors)
+        loads = (Load((tensor,), parcel.callers[tensor.device], None) for tensor in tensors)
         return tuple(moved(load, self._place)[0] for load in loads), put_back
 
 

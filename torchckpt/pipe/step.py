@@ -94,16 +94,14 @@ class Shipment:
 
     def __init__(self, tensor: Tensor, source: Port) -> None:
         self._source = source
-        with on(source.leaving):
-            (self._tensor,) = wait(source.place.compute, source.leaving, (tensor.detach(),))
+        (self._tensor,) = wait(source.place.compute, source.leaving, (tensor.detach(),))
         self._ready = _reached(source.leaving)
 
     def sent(self, target: Port) -> Shipment:
         """Begin the copy."""
         if self._source.place != target.place:
-            with on(target.arriving):
-                source = self._source
-                (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
+            source = self._source
+            (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
             self._ready = _reached(target.arriving)
         return self
 

@@ -1,4 +1,4 @@
-"""The pipeline on real streams: two stages, on one GPU or on two. CUDA events say what ran when."""
+"""The pipeline on streams that run beside each other: on one accelerator or on two. Events say what ran when."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,27 +8,31 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
+from tests.accelerator import TYPE, module_of
 from tests.pipe.skips import Pop, Stash
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk, WithDevice, links
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
 
+FIRST = f"{TYPE}:0"
 DELAY_CYCLES = 100_000_000  # about 50 ms, against well under 1 ms for a stage
+ROWS, WIDTH = (16384, 512) if TYPE == "cuda" else (4096, 64)  # there kernels have a workspace; here the CPU computes
+
 
 
 def devices() -> list[str]:
-    return ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cuda:0", "cuda:0"]
+    return [FIRST, f"{TYPE}:1"] if torch.accelerator.device_count() > 1 else [FIRST, FIRST]
 
 
 def mark() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+    event = module_of(TYPE).Event(enable_timing=True)
     event.record()
     return event
 
 
 class Timed(nn.Module):
-    """A layer that records CUDA events around itself."""
+    """A layer that records events around itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     def delayed(tensor: Tensor, device: torch.device) -> Tensor:
         if torch._C._current_graph_task_id() != -1:
             begin = mark()
-            torch.cuda._sleep(DELAY_CYCLES)
+            module_of(TYPE)._sleep(DELAY_CYCLES)
             delays.append((begin, mark()))
         return transfer(tensor, device)
 
@@ -68,14 +72,14 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 def test_the_replay_runs_while_the_copy_of_its_gradient_is_delayed(chunks: int, delays: list[tuple[Any, Any]]) -> None:
     stages = [Timed(), Timed()]
     pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1], devices=devices(), chunks=chunks, checkpoint="always")
-    x = torch.randn(64 * chunks, 256, device="cuda:0")
+    x = torch.randn(64 * chunks, 256, device=FIRST)
     pipe(x).sum().backward()  # warms up
     for record in (delays, stages[0].replays, stages[0].backwards):
         record.clear()
     loss = pipe(x).sum()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     loss.backward()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert len(delays) == len(stages[0].replays) == len(stages[0].backwards) == chunks
     for (delay_begin, delay_end), (_, replay_end), backward in zip(delays, stages[0].replays, stages[0].backwards):
         assert delay_begin.elapsed_time(replay_end) < delay_begin.elapsed_time(delay_end)  # done before the copy began
@@ -84,12 +88,12 @@ def test_the_replay_runs_while_the_copy_of_its_gradient_is_delayed(chunks: int, 
 
 @pytest.mark.parametrize("lookahead", [1, 2])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_recomputing_changes_no_bit_with_dropout_on_the_gpu(checkpoint: Any, lookahead: int) -> None:
+def test_recomputing_changes_no_bit_with_dropout(checkpoint: Any, lookahead: int) -> None:
     def run(mode: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
         module = nn.Sequential(Timed(), Timed())
         pipe = torchckpt.Pipe(module, [1, 1], devices(), 4, mode, lookahead)
-        x = torch.randn(64, 256, device="cuda:0")
+        x = torch.randn(64, 256, device=FIRST)
         pipe(x).square().mean().backward()
         return [parameter.grad for parameter in module.parameters()]
 
@@ -108,14 +112,14 @@ def test_the_input_may_be_on_the_cpu_and_the_output_is_on_the_last_device() -> N
 
 def test_the_peak_is_lower_than_without_recomputing() -> None:
     def peak(mode: Any) -> int:
-        module = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(16)))
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
         pipe = torchckpt.Pipe(module, [8, 8], devices(), 8, mode)
-        x = torch.randn(8192, 512, device="cuda:0")
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        x = torch.randn(ROWS // 2, WIDTH, device=FIRST)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         pipe(x).sum().backward()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated() - before
 
     assert peak("always") < peak("never") / 2
 
@@ -129,7 +133,7 @@ def skipping() -> nn.Sequential:
     blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     first, second, third, last = blocks
     near = [Stash("near"), second, Pop("near")]
-    return nn.Sequential(first, Stash("far"), *near, third, Pop("far"), last).to("cuda:0")
+    return nn.Sequential(first, Stash("far"), *near, third, Pop("far"), last).to(FIRST)
 
 
 def four() -> list[str]:
@@ -153,7 +157,7 @@ def without_dropout(module: nn.Sequential) -> nn.Sequential:
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_skips_between_devices_are_the_plain_sequential(checkpoint: Any) -> None:
-    x = torch.randn(64, 256, device="cuda:0")
+    x = torch.randn(64, 256, device=FIRST)
     plain = without_dropout(skipping())
     torch.autograd.backward([plain(part).square().sum() for part in x.tensor_split(4)])
     pipe = torchckpt.Pipe(without_dropout(skipping()), [2, 3, 1, 2], four(), 4, checkpoint)
@@ -166,7 +170,7 @@ def test_recomputing_changes_no_bit_with_skips_and_dropout() -> None:
     def run(mode: Any) -> list[Tensor | None]:
         pipe = torchckpt.Pipe(skipping(), [2, 3, 1, 2], four(), 4, mode)
         torch.manual_seed(1)
-        x = torch.randn(64, 256, device="cuda:0")
+        x = torch.randn(64, 256, device=FIRST)
         pipe(x).square().mean().backward()
         return gradients(pipe)
 
@@ -182,7 +186,7 @@ def test_a_skip_arrives_on_the_device_of_the_stage_that_pops_it() -> None:
     seen: list[str] = []
     module = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Tanh(), Looks())
     pipe = torchckpt.Pipe(module, [2, 1, 1], [devices()[0], devices()[0], devices()[1]], 2)
-    pipe(torch.randn(4, 4, device="cuda:0")).sum().backward()
+    pipe(torch.randn(4, 4, device=FIRST)).sum().backward()
     assert seen[:2] == [devices()[1]] * 2
 
 
@@ -192,7 +196,7 @@ def test_a_skip_arrives_on_the_device_of_the_stage_that_pops_it() -> None:
 def stepped(module: nn.Sequential, checkpoint: Any) -> tuple[Tensor, list[Tensor | None], torchckpt.Pipe]:
     pipe = torchckpt.Pipe(module, [2, 3, 1, 2], four(), 8, checkpoint)
     torch.manual_seed(1)
-    x, target = torch.randn(64, 256, device="cuda:0"), torch.randn(64, 256)  # the target comes from the CPU
+    x, target = torch.randn(64, 256, device=FIRST), torch.randn(64, 256)  # the target comes from the CPU
     loss = pipe.step(x, target, loss_fn=nn.functional.mse_loss)
     return loss, gradients(pipe), pipe
 
@@ -200,7 +204,7 @@ def stepped(module: nn.Sequential, checkpoint: Any) -> tuple[Tensor, list[Tensor
 def test_a_step_has_the_loss_and_the_gradients_of_the_plain_sequential() -> None:
     loss, grads, _ = stepped(without_dropout(skipping()), "always")
     torch.manual_seed(1)
-    x, target = torch.randn(64, 256, device="cuda:0"), torch.randn(64, 256).to("cuda:0")
+    x, target = torch.randn(64, 256, device=FIRST), torch.randn(64, 256).to(FIRST)
     plain = without_dropout(skipping())
     expected = nn.functional.mse_loss(plain(x), target)
     expected.backward()
@@ -227,17 +231,17 @@ def test_the_timeline_of_a_step_is_in_order_on_every_device() -> None:
 
 def test_a_step_keeps_boundaries_of_as_many_micro_batches_as_stages() -> None:
     def peak(call: Any, mode: Any) -> int:
-        module = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(16)))
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
         pipe = torchckpt.Pipe(module, [8, 8], devices(), 16, mode)
-        x = torch.randn(16384, 512, device="cuda:0")
+        x = torch.randn(ROWS, WIDTH, device=FIRST)
         for parameter in pipe.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         call(pipe, x)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated() - before
 
     def step(pipe: torchckpt.Pipe, x: Tensor) -> None:
         pipe.step(x, x, loss_fn=nn.functional.mse_loss)
@@ -251,14 +255,15 @@ def test_a_step_keeps_boundaries_of_as_many_micro_batches_as_stages() -> None:
 
 def test_the_replay_of_a_step_runs_before_the_next_stage_s_backward() -> None:
     stages = [Timed(), Timed()]
-    one = ["cuda:0", "cuda:0"]  # events of two devices cannot be compared
-    pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1], one, checkpoint="always")
-    x = torch.randn(64, 256, device="cuda:0")
+    one = [FIRST, FIRST]  # events of two devices cannot be compared
+    pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1], one, chunks=2, checkpoint="always")
+    x = torch.randn(64, 256, device=FIRST)
     pipe.step(x, x, loss_fn=nn.functional.mse_loss)
-    torch.cuda.synchronize()
-    assert (len(stages[0].replays), len(stages[1].replays)) == (1, 0)  # the last stage keeps what it has
-    assert (len(stages[0].backwards), len(stages[1].backwards)) == (1, 1)
-    assert stages[0].replays[0][1].elapsed_time(stages[1].backwards[0]) > 0
+    torch.accelerator.synchronize()
+    assert (len(stages[0].replays), len(stages[1].replays)) == (2, 0)  # the last stage keeps what it has
+    assert (len(stages[0].backwards), len(stages[1].backwards)) == (2, 2)
+    for (_, replay_end), backward in zip(stages[0].replays, stages[1].backwards):
+        assert replay_end.elapsed_time(backward) > 0
 
 
 # devices and arguments ------------------------------------------------------------------------------------------------
@@ -295,6 +300,6 @@ def test_a_pipe_is_not_moved() -> None:
 def test_the_profiler_sees_the_stages_of_workers() -> None:
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices(), 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        pipe(torch.randn(4, 4, device="cuda:0"))
+        pipe(torch.randn(4, 4, device=FIRST))
     seen = sorted(event.name for event in profile.events() if event.name.startswith("torchckpt::"))
     assert seen == [f"torchckpt::forward[stage={j},mb={i}]" for j in range(2) for i in range(2)]
