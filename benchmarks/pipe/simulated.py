@@ -17,9 +17,9 @@ from tests.device import load, why_not
 
 SIM = None if why_not() else load(8)  # before the first backward
 
-from machines import H100, LAPTOP  # noqa: E402
-from staged import VARIANTS  # noqa: E402
-from trials import Cell, Trial, classic_seconds, hidden, replays_ahead, timelines, trials  # noqa: E402
+from simulation.machines import H100, LAPTOP  # noqa: E402
+from simulation.staged import VARIANTS  # noqa: E402
+from simulation.trials import Cell, Trial, classic_seconds, hidden, replays_ahead, timelines, trials  # noqa: E402
 
 from torchckpt.model.svg import svg  # noqa: E402
 from torchckpt.model.units import Units  # noqa: E402

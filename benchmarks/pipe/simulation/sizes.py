@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from staged import Variant, called
 from torch import Tensor, accelerator
 from variants import Job
+
+from simulation.staged import Variant, called
 
 __all__ = ["Sizes"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from large import gpt
-from observed import Marked
 from torch import Tensor, nn
 from variants import Job, Region
 
+from simulation.observed import Marked
 from torchckpt import Pipe
 from torchckpt.model import Schedule, ahead, arrival, gpipe, one_f_one_b, with_recompute
 

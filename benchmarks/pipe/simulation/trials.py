@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from classic import Classic
-from machines import Machine
-from observed import MARKS, busy_seconds, done_by, step_seconds, timeline_of
-from sizes import Sizes
-from staged import BOUNDARY_BYTES, VARIANTS, Variant, marked, schedule_of, staged, stepper
 from torch import accelerator
 from variants import Job
 
+from simulation.classic import Classic
+from simulation.machines import Machine
+from simulation.observed import MARKS, busy_seconds, done_by, step_seconds, timeline_of
+from simulation.sizes import Sizes
+from simulation.staged import BOUNDARY_BYTES, VARIANTS, Variant, marked, schedule_of, staged, stepper
 from tests.device import Ran, Simulator
 from torchckpt.model import Kind, Link, StageCosts, Timeline, simulate
 
