@@ -9,6 +9,7 @@ from tests.helpers import doing, leaf
 from torchckpt import checkpoint
 from torchckpt.distributed.frames import Frames
 from torchckpt.kernel.flags import thread
+from torchckpt.kernel.scope import Scope
 from torchckpt.testing import count_recomputes
 
 NOTHING_SHARDED = nn.Identity()
@@ -31,10 +32,10 @@ def waiting(frames, micro_batch):
     return frames._waiting.get((0, micro_batch), [])
 
 
-def forward(frames, seen, micro_batch=0, names="abc", keep=False):
+def forward(frames, seen, micro_batch=0, names="abc", keep=False, early=None):
     """Of stage 0: a region for each name."""
     x = leaf(3)
-    with frames.gathered(0, micro_batch, keep) as gathered:
+    with frames.gathered(0, micro_batch, Scope(keep), early) as gathered:
         for name in names:
             x = checkpoint(Named(name, seen), x)
     return x, gathered
@@ -111,7 +112,7 @@ def test_forward_that_raises_leaves_nothing_behind():
     frames = Frames(None)
 
     def fails():
-        with frames.gathered(0, 0, False):
+        with frames.gathered(0, 0, Scope()):
             checkpoint(torch.sin, leaf(3))
             raise ValueError("no more")
 
@@ -123,7 +124,7 @@ def test_forward_that_raises_leaves_nothing_behind():
 
 def test_regions_outside_of_a_forward_are_no_ones():
     frames = Frames(None)
-    with frames.gathered(0, 0, False):
+    with frames.gathered(0, 0, Scope()):
         pass
     checkpoint(torch.sin, leaf(3))
     assert waiting(frames, 0) == []
