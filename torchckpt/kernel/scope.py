@@ -15,7 +15,7 @@ from torchckpt.typing import Function
 __all__ = ["AroundRegion", "Keep", "Scope"]
 
 Keep: TypeAlias = "bool | Collection[int]"
-"""Whether regions are plain calls: all, none, or the outermost ones of these numbers, with all that is inside of them."""
+"""Whether regions are plain calls: all, none, or the outermost of these numbers, and all that is inside of them."""
 
 AroundRegion: TypeAlias = Callable[[int, "deque[Fresh]"], AbstractContextManager[None]]
 

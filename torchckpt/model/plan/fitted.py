@@ -1,0 +1,166 @@
+"""Fitted: a plan for a budget that holds all that a step takes, of which activations are only the most.
+
+A step was measured: gradients, messages that are still on their way, losses, and what an operation takes while it
+runs come on top of what regions and stages hold. How much that is, is known by action. The planner gets what is left
+of the budget; since not all comes together, it gets the more of it, the less the plan then turns out to take.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.model.action import Action, Kind
+from torchckpt.model.costs import Link
+from torchckpt.model.plan.limit import Limit, limits_of
+from torchckpt.model.plan.pipeline import plan_pipeline
+from torchckpt.model.plan.problem import keep_all, problem_of
+from torchckpt.model.plan.replay import Choices, highs
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.stage import Stage
+from torchckpt.model.schedule import Schedule
+
+__all__ = ["Fitted", "Took", "fitted"]
+
+_SHARES = (1.0, 0.5, 0.25, 0.0)
+_ROUNDING = 1e-9
+_LEAST_BYTES = 1.0
+"""A budget is above zero."""
+
+
+@dataclass(frozen=True)
+class Took:
+    """One measured step."""
+
+    schedule: Schedule
+    choices: Choices
+    highest_bytes: Mapping[Action, float]
+    """Of each action, the most bytes that its rank held above what was there before the step."""
+
+    def beside(self, stages: Sequence[Stage]) -> dict[Action, float]:
+        """What each action took that stages do not say."""
+        found = {}
+        for order in self.schedule.ranks:
+            for action, held in zip(order, highs(order, stages, self.choices)):
+                if action in self.highest_bytes:
+                    found[action] = max(0.0, self.highest_bytes[action] - held)
+        return found
+
+    def peaks(self) -> list[float]:
+        """Per rank."""
+        return [max((self.highest_bytes.get(one, 0.0) for one in order), default=0.0) for order in self.schedule.ranks]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan, and what a step of it takes."""
+
+    plan: PipelinePlan
+    budget_bytes: tuple[float, ...]
+    """Per rank, what was asked."""
+    peak_bytes: tuple[float, ...]
+    """Per rank, with what is beside the activations."""
+
+    @property
+    def fits(self) -> bool:
+        return all(peak <= limit * (1 + _ROUNDING) for peak, limit in zip(self.peak_bytes, self.budget_bytes))
+
+
+def fitted(
+    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Limit, took: Took
+) -> Fitted:
+    """The shortest plan that is found of which a step takes no more than ``budget``; a share is one of a step that
+    keeps all.
+
+    Raises:
+        ArgumentError: ``budget`` is none.
+        BudgetInfeasible: it is below what a step takes that recomputes everything.
+    """
+    beside = took.beside(stages)
+    least, most = _reserves(took, stages, beside)
+    everything = keep_all(schedule, stages, links).peak_bytes
+    limits = limits_of(caller, budget, len(schedule.ranks), max(map(sum, zip(everything, least))))
+    best: Fitted | None = None
+    for share in _SHARES if most != least else (0.0,):
+        reserve = [low + share * (high - low) for low, high in zip(least, most)]
+        within = [max(_LEAST_BYTES, limit - own) for limit, own in zip(limits, reserve)]
+        try:
+            plan = plan_pipeline(schedule, stages, within, links)
+        except BudgetInfeasible as error:
+            if share == 0.0 and best is None:
+                raise _infeasible(caller, error, limits, least) from error
+            continue
+        found = Fitted(plan, limits, _peaks(plan, beside))
+        if found.fits and (best is None or plan.step_seconds < best.plan.step_seconds):
+            best = found
+    return best or _with_least(caller, schedule, stages, links, limits, beside)
+
+
+def _reserves(
+    took: Took, stages: Sequence[Stage], beside: Mapping[Action, float]
+) -> tuple[list[float], list[float]]:
+    """Per rank, by how much its peak was above what stages say, and the most of what was beside that at any time."""
+    orders = took.schedule.ranks
+    most = [max((beside.get(action, 0.0) for action in order), default=0.0) for order in orders]
+    said = [max(highs(order, stages, took.choices), default=0.0) for order in orders]
+    least = [min(high, max(0.0, peak - own)) for high, peak, own in zip(most, took.peaks(), said)]
+    return least, most
+
+
+def _peaks(plan: PipelinePlan, beside: Mapping[Action, float]) -> tuple[float, ...]:
+    """Per rank, of a step of ``plan``."""
+    return tuple(
+        max(map(sum, zip(highs(order, plan.problem.stages, plan.choices), _beside(order, beside))), default=0.0)
+        for order in plan.schedule.ranks
+    )
+
+
+def _beside(order: Sequence[Action], beside: Mapping[Action, float]) -> Iterator[float]:
+    """Of each action. What was not measured, as it was no action then, takes what its neighbours take."""
+    known = [_known(action, beside) for action in order]
+    for place, own in enumerate(known):
+        near = [other for other in known[max(0, place - 1) : place + 2] if other is not None]
+        yield max(near, default=0.0) if own is None else own
+
+
+def _known(action: Action, beside: Mapping[Action, float]) -> float | None:
+    if action in beside or action.kind is not Kind.BACKWARD:
+        return beside.get(action)
+    halves = (action._replace(kind=kind) for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+    return max((beside[half] for half in halves if half in beside), default=None)
+
+
+def _with_least(
+    caller: str,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    links: Sequence[Link],
+    limits: tuple[float, ...],
+    beside: Mapping[Action, float],
+) -> Fitted:
+    """The plan that recomputes everything, as no other was found that fits."""
+    least = problem_of(caller, schedule, stages, "100%", links).least_bytes
+    found = Fitted(plan_pipeline(schedule, stages, [max(_LEAST_BYTES, one) for one in least], links), limits, ())
+    found = replace(found, peak_bytes=_peaks(found.plan, beside))
+    if found.fits:
+        return found
+    rank = max(range(len(limits)), key=lambda one: found.peak_bytes[one] / limits[one])
+    needed = found.peak_bytes[rank]
+    raise BudgetInfeasible(_too_small(caller, limits[rank], rank, needed), needed, found.plan, rank)
+
+
+def _infeasible(
+    caller: str, error: BudgetInfeasible, limits: Sequence[float], beside: Sequence[float]
+) -> BudgetInfeasible:
+    rank = error.rank or 0
+    least = error.least_bytes + beside[rank]
+    return BudgetInfeasible(_too_small(caller, limits[rank], rank, least), least, error.plan, rank)
+
+
+def _too_small(caller: str, limit: float, rank: int, least: float) -> str:
+    return (
+        f"{caller}: a budget holds what a step takes that recomputes everything\n"
+        f"  received: {limit:.12g} bytes for rank {rank}, which takes {math.ceil(least)}\n"
+        f"  works:    budget={math.ceil(least)} or more, or fewer micro-batches in flight, or smaller ones"
+    )
