@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.distributed.private import TorchDispatchMode
 from torchckpt.kernel.saved import storage_of
 from torchckpt.model import Action
+from torchckpt.model.plan.replay import Level
 
 __all__ = ["Alive"]
 
@@ -37,7 +38,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._device = device
         self._allocator = _allocator_of(device)
         self._before_bytes = self._allocator.memory_allocated(device) if self._allocator else 0
-        self.highest_bytes: dict[Action, float] = {}
+        self.levels: dict[Action, Level] = {}
 
     def __contains__(self, storage: object) -> bool:
         """Whether it was made within."""
@@ -56,9 +57,12 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def reaches(self, action: Action | None) -> None:
         """``action`` begins; it lasts until the next one does."""
         if self._action is not None and (self._looks or self._allocator):
-            self.highest_bytes[self._action] = float(self._highest())
+            highest = float(self._highest())
+            self._begin()
+            self.levels[self._action] = Level(highest, float(self._now()))
+        else:
+            self._begin()
         self._action = action
-        self._begin()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -92,6 +96,11 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
             self._allocator.reset_peak_memory_stats(self._device)
         self._forget_the_dead()
         self._highest_bytes = self._sum_bytes
+
+    def _now(self) -> int:
+        if self._allocator:
+            return int(self._allocator.memory_allocated(self._device)) - self._before_bytes
+        return self._sum_bytes
 
     def _highest(self) -> int:
         if self._allocator:

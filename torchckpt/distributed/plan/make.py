@@ -13,8 +13,10 @@ from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError
 from torchckpt.model import Action, Kind, Schedule
 from torchckpt.model.plan import Choice, PipelinePlan, Stage
-from torchckpt.model.plan.fitted import Fitted, Took, fitted
+from torchckpt.model.plan.beside import Took
+from torchckpt.model.plan.fitted import Fitted, fitted
 from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.replay import Level
 
 __all__ = ["Costs", "made"]
 
@@ -29,8 +31,8 @@ class Costs:
     """By stage, its bytes."""
     seconds: Mapping[int, Mapping[int, float]]
     """By stage and region, of its replay."""
-    taken: Mapping[Action, float]
-    """Of each action, the most bytes that were held during it, above those before the step."""
+    taken: Mapping[Action, Level]
+    """Of each action, bytes above those before the step."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,9 @@ def _stage(stage: int, measured: Gathered, costs: Sequence[Costs]) -> Stage:
 
 def _took(schedule: Schedule, stages: Sequence[Stage], costs: Sequence[Costs]) -> Took:
     """The step in which bytes were counted."""
-    highest: dict[Action, float] = {}
+    taken: dict[Action, Level] = {}
     for own in costs:
-        for action, taken in own.taken.items():
-            highest[action] = max(taken, highest.get(action, 0.0))
+        taken = {**own.taken, **taken}  # of replicas of a pipeline, as the first one measured it
     split = {(stage, i) for order in schedule.ranks for stage, kind, i in order if kind is Kind.INPUT_GRAD}
     every = [tuple(range(len(stage.blocks))) for stage in stages]
     visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))
@@ -108,4 +109,4 @@ def _took(schedule: Schedule, stages: Sequence[Stage], costs: Sequence[Costs]) -
         (stage, i): Choice((), every[stage], ()) if (stage, i) in split else Choice((), (), every[stage])
         for stage, i in visits
     }
-    return Took(schedule, choices, highest)
+    return Took(schedule, choices, taken)

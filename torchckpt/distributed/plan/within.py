@@ -209,12 +209,12 @@ class RecomputeWithin(RecomputeAhead):
     def _go_on(self) -> None:
         """A step was made."""
         if self._alive is not None:
-            taken = self._alive.highest_bytes
+            taken = self._alive.levels
             if self._fitted is None:
                 parts = {stage: scope.parts for stage, (_, scope) in self._counted.items()}
                 self._costs = Costs(parts, {}, taken)
             else:
-                self._peak_bytes = max(taken.values(), default=None)
+                self._peak_bytes = max((level.highest for level in taken.values()), default=None)
             self._alive = None
         self._steps += 1
         if self._fitted is None and self._steps == FIRST_STEPS:

@@ -7,49 +7,27 @@ of the budget; since not all comes together, it gets the more of it, the less th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.errors import BudgetInfeasible
-from torchckpt.model.action import Action, Kind
+from torchckpt.model.action import Action
 from torchckpt.model.costs import Link
+from torchckpt.model.plan.beside import Took, peak_bytes
 from torchckpt.model.plan.limit import Limit, limits_of
 from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import keep_all, problem_of
-from torchckpt.model.plan.replay import Choices, highs
+from torchckpt.model.plan.replay import Level, levels
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.stage import Stage
 from torchckpt.model.schedule import Schedule
 
-__all__ = ["Fitted", "Took", "fitted"]
+__all__ = ["Fitted", "fitted"]
 
 _SHARES = (1.0, 0.5, 0.25, 0.0)
 _ROUNDING = 1e-9
 _LEAST_BYTES = 1.0
 """A budget is above zero."""
-
-
-@dataclass(frozen=True)
-class Took:
-    """One measured step."""
-
-    schedule: Schedule
-    choices: Choices
-    highest_bytes: Mapping[Action, float]
-    """Of each action, the most bytes that its rank held above what was there before the step."""
-
-    def beside(self, stages: Sequence[Stage]) -> dict[Action, float]:
-        """What each action took that stages do not say."""
-        found = {}
-        for order in self.schedule.ranks:
-            for action, held in zip(order, highs(order, stages, self.choices)):
-                if action in self.highest_bytes:
-                    found[action] = max(0.0, self.highest_bytes[action] - held)
-        return found
-
-    def peaks(self) -> list[float]:
-        """Per rank."""
-        return [max((self.highest_bytes.get(one, 0.0) for one in order), default=0.0) for order in self.schedule.ranks]
 
 
 @dataclass(frozen=True)
@@ -97,38 +75,18 @@ def fitted(
     return best or _with_least(caller, schedule, stages, links, limits, beside)
 
 
-def _reserves(
-    took: Took, stages: Sequence[Stage], beside: Mapping[Action, float]
-) -> tuple[list[float], list[float]]:
+def _reserves(took: Took, stages: Sequence[Stage], beside: Mapping[Action, Level]) -> tuple[list[float], list[float]]:
     """Per rank, by how much its peak was above what stages say, and the most of what was beside that at any time."""
     orders = took.schedule.ranks
-    most = [max((beside.get(action, 0.0) for action in order), default=0.0) for order in orders]
-    said = [max(highs(order, stages, took.choices), default=0.0) for order in orders]
+    most = [max((beside[action].highest for action in order), default=0.0) for order in orders]
+    said = [max((one.highest for one in levels(order, stages, took.choices)), default=0.0) for order in orders]
     least = [min(high, max(0.0, peak - own)) for high, peak, own in zip(most, took.peaks(), said)]
     return least, most
 
 
-def _peaks(plan: PipelinePlan, beside: Mapping[Action, float]) -> tuple[float, ...]:
+def _peaks(plan: PipelinePlan, beside: Mapping[Action, Level]) -> tuple[float, ...]:
     """Per rank, of a step of ``plan``."""
-    return tuple(
-        max(map(sum, zip(highs(order, plan.problem.stages, plan.choices), _beside(order, beside))), default=0.0)
-        for order in plan.schedule.ranks
-    )
-
-
-def _beside(order: Sequence[Action], beside: Mapping[Action, float]) -> Iterator[float]:
-    """Of each action. What was not measured, as it was no action then, takes what its neighbours take."""
-    known = [_known(action, beside) for action in order]
-    for place, own in enumerate(known):
-        near = [other for other in known[max(0, place - 1) : place + 2] if other is not None]
-        yield max(near, default=0.0) if own is None else own
-
-
-def _known(action: Action, beside: Mapping[Action, float]) -> float | None:
-    if action in beside or action.kind is not Kind.BACKWARD:
-        return beside.get(action)
-    halves = (action._replace(kind=kind) for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
-    return max((beside[half] for half in halves if half in beside), default=None)
+    return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
 
 
 def _with_least(
@@ -137,7 +95,7 @@ def _with_least(
     stages: Sequence[Stage],
     links: Sequence[Link],
     limits: tuple[float, ...],
-    beside: Mapping[Action, float],
+    beside: Mapping[Action, Level],
 ) -> Fitted:
     """The plan that recomputes everything, as no other was found that fits."""
     least = problem_of(caller, schedule, stages, "100%", links).least_bytes

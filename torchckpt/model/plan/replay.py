@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link
@@ -16,7 +16,7 @@ from torchckpt.model.schedule import Schedule
 from torchckpt.model.simulator import events_of, messages_of
 from torchckpt.model.timeline import Timeline
 
-__all__ = ["Choice", "Choices", "highs", "memory_of", "replay", "without_weight_grads"]
+__all__ = ["Choice", "Choices", "Level", "levels", "memory_of", "replay", "without_weight_grads"]
 
 _Step: TypeAlias = tuple[float, float]
 """Bytes that an action takes as it starts, and frees as it ends."""
@@ -64,14 +64,22 @@ def memory_of(
     return tuple(_curve(order, stages, choices, played, rank) for rank, order in enumerate(schedule.ranks))
 
 
-def highs(order: Sequence[Action], stages: Sequence[Stage], choices: Choices) -> list[float]:
-    """Of each action of one rank, the most bytes that are held during it."""
+class Level(NamedTuple):
+    """Bytes that a rank holds."""
+
+    highest: float
+    """During an action, the most."""
+    left: float
+    """When it ended."""
+
+
+def levels(order: Sequence[Action], stages: Sequence[Stage], choices: Choices) -> list[Level]:
+    """Of each action of one rank."""
     found, alive = [], 0.0
     for action in order:
         takes, frees = _changes(action.kind, stages[action.stage], choices[action.stage, action.micro_batch])
-        alive += takes
-        found.append(alive)
-        alive -= frees
+        highest, alive = alive + takes, alive + takes - frees
+        found.append(Level(highest, alive))
     return found
 
 
