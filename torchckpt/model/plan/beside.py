@@ -1,20 +1,30 @@
 """Beside: what a step takes above what its regions and stages hold, by action.
 
 Gradients, messages on their way, losses, and what an operation takes while it runs. A step that recomputes everything
-is measured; a step of a plan takes the same beside, but for one thing. A forward takes what its last regions take while
-they run, and then hold if they are kept.
+is measured; a step of a plan takes the same beside, but for one thing. A region takes some bytes while it runs, of which
+it holds the most if it is kept.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.plan.replay import Choices, Level, levels
 from torchckpt.model.plan.stage import Stage
 from torchckpt.model.schedule import Schedule
 
-__all__ = ["Took", "peak_bytes"]
+__all__ = ["Beside", "Took", "peak_bytes"]
+
+
+class Beside(NamedTuple):
+    """Of one action, in bytes that regions and stages do not say."""
+
+    rises: float
+    """From when it began to the most that was held during it."""
+    leaves: float
+    """What it adds for later actions, or frees."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,30 @@ class Took:
         """Per rank."""
         return [max((self._level(one).highest for one in order), default=0.0) for order in self.schedule.ranks]
 
-    def beside(self, stages: Sequence[Stage]) -> dict[Action, Level]:
-        """Of each action, what it took, and what it left, beside what ``stages`` say."""
+    def least(self, stages: Sequence[Stage]) -> list[float]:
+        """Per rank, by how much its peak was above what ``stages`` say."""
+        said = (levels(order, stages, self.choices) for order in self.schedule.ranks)
+        most = (max((level.highest for level in own), default=0.0) for own in said)
+        return [max(0.0, peak - own) for peak, own in zip(self.peaks(), most)]
+
+    def most(self, stages: Sequence[Stage]) -> list[float]:
+        """Per rank, what was beside them at any time."""
+        found = []
+        for order in self.schedule.ranks:
+            pairs = zip(order, levels(order, stages, self.choices))
+            found.append(max((self._level(one).highest - said.highest for one, said in pairs), default=0.0))
+        return [max(0.0, most) for most in found]
+
+    def beside(self, stages: Sequence[Stage]) -> dict[Action, Beside]:
+        """Of each action."""
         found = {}
         for order in self.schedule.ranks:
+            before = 0.0
             for action, said in zip(order, levels(order, stages, self.choices)):
                 own = self._level(action)
-                found[action] = Level(max(0.0, own.highest - said.highest), max(0.0, own.left - said.left))
+                left = own.left - said.left
+                found[action] = Beside(own.highest - said.highest - before, left - before)
+                before = left
         return found
 
     def _level(self, action: Action) -> Level:
@@ -43,40 +70,45 @@ class Took:
 
 
 def peak_bytes(
-    order: Sequence[Action], stages: Sequence[Stage], choices: Choices, beside: Mapping[Action, Level]
+    order: Sequence[Action], stages: Sequence[Stage], choices: Choices, beside: Mapping[Action, Beside]
 ) -> float:
     """Of one rank in a step of a plan, with ``order`` for its actions."""
-    highest, left = 0.0, 0.0
+    highest, before = 0.0, 0.0
     for action, said in zip(order, levels(order, stages, choices)):
-        visit = action.stage, action.micro_batch
+        visit, stage = (action.stage, action.micro_batch), stages[action.stage]
         own = _of(action, beside)
         if action.kind is Kind.FORWARD:
-            own = _less(own, _together(choices[visit].kept, stages[action.stage]))
-        elif action.kind is Kind.RECOMPUTE and own.highest <= own.left:  # nothing was replayed then
-            run = beside.get(action._replace(kind=Kind.FORWARD), Level(0.0, 0.0))
-            run = _less(run, _together(choices[visit].early, stages[action.stage]))
-            own = Level(left + run.highest - run.left, left)
-        highest, left = max(highest, said.highest + own.highest), own.left
+            own = _less(own, _last_kept(choices[visit].kept, stage))
+        elif action.kind is Kind.RECOMPUTE and not own.rises:  # nothing was replayed then
+            run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
+            last = stage.blocks[min(choices[visit].early)]  # they are replayed from the last one to the first
+            own = Beside(_less(run, last.freed_bytes).rises - run.leaves, 0.0)
+        highest, before = max(highest, said.highest + before + own.rises), before + own.leaves
     return highest
 
 
-def _of(action: Action, beside: Mapping[Action, Level]) -> Level:
+_NOTHING = Beside(0.0, 0.0)
+
+
+def _of(action: Action, beside: Mapping[Action, Beside]) -> Beside:
     """A whole backward that was a split one when it was measured takes what its parts took."""
-    kinds = [action.kind]
-    if action.kind is Kind.BACKWARD and action not in beside:
-        kinds = [Kind.RECOMPUTE, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD]
-    parts = [beside[one] for kind in kinds if (one := action._replace(kind=kind)) in beside]
-    return Level(max((part.highest for part in parts), default=0.0), parts[-1].left if parts else 0.0)
+    if action in beside or action.kind is not Kind.BACKWARD:
+        return beside.get(action, _NOTHING)
+    rises = leaves = 0.0
+    for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):
+        part = beside.get(action._replace(kind=kind), _NOTHING)
+        rises, leaves = max(rises, leaves + part.rises), leaves + part.leaves
+    return Beside(rises, leaves)
 
 
-def _less(own: Level, held: float) -> Level:
+def _less(own: Beside, held: float) -> Beside:
     """What a forward takes while it runs, as far as that is not what it holds afterwards."""
-    return Level(own.left + max(0.0, own.highest - own.left - held), own.left)
+    return Beside(own.leaves + max(0.0, own.rises - own.leaves - held), own.leaves)
 
 
-def _together(blocks: Sequence[int], stage: Stage) -> float:
-    """Bytes of the last of ``blocks``, and of those before it without a gap."""
-    held, at = 0.0, max(blocks, default=-1)
-    while at in blocks:
+def _last_kept(kept: Sequence[int], stage: Stage) -> float:
+    """Bytes of the last blocks of ``stage``, as far as they are kept."""
+    held, at = 0.0, len(stage.blocks) - 1
+    while at in kept:
         held, at = held + stage.blocks[at].freed_bytes, at - 1
     return held

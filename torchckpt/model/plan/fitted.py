@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.model.action import Action
 from torchckpt.model.costs import Link
-from torchckpt.model.plan.beside import Took, peak_bytes
+from torchckpt.model.plan.beside import Beside, Took, peak_bytes
 from torchckpt.model.plan.limit import Limit, limits_of
 from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import keep_all, problem_of
-from torchckpt.model.plan.replay import Level, levels
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.stage import Stage
 from torchckpt.model.schedule import Schedule
@@ -56,7 +55,7 @@ def fitted(
         BudgetInfeasible: it is below what a step takes that recomputes everything.
     """
     beside = took.beside(stages)
-    least, most = _reserves(took, stages, beside)
+    least, most = took.least(stages), took.most(stages)
     everything = keep_all(schedule, stages, links).peak_bytes
     limits = limits_of(caller, budget, len(schedule.ranks), max(map(sum, zip(everything, least))))
     best: Fitted | None = None
@@ -75,16 +74,7 @@ def fitted(
     return best or _with_least(caller, schedule, stages, links, limits, beside)
 
 
-def _reserves(took: Took, stages: Sequence[Stage], beside: Mapping[Action, Level]) -> tuple[list[float], list[float]]:
-    """Per rank, by how much its peak was above what stages say, and the most of what was beside that at any time."""
-    orders = took.schedule.ranks
-    most = [max((beside[action].highest for action in order), default=0.0) for order in orders]
-    said = [max((one.highest for one in levels(order, stages, took.choices)), default=0.0) for order in orders]
-    least = [min(high, max(0.0, peak - own)) for high, peak, own in zip(most, took.peaks(), said)]
-    return least, most
-
-
-def _peaks(plan: PipelinePlan, beside: Mapping[Action, Level]) -> tuple[float, ...]:
+def _peaks(plan: PipelinePlan, beside: Mapping[Action, Beside]) -> tuple[float, ...]:
     """Per rank, of a step of ``plan``."""
     return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
 
@@ -95,7 +85,7 @@ def _with_least(
     stages: Sequence[Stage],
     links: Sequence[Link],
     limits: tuple[float, ...],
-    beside: Mapping[Action, Level],
+    beside: Mapping[Action, Beside],
 ) -> Fitted:
     """The plan that recomputes everything, as no other was found that fits."""
     least = problem_of(caller, schedule, stages, "100%", links).least_bytes
