@@ -1,8 +1,8 @@
 """Beside: what a step takes above what its regions and stages hold, by action.
 
 Gradients, messages on their way, losses, and what an operation takes while it runs. A step that recomputes everything
-is measured; a step of a plan takes the same beside, but for one thing. A region takes some bytes while it runs, of which
-it holds the most if it is kept.
+is measured; a step of a plan takes the same beside, but for one thing: a region takes some bytes while it runs, of
+which it holds the most if it is kept.
 """
 from __future__ import annotations
 
