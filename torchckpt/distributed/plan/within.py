@@ -44,6 +44,7 @@ from torchckpt.model.plan import PipelinePlan
 from torchckpt.model.plan.fitted import Fitted
 from torchckpt.model.plan.limit import Limit
 from torchckpt.model.plan.measured import PlannedStep, with_memory_of
+from torchckpt.model.plan.sums import summed_as_given
 
 __all__ = ["FIRST_STEPS", "RecomputeWithin"]
 
@@ -79,6 +80,7 @@ class RecomputeWithin(RecomputeAhead):
         super().__init__(live, schedule, 0, frozenset(), None, Link())
         self._frames = Frames(None)
         if plan is not None:
+            plan = summed_as_given(plan)
             limits = plan.problem.budget_bytes
             self._follow_plan(Fitted(plan, limits, plan.peak_bytes))
 

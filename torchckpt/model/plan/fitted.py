@@ -19,6 +19,7 @@ from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import keep_all, problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.stage import Stage
+from torchckpt.model.plan.sums import summed_as_given
 from torchckpt.model.schedule import Schedule
 
 __all__ = ["Fitted", "fitted"]
@@ -63,7 +64,7 @@ def fitted(
         reserve = [low + share * (high - low) for low, high in zip(least, most)]
         within = [max(_LEAST_BYTES, limit - own) for limit, own in zip(limits, reserve)]
         try:
-            plan = plan_pipeline(schedule, stages, within, links)
+            plan = summed_as_given(plan_pipeline(schedule, stages, within, links))
         except BudgetInfeasible as error:
             if share == 0.0 and best is None:
                 raise _infeasible(caller, error, limits, least) from error
@@ -89,7 +90,8 @@ def _with_least(
 ) -> Fitted:
     """The plan that recomputes everything, as no other was found that fits."""
     least = problem_of(caller, schedule, stages, "100%", links).least_bytes
-    found = Fitted(plan_pipeline(schedule, stages, [max(_LEAST_BYTES, one) for one in least], links), limits, ())
+    plan = summed_as_given(plan_pipeline(schedule, stages, [max(_LEAST_BYTES, one) for one in least], links))
+    found = Fitted(plan, limits, ())
     found = replace(found, peak_bytes=_peaks(found.plan, beside))
     if found.fits:
         return found
