@@ -33,6 +33,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._looks = looks
         self._action: Action | None = None
+        self._entered_bytes = 0.0
         self._made: dict[StorageWeakRef, int] = {}
         self._sum_bytes = self._highest_bytes = 0
         self._device = device
@@ -59,10 +60,14 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         if self._action is not None and (self._looks or self._allocator):
             highest = float(self._highest())
             self._begin()
-            self.levels[self._action] = Level(highest, float(self._now()))
+            self.levels[self._action] = Level(highest, float(self._now()), self._entered_bytes)
         else:
             self._begin()
-        self._action = action
+        self._action, self._entered_bytes = action, 0.0
+
+    def replays(self) -> None:
+        """The action recomputes something."""
+        self._entered_bytes = self._entered_bytes or float(self._highest())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))

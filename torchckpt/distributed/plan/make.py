@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchckpt.distributed.plan.agree import check_the_same, digest_of, of_all, of_the_first
 from torchckpt.distributed.plan.parts import Parts, stage_of
 from torchckpt.distributed.record import Gathered
-from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
 from torchckpt.model import Action, Kind, Schedule
 from torchckpt.model.plan import Choice, PipelinePlan, Stage
 from torchckpt.model.plan.beside import Took
@@ -21,6 +21,11 @@ from torchckpt.model.plan.replay import Level
 __all__ = ["Costs", "made"]
 
 _CALLER = "recompute_ahead()"
+_NO_REGIONS = Fault(
+    "with a budget, some stage has regions, for only regions are recomputed",
+    "stages whose forwards entered none",
+    "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ def made(schedule: Schedule, budget: Limit, measured: Gathered, costs: Costs) ->
 def _outcome(schedule: Schedule, budget: Limit, measured: Gathered, costs: Sequence[Costs]) -> _Outcome:
     try:
         stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
+        raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
         found = fitted(_CALLER, schedule, stages, measured.links, budget, _took(measured.schedule, stages, costs))
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""

@@ -133,8 +133,10 @@ class RecomputeWithin(RecomputeAhead):
         try:
             with self._alive.entered() if self._alive else nullcontext(), super().running():
                 yield
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
+        except (torch.OutOfMemoryError, ScheduleError) as error:
+            if isinstance(_first_cause(error), torch.OutOfMemoryError):  # torch wraps what a forward raises
+                raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
+            raise
         if self.is_training:
             self._go_on()
 
@@ -189,6 +191,8 @@ class RecomputeWithin(RecomputeAhead):
     @contextmanager
     def _replaying(self, visit: Visit, region: int, recomputed: deque[Fresh]) -> Iterator[None]:
         start = self._record.now()
+        if self._alive is not None:
+            self._alive.replays()
         with self._record.replaying(visit) if visit not in self._split else nullcontext():
             yield
         if self._alive is None:
@@ -253,6 +257,12 @@ class RecomputeWithin(RecomputeAhead):
 
 def _forwards_and_backwards(schedule: Schedule) -> list[list[Action]]:
     return [[action for action in order if action.kind is not Kind.RECOMPUTE] for order in schedule.ranks]
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _seconds_of(step: Sequence[Sequence[Span]]) -> float:

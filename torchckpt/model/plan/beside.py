@@ -25,6 +25,8 @@ class Beside(NamedTuple):
     """From when it began to the most that was held during it."""
     leaves: float
     """What it adds for later actions, or frees."""
+    enters: float = 0.0
+    """As ``rises``, before it recomputes anything: where that was later, more may be kept at that time."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ class Took:
         """Of each action."""
         found = {}
         for order in self.schedule.ranks:
-            before = 0.0
+            before = held = 0.0
             for action, said in zip(order, levels(order, stages, self.choices)):
                 own = self._level(action)
                 left = own.left - said.left
-                found[action] = Beside(own.highest - said.highest - before, left - before)
-                before = left
+                enters = max(0.0, own.entered - held - before)
+                found[action] = Beside(own.highest - said.highest - before, left - before, enters)
+                before, held = left, said.left
         return found
 
     def _level(self, action: Action) -> Level:
@@ -73,7 +76,7 @@ def peak_bytes(
     order: Sequence[Action], stages: Sequence[Stage], choices: Choices, beside: Mapping[Action, Beside]
 ) -> float:
     """Of one rank in a step of a plan, with ``order`` for its actions."""
-    highest, before = 0.0, 0.0
+    highest = before = held = 0.0
     for action, said in zip(order, levels(order, stages, choices)):
         visit, stage = (action.stage, action.micro_batch), stages[action.stage]
         own = _of(action, beside)
@@ -83,7 +86,8 @@ def peak_bytes(
             run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
             last = stage.blocks[min(choices[visit].early)]  # they are replayed from the last one to the first
             own = Beside(_less(run, last.freed_bytes).rises - run.leaves, 0.0)
-        highest, before = max(highest, said.highest + before + own.rises), before + own.leaves
+        highest = max(highest, said.highest + before + own.rises, held + before + own.enters)
+        before, held = before + own.leaves, said.left
     return highest
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.model.action import Action
@@ -16,8 +16,10 @@ from torchckpt.model.costs import Link
 from torchckpt.model.plan.beside import Beside, Took, peak_bytes
 from torchckpt.model.plan.limit import Limit, limits_of
 from torchckpt.model.plan.pipeline import plan_pipeline
-from torchckpt.model.plan.problem import keep_all, problem_of
+from torchckpt.model.plan.problem import Problem, keep_all, problem_of
+from torchckpt.model.plan.replay import Choice
 from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.solve import planned
 from torchckpt.model.plan.stage import Stage
 from torchckpt.model.plan.sums import summed_as_given
 from torchckpt.model.schedule import Schedule
@@ -72,7 +74,7 @@ def fitted(
         found = Fitted(plan, limits, _peaks(plan, beside))
         if found.fits and (best is None or plan.step_seconds < best.plan.step_seconds):
             best = found
-    return best or _with_least(caller, schedule, stages, links, limits, beside)
+    return best or _with_least(problem_of(caller, schedule, stages, "100%", links), limits, beside, caller)
 
 
 def _peaks(plan: PipelinePlan, beside: Mapping[Action, Beside]) -> tuple[float, ...]:
@@ -80,24 +82,23 @@ def _peaks(plan: PipelinePlan, beside: Mapping[Action, Beside]) -> tuple[float, 
     return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
 
 
-def _with_least(
-    caller: str,
-    schedule: Schedule,
-    stages: Sequence[Stage],
-    links: Sequence[Link],
-    limits: tuple[float, ...],
-    beside: Mapping[Action, Beside],
-) -> Fitted:
-    """The plan that recomputes everything, as no other was found that fits."""
-    least = problem_of(caller, schedule, stages, "100%", links).least_bytes
-    plan = summed_as_given(plan_pipeline(schedule, stages, [max(_LEAST_BYTES, one) for one in least], links))
-    found = Fitted(plan, limits, ())
-    found = replace(found, peak_bytes=_peaks(found.plan, beside))
-    if found.fits:
-        return found
-    rank = max(range(len(limits)), key=lambda one: found.peak_bytes[one] / limits[one])
-    needed = found.peak_bytes[rank]
-    raise BudgetInfeasible(_too_small(caller, limits[rank], rank, needed), needed, found.plan, rank)
+def _with_least(problem: Problem, limits: tuple[float, ...], beside: Mapping[Action, Beside], caller: str) -> Fitted:
+    """One that recomputes everything, as no other was found that fits; as planned, or as it was measured."""
+    within = problem.within([max(_LEAST_BYTES, least) for least in problem.least_bytes])
+    plans = summed_as_given(planned(within)), _all_late(within)
+    found = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
+    best = min(found, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
+    if best.fits:
+        return best
+    rank = max(range(len(limits)), key=lambda one: best.peak_bytes[one] / limits[one])
+    needed = best.peak_bytes[rank]
+    raise BudgetInfeasible(_too_small(caller, limits[rank], rank, needed), needed, best.plan, rank)
+
+
+def _all_late(problem: Problem) -> PipelinePlan:
+    each = [Choice((), (), tuple(range(len(stage.blocks)))) for stage in problem.stages]
+    visits = (visit for lane in problem.lanes for visit in lane.visits)
+    return PipelinePlan.of(problem, problem.schedule, {visit: each[visit[0]] for visit in visits})
 
 
 def _infeasible(

@@ -71,6 +71,8 @@ class Level(NamedTuple):
     """During an action, the most."""
     left: float
     """When it ended."""
+    entered: float = 0.0
+    """During a backward, the most before it recomputes anything; where it was measured."""
 
 
 def levels(order: Sequence[Action], stages: Sequence[Stage], choices: Choices) -> list[Level]:
