@@ -1,6 +1,6 @@
 """Does a step with a byte budget take as long, and as many bytes, as its plan says, and how much less than the rules?
 
-    python benchmarks/pipeline/planned.py                          # three cases, 20 rounds, about 6 minutes
+    python benchmarks/pipeline/planned.py                          # three cases, 20 rounds, about 12 minutes
     python benchmarks/pipeline/planned.py --cases 1f1b --rounds 10
 
 Blocks sleep, so that processes which share two cores behave as devices. The variants take turns in each round: ours
@@ -214,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=20, help="with the variants in turn (default: 20)")
-    parser.add_argument("--block-ms", type=float, default=3.0, help="forward of a block (default: 3)")
+    parser.add_argument("--block-ms", type=float, default=8.0, help="forward of a block (default: 8)")
     parser.add_argument("--json", type=Path, default=RESULTS, help="file for the results")
     arguments = parser.parse_args()
     rows = []

@@ -343,6 +343,11 @@ def test_ranks_that_disagree_on_the_plan(reported):
         )
 
 
+def several(schedule, stages):
+    for _ in range(7):
+        step(schedule, stages, *batch(4))
+
+
 class Growing(Blocks):
     """Has another region from its step ``at`` on."""
 
@@ -368,8 +373,7 @@ def test_regions_that_change(at):
         r"planned: 2 regions, output float32 \[2, 8\]\n  works:    the same shapes in every step; "
     )
     with pytest.raises(ScheduleError, match=text):
-        for _ in range(7):
-            step(schedule, stages, *batch(4))
+        several(schedule, stages)
 
 
 @pytest.mark.usefixtures("alone")
@@ -384,7 +388,8 @@ def test_a_shape_that_changes():
 
 @pytest.mark.usefixtures("alone")
 def test_a_plan_for_stages_of_other_blocks():
-    plan = given("ScheduleGPipe", {(0, i): Choice((0, 1, 2)) for i in range(4)}, stages=[Stage((planning.Block(),) * 3)])
+    choices = {(0, i): Choice((0, 1, 2)) for i in range(4)}
+    plan = given("ScheduleGPipe", choices, stages=[Stage((planning.Block(),) * 3)])
     stages = stages_of("ScheduleGPipe", Blocks)
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), plan=plan)
     with pytest.raises(ScheduleError, match=r"stage 0: 2 regions, .*; planned: 3 regions, "):
@@ -409,14 +414,13 @@ class Full(Blocks):
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        (6, "the first steps, which recompute everything, take more than the device has left\n  works:    fewer micro-b"),
-        (22, "a step of the plan, which has \\d+ bytes on a rank, takes more than the device has left\n  works:    budget="),
+        (6, "the first steps, which recompute everything, take more than the device has left\n  works:    fewer mi"),
+        (22, "a step of the plan, which has \\d+ bytes on a rank, takes more than .*\n  works:    budget=900000000 or"),
     ],
 )
 def test_a_step_out_of_memory_says_what_to_do(at, said):
     stages = stages_of("ScheduleGPipe", lambda stage: Full(stage, at))
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     with pytest.raises(torch.OutOfMemoryError, match=said) as caught:
-        for _ in range(7):
-            step(schedule, stages, *batch(4))
+        several(schedule, stages)
     assert "no memory is left" in str(caught.value)
