@@ -64,6 +64,27 @@ def test_last_ones_are_early_and_the_backward_does_the_rest(segments, early, lat
     assert seen == early + late
 
 
+@pytest.mark.parametrize(
+    ("keep", "early", "seen_early", "seen_late"),
+    [
+        (False, {0, 1, 2}, ["replay c", "replay b", "replay a"], []),
+        (False, {0, 2}, ["replay c", "replay a"], ["replay b"]),
+        (False, (), [], ["replay c", "replay b", "replay a"]),
+        ({0, 2}, {1}, ["replay b"], []),
+        ({2}, {0}, ["replay a"], ["replay b"]),
+        ({0, 1, 2}, (), [], []),
+    ],
+)
+def test_which_are_kept_and_early_is_told_by_number(keep, early, seen_early, seen_late):
+    frames, seen = Frames(None), []
+    y, _ = forward(frames, seen, keep=keep, early=early)
+    seen.clear()
+    frames.recompute(0, 0, NOTHING_SHARDED)
+    assert seen == seen_early
+    y.sum().backward()
+    assert seen == seen_early + seen_late
+
+
 def test_micro_batches_are_apart():
     frames, seen = Frames(None), []
     forward(frames, seen, 0, "a")
