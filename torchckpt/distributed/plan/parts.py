@@ -17,7 +17,7 @@ from torchckpt.kernel.frame import Frame, Fresh
 from torchckpt.kernel.options import Options
 from torchckpt.kernel.private import look_through
 from torchckpt.kernel.saved import storage_of
-from torchckpt.kernel.scope import Scope
+from torchckpt.kernel.scope import AroundRegion, Scope
 from torchckpt.model import StageCosts
 from torchckpt.model.plan import Block, Fixed, Stage
 from torchckpt.typing import Function
@@ -59,13 +59,19 @@ class Seconds:
 
 
 class Counted(Scope):
-    """A scope that notes of every storage that a forward saves whose it is. It keeps nothing."""
+    """A scope that notes of every storage that a forward saves whose it is. It keeps nothing.
 
-    def __init__(self, is_new: Callable[[StorageWeakRef], bool], around: Any) -> None:
+    Args:
+        module: of the stage; its parameters and buffers do not count.
+        is_new: whether a storage was made in this step.
+    """
+
+    def __init__(self, module: nn.Module, is_new: Callable[[StorageWeakRef], bool], around: AroundRegion) -> None:
         super().__init__(False, around)
         self.parts = Parts()
         self._is_new, self._is_inside = is_new, False
-        self._seen: set[StorageWeakRef] = set()
+        own = (*module.parameters(), *module.buffers())
+        self._seen = {storage for tensor in own for storage in storage_of(tensor)}
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
@@ -105,9 +111,8 @@ class Counted(Scope):
         """The bytes of those storages that were not seen before."""
         total = 0
         for tensor in tensors:
-            whole = tensor if tensor._base is None else tensor._base
             for storage, size in storage_of(tensor).items():
-                if storage not in self._seen and self._is_new(storage) and not isinstance(whole, nn.Parameter):
+                if storage not in self._seen and self._is_new(storage):
                     self._seen.add(storage)
                     total += size
         return total

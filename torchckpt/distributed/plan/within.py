@@ -165,7 +165,8 @@ class RecomputeWithin(RecomputeAhead):
             return Scope(told.keep)
         if self._alive is None or visit[0] in self._counted:
             return super()._scope(visit, told)
-        scope = Counted(self._alive.__contains__, partial(self._replaying, visit))
+        module = self._of[visit[0]].submod
+        scope = Counted(module, self._alive.__contains__, partial(self._replaying, visit))
         self._counted[visit[0]] = visit, scope
         return scope
 
