@@ -13,6 +13,7 @@ named        = sed -u 's/^/$(1) | /'
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt_distributed.py --compare 8 --out demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt_distributed.py --micro-batches 8 --budget 24MB --compare 6 --out demo
 
 # Two processes of tests on two cores; each line says whose it is.
 test: $(VENV)/.test

@@ -6,6 +6,8 @@
 Each process has a GPU where there are enough, and a core where not. Started again with the same ``--checkpoints``, it
 goes on where it was, with the very losses that it would have had. ``--compare`` makes the same steps without
 recomputation, with ``torch.utils.checkpoint`` and with ``recompute_ahead``, and draws where the recomputes went.
+``--budget 24MB`` has each process take no more bytes in a step; ``--compare`` with it makes the same steps recomputing
+all when gradients arrive, recomputing the same blocks of all stages, and as planned, and draws the plan.
 """
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ from gpt.model import Block, Size, cut, gpt
 from gpt.side_by_side import show
 from gpt.text import Text
 from gpt.variants import Checkpointed
+from gpt.within_budget import show_planned
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import cross_entropy
 
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
+from torchckpt.model.plan import PipelinePlan
 
 FULL = Size(blocks=8, width=128, heads=4, length=128, rows=16, chunks=4)
+FIRST_STEPS = 4  # with a budget, these are measured
 QUICK = Size(blocks=8, width=16, heads=2, length=16, rows=16, chunks=4)
 
 SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
@@ -45,10 +50,12 @@ def main() -> None:
     if size.rows % chunks:
         sys.exit(f"--micro-batches {chunks}: a step has {size.rows} rows, of which each gets as many")
     build = partial(Trainer, size=size, device=device, schedule=options.schedule, costs=options.costs)
-    if options.compare:
+    if options.compare and options.budget:
+        show_planned(build, options.budget, options.compare, options.out / "pipeline-plan.svg")
+    elif options.compare:
         show(build, options.compare, options.out / "timeline.svg")
     else:
-        train(build(options.recompute), options)
+        train(build(options.recompute, budget=options.budget), options)
     gc.collect()  # what holds the group in a cycle goes before it does: its threads must not outlive Python
     dist.destroy_process_group()
 
@@ -63,7 +70,7 @@ def train(trainer: Trainer, options: argparse.Namespace) -> None:
             print(f"step {trainer.done:4}   loss {loss:.8f}", flush=True)
         if options.checkpoints and (trainer.done % options.every == 0 or trainer.done == options.steps):
             trainer.save(options.checkpoints)
-    if options.recompute == "ahead" and trainer.done > start:
+    if options.recompute == "ahead" and trainer.done > start + (FIRST_STEPS if options.budget else 0):
         report = trainer.schedule.report()  # in all processes, of all
         if loss is not None:
             print(f"\n{report}")
@@ -73,7 +80,14 @@ class Trainer:
     """What one process does: its stages, their schedule, their optimizer."""
 
     def __init__(
-        self, recompute: str, size: Size, device: torch.device, schedule: str, costs: str | None
+        self,
+        recompute: str,
+        size: Size,
+        device: torch.device,
+        schedule: str,
+        costs: str | None,
+        budget: str | None = None,
+        plan: PipelinePlan | None = None,
     ) -> None:
         self.size, self.text, self.device, self.done = size, Text(), device, 0
         make, count = SCHEDULES[schedule]
@@ -81,7 +95,9 @@ class Trainer:
         self.modules = nn.ModuleList(stage.submod for stage in self.stages)
         self.optimizer = torch.optim.AdamW(self.modules.parameters(), lr=2e-3, betas=(0.9, 0.95))
         self.schedule = make(self.stages[0] if count == 1 else self.stages, size.chunks, loss_fn=loss_of)
-        if recompute == "ahead":
+        if recompute == "ahead" and (budget or plan):
+            self.schedule = recompute_ahead(self.schedule, budget=budget, plan=plan)
+        elif recompute == "ahead":
             self.schedule = recompute_ahead(self.schedule, costs=costs)
         elif recompute == "late":  # the same, block by block inside the backward, to be compared with
             self.schedule = recompute_ahead(self.schedule, segments=0)
@@ -182,6 +198,7 @@ def parsed_options() -> argparse.Namespace:
     add("--recompute", choices=["none", "stock", "ahead"], default="ahead", help="%(default)s; stock is torch's own")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="%(default)s")
     add("--costs", choices=["measured"], help="recompute where the first steps had their ranks idle")
+    add("--budget", help="bytes that a step may take in each process, such as 24MB: plan what is kept")
     add("--micro-batches", type=int, help="of a step; as a default two a process")
     add("--steps", type=int, default=100, help="in all, those before a restart included (%(default)s)")
     add("--checkpoints", type=Path, help="folder for them, which all machines share or each has for itself")
@@ -189,7 +206,10 @@ def parsed_options() -> argparse.Namespace:
     add("--compare", type=int, default=0, metavar="STEPS", help="make so many, with and without recomputation")
     add("--quick", action="store_true", help="a tiny model, to see that all works")
     add("--out", type=Path, default=Path("demo"), help="folder for the picture of --compare (%(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.budget and (options.recompute != "ahead" or options.costs):
+        parser.error("--budget goes with --recompute ahead, and measures the costs itself")
+    return options
 
 
 if __name__ == "__main__":

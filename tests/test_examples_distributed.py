@@ -78,6 +78,28 @@ def test_the_picture_shows_all_recomputes_above_and_none_of_the_last_stage_below
     assert printed.splitlines()[-1] == f"The picture of the two steps is {out / 'timeline.svg'}"
 
 
+# within a budget -----------------------------------------------------------------------------------------------------
+
+
+def test_steps_within_a_budget_beside_the_rules(tmp_path):
+    printed = run("--compare", "2", "--budget", "1MB", "--out", str(tmp_path))
+    assert re.search(r"^ +recompute all +the same 0 of all stages +planned$", printed, re.MULTILINE)
+    (losses,) = re.findall(r"^loss of the last step +(.*)$", printed, re.MULTILINE)
+    assert len(losses.split()) == 3
+    assert len(set(losses.split())) == 1
+    assert re.search(r"^parameters bit-equal +yes +yes +yes$", printed, re.MULTILINE)
+    assert len(re.findall(r"^peak of process [01]( +[\d.]+ MB){3}$", printed, re.MULTILINE)) == 2
+    assert "everything fits, so nothing need be recomputed" in printed
+    ElementTree.parse(tmp_path / "pipeline-plan.svg")
+    assert printed.splitlines()[-1] == f"The picture of the plan is {tmp_path / 'pipeline-plan.svg'}"
+
+
+def test_training_within_a_budget(uninterrupted):
+    printed = run("--steps", "6", "--budget", "1MB")
+    assert losses(printed) == uninterrupted
+    assert re.search(r"^planned +[\d.]+ ms", printed, re.MULTILINE)
+
+
 # restart --------------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def test_names():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (distributed, ["RecomputeAhead", "recompute_ahead", "schedule_of"]),
+        (distributed, ["RecomputeAhead", "RecomputeWithin", "recompute_ahead", "schedule_of"]),
         (
             errors,
             [
@@ -139,11 +139,13 @@ SIGNATURES = {
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'StageCosts | Sequence[StageCosts] | str | None' = None, "
-        "link: 'Link | Sequence[Link] | None' = None) -> 'RecomputeAhead'"
+        "link: 'Link | Sequence[Link] | None' = None, *, budget: 'Limit | None' = None, plan: 'Plan | None' = None) "
+        "-> 'RecomputeAhead'"
     ),
     "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
     "distributed.RecomputeAhead.timeline": "(self) -> 'Timeline'",
     "distributed.RecomputeAhead.report": "(self) -> 'Comparison'",
+    "distributed.RecomputeWithin.report": "(self) -> 'PlannedStep'",
     "is_checkpointing": "() -> 'bool'",
     "is_recomputing": "() -> 'bool'",
     "pipe.DeferredBatchNorm.convert": "(module: 'M') -> 'M'",

@@ -9,6 +9,7 @@ from tests.helpers import doing, leaf
 from torchckpt import checkpoint
 from torchckpt.distributed.frames import Frames
 from torchckpt.kernel.flags import thread
+from torchckpt.kernel.scope import Scope
 from torchckpt.testing import count_recomputes
 
 NOTHING_SHARDED = nn.Identity()
@@ -31,10 +32,10 @@ def waiting(frames, micro_batch):
     return frames._waiting.get((0, micro_batch), [])
 
 
-def forward(frames, seen, micro_batch=0, names="abc", keep=False):
+def forward(frames, seen, micro_batch=0, names="abc", keep=False, early=None):
     """Of stage 0: a region for each name."""
     x = leaf(3)
-    with frames.gathered(0, micro_batch, keep) as gathered:
+    with frames.gathered(0, micro_batch, Scope(keep), early) as gathered:
         for name in names:
             x = checkpoint(Named(name, seen), x)
     return x, gathered
@@ -61,6 +62,27 @@ def test_last_ones_are_early_and_the_backward_does_the_rest(segments, early, lat
     assert waiting(frames, 0) == []
     y.sum().backward()
     assert seen == early + late
+
+
+@pytest.mark.parametrize(
+    ("keep", "early", "seen_early", "seen_late"),
+    [
+        (False, {0, 1, 2}, ["replay c", "replay b", "replay a"], []),
+        (False, {0, 2}, ["replay c", "replay a"], ["replay b"]),
+        (False, (), [], ["replay c", "replay b", "replay a"]),
+        ({0, 2}, {1}, ["replay b"], []),
+        ({2}, {0}, ["replay a"], ["replay b"]),
+        ({0, 1, 2}, (), [], []),
+    ],
+)
+def test_which_are_kept_and_early_is_told_by_number(keep, early, seen_early, seen_late):
+    frames, seen = Frames(None), []
+    y, _ = forward(frames, seen, keep=keep, early=early)
+    seen.clear()
+    frames.recompute(0, 0, NOTHING_SHARDED)
+    assert seen == seen_early
+    y.sum().backward()
+    assert seen == seen_early + seen_late
 
 
 def test_micro_batches_are_apart():
@@ -111,7 +133,7 @@ def test_forward_that_raises_leaves_nothing_behind():
     frames = Frames(None)
 
     def fails():
-        with frames.gathered(0, 0, False):
+        with frames.gathered(0, 0, Scope()):
             checkpoint(torch.sin, leaf(3))
             raise ValueError("no more")
 
@@ -123,7 +145,7 @@ def test_forward_that_raises_leaves_nothing_behind():
 
 def test_regions_outside_of_a_forward_are_no_ones():
     frames = Frames(None)
-    with frames.gathered(0, 0, False):
+    with frames.gathered(0, 0, Scope()):
         pass
     checkpoint(torch.sin, leaf(3))
     assert waiting(frames, 0) == []

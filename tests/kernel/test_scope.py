@@ -1,6 +1,7 @@
 """A scope gathers the outermost regions of a forward, or has regions keep what they save."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -319,3 +320,81 @@ def test_a_scope_inside_a_region(keep, device):
     loss.backward()
     assert scope.frames == []  # they are not the outermost ones
     assert torch.equal(x.grad, torch.autograd.grad(nested(x, plain).sum(), x)[0])
+
+
+# some are kept --------------------------------------------------------------------------------------------------------
+
+
+def numbered(keep, names="abcd"):
+    """What happens in four regions, two of which hold another one, and in their backward."""
+    seen = []
+
+    def layer(name):
+        def inner(h):
+            seen.append(f"{doing()} {name}'")
+            return h.exp()
+
+        def function(h):
+            seen.append(f"{doing()} {name}")
+            return checkpoint(inner, h.sin()) if name in "bc" else h.sin()
+
+        return function
+
+    scope = Scope(keep)
+    with scope.entered():
+        y = leaf(3)
+        for name in names:
+            y = checkpoint(layer(name), y)
+    y.sum().backward()
+    return scope, seen
+
+
+def test_regions_of_some_numbers_are_kept_with_those_inside_of_them():
+    scope, seen = numbered({1, 3})
+    assert seen == [
+        *("forward a", "plain call b", "plain call b'", "forward c", "forward c'", "plain call d"),
+        *("replay c", "replay c'", "replay a"),
+    ]
+    assert scope.numbers == [0, 2]
+    assert scope.regions == 4
+
+
+@pytest.mark.parametrize("keep", [frozenset(), False])
+def test_no_number_keeps_nothing(keep):
+    scope, _ = numbered(keep)
+    assert scope.numbers == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("keep", [range(4), True])
+def test_all_numbers_keep_all(keep):
+    scope, seen = numbered(keep)
+    assert (scope.frames, scope.regions) == ([], 4)
+    assert {word for event in seen for word in [event.rpartition(" ")[0]]} == {"plain call"}
+
+
+def test_a_region_that_raises_is_no_longer_entered():
+    def fails(x):
+        raise ValueError("no more")
+
+    scope = Scope({0})
+    with scope.entered():
+        with pytest.raises(ValueError, match="no more"):
+            checkpoint(fails, leaf(3))
+        checkpoint(torch.sin, leaf(3))
+    assert scope.numbers == [1]
+
+
+def test_replays_are_told_by_number():
+    told = []
+
+    @contextlib.contextmanager
+    def around(number, recomputed):
+        told.append((number, len(recomputed)))
+        yield
+        told.append((number, len(recomputed)))
+
+    scope = Scope({1}, around)
+    with scope.entered():
+        y = checkpoint(torch.exp, checkpoint(torch.sin, checkpoint(torch.cos, leaf(3))))
+    y.sum().backward()
+    assert told == [(2, 0), (2, 1), (0, 0), (0, 1)]

@@ -2,5 +2,6 @@
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.apply import recompute_ahead
 from torchckpt.distributed.live import schedule_of
+from torchckpt.distributed.plan.within import RecomputeWithin
 
-__all__ = ["RecomputeAhead", "recompute_ahead", "schedule_of"]
+__all__ = ["RecomputeAhead", "RecomputeWithin", "recompute_ahead", "schedule_of"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +26,10 @@ from torchckpt.distributed.plain_regions import plain_regions_refused, raise_wit
 from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Sizes
+from torchckpt.distributed.told import Told
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.kernel.frame import Fresh
+from torchckpt.kernel.scope import Scope
 from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
 from torchckpt.model.comparison import Comparison, compare
 from torchckpt.model.measured import measured_timeline
@@ -119,14 +121,14 @@ class RecomputeAhead(Runtime):
         self._record.begin()
         try:
             yield
-        except (RegionError, torch.OutOfMemoryError):
-            raise  # the one says what to do, and loops that try again look for the other
+        except (RegionError, ScheduleError, torch.OutOfMemoryError):
+            raise  # the ones say what to do, and loops that try again look for the last
         except Exception as error:
             raise ScheduleError(self._failure(error)) from error
         finally:
             self._frames.clear()
         if self.is_training:
-            self._record.end()
+            self._stepped()
         if self._is_measuring and self._record.steps == MEASURED_STEPS:
             self._place_as_measured()
 
@@ -153,29 +155,54 @@ class RecomputeAhead(Runtime):
             self._frames.recompute(stage, micro_batch, self._of[stage].submod)  # [2]
             self._record.ended(action, start)
 
+    # what a subclass may do otherwise -------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        """A step was made."""
+        self._record.end()
+
+    def _told(self, visit: Visit) -> Told:
+        return Told(visit in self._exempt)
+
+    def _scope(self, visit: Visit, told: Told) -> Scope:
+        return Scope(told.keep, partial(self._replaying, visit))
+
+    def _counting(self, visit: Visit, told: Told, scope: Scope) -> AbstractContextManager[None]:
+        """Around a forward, at whose end ``scope`` has its regions."""
+        return self._sizes.of_forward(visit[0], bool(told.keep), scope.frames)
+
+    def _forwarded(self, visit: Visit, told: Told, scope: Scope, outputs: list[object]) -> None:
+        """Right after a forward. Raises if its regions are not what they should be."""
+        if not told.keep and not scope.regions:
+            raise_without_regions(visit[0], self._of[visit[0]].submod, outputs)
+
+    def _replaying(self, visit: Visit, region: int, recomputed: deque[Fresh]) -> AbstractContextManager[None]:
+        """Around the replay of a region, which fills ``recomputed``."""
+        return self._replay_recorded(visit, recomputed)
+
     # how ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _gathering(self, stage: int, micro_batch: int, outputs: list[object]) -> Iterator[None]:
-        keep = (stage, micro_batch) in self._exempt
-        is_first = stage not in self._sizes.found
+        visit = stage, micro_batch
+        told = self._told(visit)
+        scope, is_first = self._scope(visit, told), stage not in self._sizes.found
         module = self._of[stage].submod
         with ExitStack() as stack:
             if is_first:
                 stack.enter_context(plain_regions_refused(stage, module))
-            around = partial(self._replaying, stage, micro_batch)
-            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, keep, around))  # [1]
-            with self._sizes.of_forward(stage, keep, frames):
+            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, scope, told.early))  # [1]
+            with self._counting(visit, told, scope):
                 yield
         if is_first and frames:
             warn_of_compiled_regions(stage, module)
-        if not keep and not frames:
-            raise_without_regions(stage, module, outputs)
+        self._forwarded(visit, told, scope, outputs)
 
     @contextmanager
-    def _replaying(self, stage: int, micro_batch: int, recomputed: deque[Fresh]) -> Iterator[None]:
-        replaying = self._record.replaying((stage, micro_batch))
-        with replaying, self._sizes.of_replay(stage, micro_batch, recomputed, self._of[stage].submod):
+    def _replay_recorded(self, visit: Visit, recomputed: deque[Fresh]) -> Iterator[None]:
+        stage, micro_batch = visit
+        sized = self._sizes.of_replay(stage, micro_batch, recomputed, self._of[stage].submod)
+        with self._record.replaying(visit), sized:
             yield
 
     def _placed(self, costs: StageCosts | Sequence[StageCosts] | None, link: Link | Sequence[Link]) -> Schedule:

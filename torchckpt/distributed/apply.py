@@ -3,17 +3,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
+from typing import overload
 
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.live import schedule_of
+from torchckpt.distributed.plan.given import Plan, check_budget, plan_for, use_faults
+from torchckpt.distributed.plan.within import RecomputeWithin
 from torchckpt.distributed.private import Live
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model import Link, Schedule, StageCosts
 from torchckpt.model.exempt import free_to_keep
 from torchckpt.model.inputs import per_boundary, per_stage
 from torchckpt.model.orders import Visit
+from torchckpt.model.plan.limit import Limit
 
 __all__ = ["recompute_ahead"]
 
@@ -22,12 +26,30 @@ _WORKS = "recompute_ahead(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 _EXEMPT = ("auto", "none")
 
 
+@overload
 def recompute_ahead(
     schedule: Live,
     segments: int | None = None,
     exempt: str | Collection[Visit] = "auto",
     costs: StageCosts | Sequence[StageCosts] | str | None = None,
     link: Link | Sequence[Link] | None = None,
+    *,
+    budget: None = None,
+    plan: None = None,
+) -> RecomputeAhead: ...
+@overload
+def recompute_ahead(
+    schedule: Live, *, budget: Limit | None = None, plan: Plan | None = None
+) -> RecomputeWithin: ...
+def recompute_ahead(
+    schedule: Live,
+    segments: int | None = None,
+    exempt: str | Collection[Visit] = "auto",
+    costs: StageCosts | Sequence[StageCosts] | str | None = None,
+    link: Link | Sequence[Link] | None = None,
+    *,
+    budget: Limit | None = None,
+    plan: Plan | None = None,
 ) -> RecomputeAhead:
     """Have ``schedule`` recompute before gradients arrive. Call it on every rank, with the same arguments.
 
@@ -54,13 +76,22 @@ def recompute_ahead(
             be stepping). Default: no costs, right before the backward.
             With ``segments``, ``recompute_seconds`` is that of the early regions.
         link: with ``costs`` that are given: of every pair of neighbouring stages, or one per pair. Default: no time.
+        budget: bytes that a step may take on each rank above what is there before it, or a list with one for each rank:
+            a number, a size such as ``"60GiB"``, or a share such as ``"50%"`` of the peak of the rank that takes most
+            when everything is kept. The first four steps recompute everything and are measured; of them a plan is made,
+            which the others follow: what is kept, recomputed early or late, by region, stage and micro-batch.
+            Weight gradients that are split off are moved. All processes of the job must be stepping.
+        plan: one that was made before, by :func:`~torchckpt.model.plan.plan_pipeline` or in another run
+            (``schedule.plan.to_json()``); JSON, or the path of a file with that, too. Its blocks are the regions.
 
     Returns:
-        A schedule with ``step()`` and ``eval()`` as torch's, ``timeline()``, ``report()`` and ``schedule``.
+        A schedule with ``step()`` and ``eval()`` as torch's, ``timeline()``, ``report()`` and ``schedule``; with
+        ``budget`` or ``plan`` also ``plan``.
 
     Raises:
         ArgumentError: all faults of the call in one message.
         CheckpointError: this version of torch has no runtime that could do it.
+        BudgetInfeasible: after the fourth step, ``budget`` is below the least; it says how much that is.
         RegionError: at the first step, a stage that enters no region, or one of ``torch.utils.checkpoint``.
         ScheduleError: at a step, an action failed; it names stage, micro-batch and action, and its ``__cause__`` is
             what was raised. Only ``torch.OutOfMemoryError`` passes as it is.
@@ -72,13 +103,25 @@ def recompute_ahead(
         *_exempt_faults(exempt, plain),
         *_cost_faults(costs, link, plain),
         *_use_faults(segments, costs, link),
+        *use_faults(budget, plan, _given(segments, exempt, costs, link)),
     )
     raise_faults(_CALLER, faults)
+    if budget is not None:
+        check_budget(_CALLER, budget, len(plain.ranks))
+        return RecomputeWithin(schedule, plain, budget, None)
+    if plan is not None:
+        return RecomputeWithin(schedule, plain, None, plan_for(_CALLER, plan, plain))
     if isinstance(exempt, str):
         kept = free_to_keep(plain) if exempt == "auto" and segments is None else frozenset()
     else:
         kept = frozenset(exempt)
     return RecomputeAhead(schedule, plain, segments, kept, costs, link or Link())
+
+
+def _given(segments: object, exempt: object, costs: object, link: object) -> dict[str, object]:
+    """Those that are not as by default."""
+    named = {"segments": segments, "exempt": None if exempt == "auto" else exempt, "costs": costs, "link": link}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _schedule_faults(schedule: object) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """Frames: what the stages of this rank checkpointed, by stage and micro-batch, until it is recomputed."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchckpt.distributed.private import in_backward
-from torchckpt.kernel.frame import Around, Frame
+from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.scope import Scope
 
 __all__ = ["Frames"]
@@ -26,17 +26,18 @@ class Frames:
 
     @contextmanager
     def gathered(
-        self, stage: int, micro_batch: int, keep: bool, around: Around | None = None
+        self, stage: int, micro_batch: int, scope: Scope, early: Collection[int] | None = None
     ) -> Iterator[list[Frame]]:
-        """Within, regions that this thread enters are of this stage and micro-batch; with ``keep`` they are none.
+        """Within, regions that this thread enters are of this stage and micro-batch, and in ``scope``.
 
         Args:
-            around: entered around each replay, early or late, with the deque that it fills.
+            early: the numbers of the regions that :meth:`recompute` replays. None: as ``segments`` say.
         """
-        scope = Scope(keep, around)
         with scope.entered():
             yield scope.frames
-        self._waiting[stage, micro_batch] = scope.frames
+        numbered = zip(scope.numbers, scope.frames)
+        waiting = scope.frames if early is None else [frame for number, frame in numbered if number in early]
+        self._waiting[stage, micro_batch] = waiting
 
     def waiting(self, stage: int, micro_batch: int) -> tuple[Frame, ...]:
         """Those that have not been recomputed."""

@@ -5,7 +5,7 @@ torch.distributed.pipelining can run lists of actions, but lets no one add a kin
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
@@ -28,6 +29,7 @@ __all__ = [
     "Live",
     "Runtime",
     "Stage",
+    "TorchDispatchMode",
     "in_backward",
     "is_compiled",
     "micro_batches_of",
@@ -139,7 +141,7 @@ class Runtime(_PipelineScheduleRuntime):
         self._defer_pp_recv = getattr(live, "_defer_pp_recv", False)
         self._comp_type_to_function_map = dict(getattr(live, "_comp_type_to_function_map", {}))
         self._comp_type_to_function_map[_RECOMPUTE] = _recompute
-        self.pipeline_order = order_of(live) or {
+        self.pipeline_order = dict(order_of(live)) or {
             rank: [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
             for rank, order in enumerate(schedule.ranks)
         }
@@ -182,6 +184,16 @@ class Runtime(_PipelineScheduleRuntime):
         ranks = [list(_with_recomputes(self._plain[rank], order)) for rank, order in enumerate(schedule.ranks)]
         self._training = ranks[self.rank]
         return replace(schedule, ranks=tuple(tuple(_computations(actions)) for actions in ranks))
+
+    def reorder(self, schedule: Schedule) -> None:
+        """From the next :meth:`follow` on, run the forwards and backwards in the order of ``schedule``, which has the
+        same forwards and backwards on the same ranks. torch puts messages between them anew."""
+        pairs = {tuple(_parts(one)): one for own in self._plain.values() for one in own if len(_parts(one)) > 1}
+        for rank, order in enumerate(schedule.ranks):
+            actions = [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
+            self.pipeline_order[rank] = list(_paired(actions, pairs))
+        self._prepare_schedule_with_comms({rank: list(order) for rank, order in self.pipeline_order.items()})
+        self._plain = dict(self.pipeline_order_with_comms)
 
     @property
     def is_training(self) -> bool:
@@ -250,6 +262,15 @@ def _to_torch(action: Action) -> Any:
 
 def _parts(action: Any) -> list[Any]:
     return list(action.sub_actions or ()) if action.computation_type is _OVERLAP else [action]
+
+
+def _paired(actions: Sequence[Any], pairs: Mapping[tuple[Any, ...], Any]) -> Iterator[Any]:
+    """``actions``, with two that are the parts of one of ``pairs`` as that."""
+    place = 0
+    while place < len(actions):
+        pair = pairs.get(tuple(actions[place : place + 2]))
+        yield actions[place] if pair is None else pair
+        place += 1 if pair is None else 2
 
 
 def _with_recomputes(actions: Sequence[Any], order: Sequence[Action]) -> Iterator[Any]:

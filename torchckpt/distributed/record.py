@@ -4,7 +4,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -35,7 +35,7 @@ class Record:
     """
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
-        self._apart, self._device = apart, device
+        self._apart, self.device = apart, device
         self._clock = Clock(device)
         self._steps: deque[list[_Noted]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
@@ -45,10 +45,14 @@ class Record:
 
     def device_current(self) -> AbstractContextManager[Any]:
         """Within, the device of this rank is the current one."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return nullcontext()
-        context: AbstractContextManager[Any] = torch.get_device_module(self._device).device(self._device)
+        context: AbstractContextManager[Any] = torch.get_device_module(self.device).device(self.device)
         return context
+
+    def reader(self) -> Callable[[Stamp], float]:
+        """What turns what :meth:`now` said into seconds."""
+        return self._clock.reader()
 
     def begin(self) -> None:
         self._current, self._current_replays = [], []

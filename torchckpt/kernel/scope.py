@@ -1,20 +1,29 @@
 """Scope: what a schedule wants of the regions that one forward of a stage enters."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.frame import Around, Frame
+from torchckpt.kernel.frame import Frame, Fresh
 from torchckpt.kernel.options import Options
 from torchckpt.typing import Function
 
-__all__ = ["Scope"]
+__all__ = ["AroundRegion", "Keep", "Scope"]
+
+Keep: TypeAlias = "bool | Collection[int]"
+"""Whether regions are plain calls: all, none, or the outermost of these numbers, and all that is inside of them."""
+
+AroundRegion: TypeAlias = Callable[[int, "deque[Fresh]"], AbstractContextManager[None]]
 
 
 class Scope:
     """Gathers the frames of the outermost regions, in the order of their forwards; or has regions keep what they save.
+
+    Outermost regions are numbered from 0, in the order of their forwards.
 
     >>> scope = Scope()
     >>> with scope.entered():
@@ -23,26 +32,46 @@ class Scope:
     ...     frame.recompute()
     """
 
-    def __init__(self, keep: bool = False, around: Around | None = None) -> None:
+    def __init__(self, keep: Keep = False, around: AroundRegion | None = None) -> None:
         self.keep = keep
-        """Whether regions are plain calls."""
         self.around = around
-        """Entered around each replay of a frame that is gathered, with the deque that it fills."""
+        """Entered around each replay of a frame that is gathered, with its number and the deque that it fills."""
         self.frames: list[Frame] = []
+        self.numbers: list[int] = []
+        """Of ``frames``: which regions they are."""
+        self.regions = 0
+        """How many outermost ones were entered."""
+        self._is_inside_kept = False
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
         """``function(*args, **kwargs)``, as a region unless it is to keep what it saves."""
-        if self.keep:
+        if self._is_inside_kept:
             return function(*args, **kwargs), None
         is_outermost = not any(thread.flags[:2])
+        number = self.regions
+        if is_outermost:
+            self.regions += 1
+            if self._keeps(number):
+                return self._kept(function, args, kwargs), None
         frame = Frame(options)
         outputs = frame.forward(function, args, kwargs)
         if is_outermost:
-            frame.around = self.around
+            frame.around = None if self.around is None else partial(self.around, number)
             self.frames.append(frame)
+            self.numbers.append(number)
         return outputs, frame
+
+    def _keeps(self, number: int) -> bool:
+        return self.keep if isinstance(self.keep, bool) else number in self.keep
+
+    def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_inside_kept = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_inside_kept = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link
@@ -16,7 +16,7 @@ from torchckpt.model.schedule import Schedule
 from torchckpt.model.simulator import events_of, messages_of
 from torchckpt.model.timeline import Timeline
 
-__all__ = ["Choice", "Choices", "replay", "without_weight_grads"]
+__all__ = ["Choice", "Choices", "Level", "levels", "memory_of", "replay", "without_weight_grads"]
 
 _Step: TypeAlias = tuple[float, float]
 """Bytes that an action takes as it starts, and frees as it ends."""
@@ -53,8 +53,36 @@ def replay(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], c
     """
     program = _program(schedule, stages, links, choices)
     played = run(program)
-    memory = tuple(_curve(order, stages, choices, played, rank) for rank, order in enumerate(schedule.ranks))
+    memory = memory_of(schedule, stages, choices, played)
     return Timeline(schedule, events_of(schedule, played), messages_of(schedule, played), memory)
+
+
+def memory_of(
+    schedule: Schedule, stages: Sequence[Stage], choices: Choices, played: Run
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Per rank, what its actions hold over the time of a step, on paper or measured."""
+    return tuple(_curve(order, stages, choices, played, rank) for rank, order in enumerate(schedule.ranks))
+
+
+class Level(NamedTuple):
+    """Bytes that a rank holds."""
+
+    highest: float
+    """During an action, the most."""
+    left: float
+    """When it ended."""
+    entered: float = 0.0
+    """During a backward, the most before it recomputes anything; where it was measured."""
+
+
+def levels(order: Sequence[Action], stages: Sequence[Stage], choices: Choices) -> list[Level]:
+    """Of each action of one rank."""
+    found, alive = [], 0.0
+    for action in order:
+        takes, frees = _changes(action.kind, stages[action.stage], choices[action.stage, action.micro_batch])
+        highest, alive = alive + takes, alive + takes - frees
+        found.append(Level(highest, alive))
+    return found
 
 
 def _program(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], choices: Choices) -> Program:

@@ -11,7 +11,7 @@ from torchckpt.model.units import Units, aligned, number, percent
 if TYPE_CHECKING:
     from torchckpt.model.plan.result import PipelinePlan
 
-__all__ = ["summary", "table", "units_of"]
+__all__ = ["by_stage", "summary", "table", "units_of"]
 
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _LONGEST_PERIOD = 12
@@ -25,8 +25,7 @@ def table(plan: PipelinePlan) -> str:
     problem, units = plan.problem, units_of(plan)
     counts = f"{len(problem.stages)} stages on {len(plan.schedule.ranks)} ranks, {plan.schedule.micro_batches}"
     head = f"{plan.schedule.name}: {counts} micro-batches"
-    key = "blocks kept/early/late by micro-batch: kept; recomputed before the gradient arrives; inside the backward"
-    return "\n\n".join((head, _by_stage(plan, units), key, aligned(_by_rank(plan, units))))
+    return "\n\n".join((head, by_stage(plan, units), aligned(_by_rank(plan, units))))
 
 
 def summary(plan: PipelinePlan) -> str:
@@ -52,8 +51,8 @@ def units_of(plan: PipelinePlan) -> Units:
     return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
 
 
-def _by_stage(plan: PipelinePlan, units: Units) -> str:
-    """The choices stand last, as they may be long."""
+def by_stage(plan: PipelinePlan, units: Units) -> str:
+    """What is recomputed of each stage. The choices stand last, as they may be long; below, what they say."""
     rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
     texts = ["kept/early/late"]
     for stage, own in enumerate(plan.problem.stages):
@@ -66,7 +65,8 @@ def _by_stage(plan: PipelinePlan, units: Units) -> str:
         texts.append(_runs([plan.choices[stage, i] for i in range(plan.schedule.micro_batches)]))
     lines = aligned(rows).split("\n")
     width = max(map(len, lines))
-    return "\n".join(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts))
+    key = "blocks kept/early/late by micro-batch: kept; recomputed before the gradient arrives; inside the backward"
+    return "\n".join([*(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)), "", key])
 
 
 def _runs(choices: Sequence[Choice]) -> str:

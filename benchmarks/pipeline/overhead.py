@@ -1,0 +1,92 @@
+"""What does a plan cost in a step? Regions of tiny operations, in one process, beside recompute_ahead without a plan.
+
+    python benchmarks/pipeline/overhead.py
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from variants import Plain
+
+from torchckpt import checkpoint_module
+from torchckpt.distributed import recompute_ahead, schedule_of
+from torchckpt.model import Action, Kind, Schedule
+from torchckpt.model.plan import Block, Choice, PipelinePlan, Stage, plan_pipeline
+
+_BLOCKS, _MICRO_BATCHES, _WIDTH = 32, 8, 8
+
+
+class Tiny(nn.Module):
+    """Two operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+def schedule_with(name: str) -> Any:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), *(Tiny() for _ in range(_BLOCKS)))
+    for block in list(blocks)[1:] if name != "plain" else ():
+        checkpoint_module(block)
+    stage = PipelineStage(blocks, 0, 1, torch.device("cpu"))
+    live = ScheduleGPipe(stage, n_microbatches=_MICRO_BATCHES, loss_fn=lambda output, target: output.mean())
+    if name == "plain":
+        return Plain(live, schedule_of(live))
+    if name == "recompute_ahead":
+        return recompute_ahead(live, exempt="none")
+    return recompute_ahead(live, plan=plan_of(schedule_of(live), name))
+
+
+def plan_of(schedule: Schedule, name: str) -> PipelinePlan:
+    problem = plan_pipeline(schedule, [Stage((Block(boundary_bytes=0.5),) * _BLOCKS)], "100%").problem
+    every = tuple(range(_BLOCKS))
+    kinds = Choice(every), Choice((), every), Choice((), (), every)
+    choice = dict(zip(("planned, kept", "planned, early", "planned, late"), kinds))
+    order: list[Action] = []
+    for action in schedule.ranks[0]:
+        if action.kind is Kind.BACKWARD and name == "planned, early":
+            order.append(action._replace(kind=Kind.RECOMPUTE))
+        order.append(action)
+    planned = Schedule(schedule.name, (tuple(order),), schedule.placement, schedule.micro_batches)
+    return PipelinePlan.of(problem, planned, {(0, i): choice[name] for i in range(_MICRO_BATCHES)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="with the variants in turn (default: 40)")
+    rounds = parser.parse_args().rounds
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names = ("plain", "recompute_ahead", "planned, early", "planned, late", "planned, kept")
+    schedules = {name: schedule_with(name) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    x = torch.randn(4 * _MICRO_BATCHES, _WIDTH)
+    for turn in range(rounds + 4):
+        for name, schedule in schedules.items():
+            start = time.perf_counter()
+            schedule.step(x, target=x, return_outputs=False)
+            seconds[name] += [time.perf_counter() - start] if turn >= 4 else []
+    count = _BLOCKS * _MICRO_BATCHES
+    for name, values in seconds.items():
+        over = [1e6 * (own - plain) / count for own, plain in zip(values, seconds["plain"])]
+        of = [own / today for own, today in zip(values, seconds["recompute_ahead"])]
+        print(f"{name:16} {shown(over)} us a region over plain; a step is {shown(of)} of recompute_ahead's")
+    dist.destroy_process_group()
+
+
+def shown(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in quantiles(values, n=4, method="inclusive"))
+
+
+if __name__ == "__main__":
+    main()

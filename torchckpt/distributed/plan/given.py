@@ -1,0 +1,84 @@
+"""Given: what ``recompute_ahead`` is given to plan with, checked."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import TypeAlias
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.model import Schedule
+from torchckpt.model.plan import PipelinePlan
+from torchckpt.model.plan.limit import Limit, limits_of
+
+__all__ = ["Plan", "check_budget", "plan_for", "use_faults"]
+
+Plan: TypeAlias = "PipelinePlan | str | Path"
+"""A plan; or what its ``to_json()`` returned, or the path of a file that has that."""
+
+_WORKS = "plan=plan_pipeline(schedule_of(schedule), stages, budget), or what its to_json() returns, or a file with that"
+
+
+def use_faults(budget: object, plan: object, others: Mapping[str, object]) -> Iterator[Fault]:
+    """What a budget or a plan decides, and so cannot be given.
+
+    Args:
+        others: by name, arguments that were given.
+    """
+    if budget is not None and plan is not None:
+        yield Fault("a plan has its budget", f"budget={budget!r} and a plan", "budget=... or plan=...")
+    if (budget is not None or plan is not None) and others:
+        received = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        given = "a budget" if plan is None else "a plan"
+        rule = "what is kept, what is recomputed early, and where, is in the plan"
+        yield Fault(rule, f"{given} and {received}", 'recompute_ahead(schedule, budget="60GiB")')
+
+
+def check_budget(caller: str, budget: Limit, ranks: int) -> None:
+    """Raise ``ArgumentError`` unless it is one."""
+    limits_of(caller, budget, ranks, 1.0)
+
+
+def plan_for(caller: str, plan: Plan, schedule: Schedule) -> PipelinePlan:
+    """``plan``, which is one for ``schedule``.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(plan, (str, Path)):
+        plan = _read(caller, plan)
+    if not isinstance(plan, PipelinePlan):
+        raise_faults(caller, [Fault("a plan is a PipelinePlan, or one as JSON", type(plan).__name__, _WORKS)])
+    raise_faults(caller, _schedule_faults(plan.problem.schedule, schedule))
+    return plan
+
+
+def _read(caller: str, plan: str | Path) -> PipelinePlan:
+    text = str(plan)
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(plan).read_text(encoding="utf-8")
+        except OSError as error:
+            rule = "a plan is JSON, or the path of a file that has it"
+            reason = f"{text if len(text) <= 80 else text[:77] + '...'!r}: {error.strerror or type(error).__name__}"
+            raise_faults(caller, [Fault(rule, reason, _WORKS)])
+    return PipelinePlan.from_json(text)
+
+
+def _schedule_faults(planned: Schedule, schedule: Schedule) -> Iterator[Fault]:
+    works = "plan_pipeline(schedule_of(schedule), stages, budget)"
+    sizes = {
+        "stages": (planned.stages, schedule.stages),
+        "micro-batches": (planned.micro_batches, schedule.micro_batches),
+        "ranks": (len(planned.ranks), len(schedule.ranks)),
+    }
+    wrong = [f"{own} {name} for one of {other}" for name, (own, other) in sizes.items() if own != other]
+    if wrong:
+        yield Fault("a plan is for this very schedule", f"a plan of {', of '.join(wrong)}", works)
+    elif planned.ranks != schedule.ranks:
+        orders = enumerate(zip(planned.ranks, schedule.ranks))
+        rank, own, other = next((at, *pair) for at, pair in orders if pair[0] != pair[1])
+        actions = enumerate(zip_longest(own, other))
+        place, first, second = next((at, *pair) for at, pair in actions if pair[0] != pair[1])
+        where = f"action {place} of rank {rank} is {first or 'none'} there, {second or 'none'} here"
+        yield Fault("a plan is for this very schedule", f"a plan of another {planned.name!r}: {where}", works)

@@ -1,0 +1,118 @@
+"""Make: the plan, by the first process, of what all of them measured."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from torchckpt.distributed.plan.agree import check_the_same, digest_of, of_all, of_the_first
+from torchckpt.distributed.plan.parts import Parts, stage_of
+from torchckpt.distributed.record import Gathered
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
+from torchckpt.model import Action, Kind, Schedule
+from torchckpt.model.plan import Choice, PipelinePlan, Stage
+from torchckpt.model.plan.beside import Took
+from torchckpt.model.plan.fitted import Fitted, fitted
+from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.replay import Level
+
+__all__ = ["Costs", "made"]
+
+_CALLER = "recompute_ahead()"
+_NO_REGIONS = Fault(
+    "with a budget, some stage has regions, for only regions are recomputed",
+    "stages whose forwards entered none",
+    "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one process measured."""
+
+    parts: Mapping[int, Parts]
+    """By stage, its bytes."""
+    seconds: Mapping[int, Mapping[int, float]]
+    """By stage and region, of its replay."""
+    taken: Mapping[Action, Level]
+    """Of each action, bytes above those before the step."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the first process tells the others, in words that can be sent."""
+
+    plan: str
+    budget_bytes: tuple[float, ...] = ()
+    peak_bytes: tuple[float, ...] = ()
+    refusal: str = ""
+    least_bytes: float = 0.0
+    rank: int | None = None
+
+
+def made(schedule: Schedule, budget: Limit, measured: Gathered, costs: Costs) -> Fitted:
+    """Collective, in all processes of the job: the same on each.
+
+    Args:
+        schedule: without recomputes.
+        measured: of steps that recomputed everything.
+        costs: of this process.
+
+    Raises:
+        ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
+    """
+    said = of_all((repr(budget), costs))
+    check_the_same("budget", [text for text, _ in said])
+    outcome = None
+    if not dist.get_rank():
+        outcome = _outcome(schedule, budget, measured, [own for _, own in said])
+    outcome = of_the_first(outcome)
+    if outcome.refusal:
+        _refuse(outcome)
+    plan = PipelinePlan.from_json(outcome.plan)
+    check_the_same("plan", of_all(digest_of(plan)))
+    return Fitted(plan, outcome.budget_bytes, outcome.peak_bytes)
+
+
+def _outcome(schedule: Schedule, budget: Limit, measured: Gathered, costs: Sequence[Costs]) -> _Outcome:
+    try:
+        stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
+        raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
+        found = fitted(_CALLER, schedule, stages, measured.links, budget, _took(measured.schedule, stages, costs))
+    except BudgetInfeasible as error:
+        plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
+        return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)
+    except CheckpointError as error:
+        return _Outcome("", refusal=str(error))
+    return _Outcome(found.plan.to_json(), found.budget_bytes, found.peak_bytes)
+
+
+def _refuse(outcome: _Outcome) -> NoReturn:
+    if not outcome.plan:
+        raise ArgumentError(outcome.refusal)
+    plan = PipelinePlan.from_json(outcome.plan)
+    raise BudgetInfeasible(outcome.refusal, outcome.least_bytes, plan, outcome.rank)
+
+
+def _stage(stage: int, measured: Gathered, costs: Sequence[Costs]) -> Stage:
+    """Of replicas of a pipeline, as the first one measured it."""
+    parts = next(own.parts[stage] for own in costs if stage in own.parts)
+    seconds = next((own.seconds[stage] for own in costs if stage in own.seconds), {})
+    return stage_of(parts, measured.costs[stage], seconds)
+
+
+def _took(schedule: Schedule, stages: Sequence[Stage], costs: Sequence[Costs]) -> Took:
+    """The step in which bytes were counted."""
+    taken: dict[Action, Level] = {}
+    for own in costs:
+        taken = {**own.taken, **taken}  # of replicas of a pipeline, as the first one measured it
+    split = {(stage, i) for order in schedule.ranks for stage, kind, i in order if kind is Kind.INPUT_GRAD}
+    every = [tuple(range(len(stage.blocks))) for stage in stages]
+    visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))
+    choices = {
+        (stage, i): Choice((), every[stage], ()) if (stage, i) in split else Choice((), (), every[stage])
+        for stage, i in visits
+    }
+    return Took(schedule, choices, taken)

@@ -1,0 +1,278 @@
+"""``RecomputeWithin``: a schedule of torch whose steps stay within so many bytes on each rank.
+
+What to keep where is a plan on paper, and a plan needs costs. So the first steps recompute everything, each region
+inside its backward, and are measured::
+
+    step 0: warm-up   1: bytes   2, 3: seconds   [1] the plan is made, once, by rank 0, and is the same on all ranks
+    step 4, 5, ...: [2] each forward is told which of its regions are kept, and which ones R recomputes; the backward
+                    recomputes the others. Weight gradients are done where the plan has them.
+
+In step 1, and in the second one that follows a plan, operators are looked at, to count what is alive at once.
+"""
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchckpt.distributed.ahead import RecomputeAhead
+from torchckpt.distributed.frames import Frames
+from torchckpt.distributed.plan.agree import check_the_same, digest_of, of_all
+from torchckpt.distributed.plan.alive import Alive
+from torchckpt.distributed.plan.make import Costs, made
+from torchckpt.distributed.plan.parts import Counted, Seconds
+from torchckpt.distributed.private import Live, is_compiled
+from torchckpt.distributed.record import Record, gather
+from torchckpt.distributed.sizes import Size
+from torchckpt.distributed.told import Told
+from torchckpt.errors import ScheduleError
+from torchckpt.kernel.frame import Fresh
+from torchckpt.kernel.mixin import COMPILED
+from torchckpt.kernel.scope import Scope
+from torchckpt.model import Action, Kind, Link, Schedule, Timeline, arrival, with_recompute
+from torchckpt.model.measured import Span, measured_timeline
+from torchckpt.model.orders import Visit
+from torchckpt.model.plan import PipelinePlan
+from torchckpt.model.plan.fitted import Fitted
+from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.measured import PlannedStep, with_memory_of
+from torchckpt.model.plan.sums import summed_as_given
+
+__all__ = ["FIRST_STEPS", "RecomputeWithin"]
+
+FIRST_STEPS = 4
+"""With a budget: the steps that are measured before the plan is made."""
+
+_COUNTED = 1
+"""The step in which bytes are counted, and, from where a plan is followed, the step in which they are again."""
+
+_ALL = range(sys.maxsize)
+_REMEDY = "if its shapes have changed, recompute_ahead(schedule, budget=...) anew, as a plan is for one shape"
+
+
+class RecomputeWithin(RecomputeAhead):
+    """A schedule of torch that follows a plan. Made by :func:`recompute_ahead` with ``budget`` or ``plan``.
+
+    Args:
+        budget: None if there is a plan.
+    """
+
+    def __init__(self, live: Live, schedule: Schedule, budget: Limit | None, plan: PipelinePlan | None) -> None:
+        self._budget = budget
+        kinds = [action for order in schedule.ranks for action in order]
+        self._split = frozenset((stage, i) for stage, kind, i in kinds if kind is Kind.INPUT_GRAD)
+        self._fitted: Fitted | None = None
+        self._steps = 0  # since the beginning, or since the plan is followed
+        self._alive: Alive | None = None
+        self._counted: dict[int, tuple[Visit, Counted]] = {}  # by stage
+        self._costs = Costs({}, {}, {})
+        self._seconds = Seconds()
+        self._seen: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
+        self._peak_bytes: float | None = None
+        super().__init__(live, schedule, 0, frozenset(), None, Link())
+        self._frames = Frames(None)
+        if plan is not None:
+            plan = summed_as_given(plan)
+            limits = plan.problem.budget_bytes
+            self._follow_plan(Fitted(plan, limits, plan.peak_bytes))
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """What is followed; None before it was made. Its ``to_json()`` is what ``plan=`` takes in another run."""
+        return None if self._fitted is None else self._fitted.plan
+
+    def timeline(self) -> Timeline:
+        if self._fitted is None:
+            return super().timeline()
+        schedule, steps, _, links, _ = self._measured()
+        costs = [stage.costs() for stage in self._fitted.plan.problem.stages]
+        return with_memory_of(self._fitted.plan, measured_timeline(schedule, steps[-1], costs, links))
+
+    def report(self) -> PlannedStep:  # type: ignore[override]  # which says what a plan is worth
+        """The plan beside its steps: how long they take, and how many bytes of each rank; ``print()`` shows a table.
+
+        Collective: every rank of the pipeline calls it, and gets the same.
+
+        Raises:
+            ScheduleError: no step has followed a plan yet.
+        """
+        if self._fitted is None:
+            raise ScheduleError(
+                f"a plan is made of the first {FIRST_STEPS} steps, and reported on after the next\n"
+                f"  received: report() after {self._steps}\n  works:    print(schedule.report()) after step "
+                f"{FIRST_STEPS + 1}"
+            )
+        measured = self._measured()
+        peaks = dict(of_all((self.rank, self._peak_bytes), self._group))
+        found = [peaks.get(rank) for rank in range(self.pp_group_size)]
+        counted = tuple(peak for peak in found if peak is not None)
+        fitted, steps = self._fitted, tuple(_seconds_of(step) for step in measured.steps)
+        is_counted = len(counted) == len(found)
+        return PlannedStep(
+            fitted.plan, self.timeline(), steps, fitted.budget_bytes, fitted.peak_bytes, counted if is_counted else None
+        )
+
+    # what the runtime calls -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._alive = None
+        if self.is_training and self._fitted is not None and not self._steps:
+            with self._record.device_current():
+                check_the_same("plan", of_all(digest_of(self._fitted.plan)))
+        if self.is_training and self._steps == _COUNTED:
+            self._alive = Alive(self._record.device, looks=not self._is_compiled())
+        try:
+            with self._alive.entered() if self._alive else nullcontext(), super().running():
+                yield
+        except (torch.OutOfMemoryError, ScheduleError) as error:
+            if isinstance(_first_cause(error), torch.OutOfMemoryError):  # torch wraps what a forward raises
+                raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
+            raise
+        if self.is_training:
+            self._go_on()
+
+    @contextmanager
+    def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
+        if self._alive:
+            self._alive.reaches(action)
+        with super().computing(action, outputs):
+            yield
+
+    def recompute(self, action: Action) -> None:
+        if self._alive:
+            self._alive.reaches(action)
+        super().recompute(action)
+
+    # what each forward is told --------------------------------------------------------------------------------------
+
+    def _told(self, visit: Visit) -> Told:
+        if self._fitted is None:
+            return Told(False, _ALL if visit in self._split else ())
+        choice = self._fitted.plan.choices[visit]
+        return Told(frozenset(choice.kept), frozenset(choice.early))  # [2]
+
+    def _scope(self, visit: Visit, told: Told) -> Scope:
+        if self._fitted is not None:
+            return Scope(told.keep)
+        if self._alive is None or visit[0] in self._counted:
+            return super()._scope(visit, told)
+        module = self._of[visit[0]].submod
+        scope = Counted(module, self._alive.__contains__, partial(self._replaying, visit))
+        self._counted[visit[0]] = visit, scope
+        return scope
+
+    def _counting(self, visit: Visit, told: Told, scope: Scope) -> AbstractContextManager[None]:
+        self._sizes.found.setdefault(visit[0], Size())
+        return scope.counting() if isinstance(scope, Counted) else nullcontext()
+
+    def _forwarded(self, visit: Visit, told: Told, scope: Scope, outputs: list[object]) -> None:
+        stage, i = visit
+        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        seen = scope.regions, *((leaf.dtype, tuple(leaf.shape)) for leaf in leaves)
+        expected = self._seen.setdefault(stage, seen)
+        if self._fitted is not None:
+            expected = len(self._fitted.plan.problem.stages[stage].blocks), *expected[1:]
+        if seen != expected:
+            raise ScheduleError(
+                "all micro-batches of a stage have the shapes and the regions that its plan is for\n"
+                f"  received: micro-batch {i} of stage {stage}: {_shown(seen)}; planned: {_shown(expected)}\n"
+                "  works:    the same shapes in every step; for others, a schedule of their own: "
+                "recompute_ahead(schedule, budget=...)"
+            )
+
+    @contextmanager
+    def _replaying(self, visit: Visit, region: int, recomputed: deque[Fresh]) -> Iterator[None]:
+        start = self._record.now()
+        if self._alive is not None:
+            self._alive.replays()
+        with self._record.replaying(visit) if visit not in self._split else nullcontext():
+            yield
+        if self._alive is None:
+            self._seconds.add(visit[0], region, start, self._record.now())
+        counted = self._counted.get(visit[0])
+        if counted is not None and counted[0] == visit and self._alive is not None:
+            counted[1].replayed(region, recomputed)
+
+    # how ------------------------------------------------------------------------------------------------------------
+
+    def _placed(self, *_: Any) -> Schedule:
+        """Of the first steps. What a split backward recomputes stays until its end, so it may as well be early."""
+        placed = with_recompute(self._plain_schedule, arrival())
+        return replace(placed, late=placed.late - self._split)
+
+    def _stepped(self) -> None:
+        if self._alive is None:
+            self._record.end()
+
+    def _go_on(self) -> None:
+        """A step was made."""
+        if self._alive is not None:
+            taken = self._alive.levels
+            if self._fitted is None:
+                parts = {stage: scope.parts for stage, (_, scope) in self._counted.items()}
+                self._costs = Costs(parts, {}, taken)
+            else:
+                self._peak_bytes = max((level.highest for level in taken.values()), default=None)
+            self._alive = None
+        self._steps += 1
+        if self._fitted is None and self._steps == FIRST_STEPS:
+            assert self._budget is not None
+            costs = replace(self._costs, seconds=self._seconds.medians(self._record.reader()))
+            measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
+            with self._record.device_current():
+                self._follow_plan(made(self._plain_schedule, self._budget, measured, costs))  # [1]
+
+    def _follow_plan(self, fitted: Fitted) -> None:
+        self._fitted, self._steps = fitted, 0
+        planned = fitted.plan.schedule
+        if _forwards_and_backwards(planned) != _forwards_and_backwards(self._plain_schedule):
+            self.reorder(planned)
+        self.schedule = self.follow(planned)
+        self._record = Record(self._record.device)
+        self._counted.clear()
+
+    def _is_compiled(self) -> bool:
+        modules = [module for stage in self._of.values() for module in stage.submod.modules()]
+        return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
+
+    def _failure(self, error: Exception) -> str:
+        return f"{super()._failure(error)}; {_REMEDY}"
+
+    def _out_of_memory(self, error: BaseException) -> str:
+        said = "the first steps, which recompute everything, take"
+        works = "fewer micro-batches in flight, or smaller ones"
+        if self._fitted is not None:
+            said = f"a step of the plan, which has {max(self._fitted.peak_bytes):.0f} bytes on a rank, takes"
+            works = f"budget={0.9 * min(self._fitted.budget_bytes):.0f} or less, or {works}"
+        return f"{error}\nrecompute_ahead: {said} more than the device has left\n  works:    {works}"
+
+
+def _forwards_and_backwards(schedule: Schedule) -> list[list[Action]]:
+    return [[action for action in order if action.kind is not Kind.RECOMPUTE] for order in schedule.ranks]
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _seconds_of(step: Sequence[Sequence[Span]]) -> float:
+    """From the begin of the first action to the end of the last, of all ranks."""
+    spans = [span for own in step for span in own]
+    return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)
+
+
+def _shown(seen: tuple[Any, ...]) -> str:
+    regions, *outputs = seen
+    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in outputs)
+    return f"{regions} regions, output {shapes or 'unknown'}"

@@ -1,0 +1,117 @@
+"""Fitted: a plan for a budget that holds all that a step takes, of which activations are only the most.
+
+A step was measured: gradients, messages that are still on their way, losses, and what an operation takes while it
+runs come on top of what regions and stages hold. How much that is, is known by action. The planner gets what is left
+of the budget; since not all comes together, it gets the more of it, the less the plan then turns out to take.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.model.action import Action
+from torchckpt.model.costs import Link
+from torchckpt.model.plan.beside import Beside, Took, peak_bytes
+from torchckpt.model.plan.limit import Limit, limits_of
+from torchckpt.model.plan.pipeline import plan_pipeline
+from torchckpt.model.plan.problem import Problem, keep_all, problem_of
+from torchckpt.model.plan.replay import Choice
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.plan.solve import planned
+from torchckpt.model.plan.stage import Stage
+from torchckpt.model.plan.sums import summed_as_given
+from torchckpt.model.schedule import Schedule
+
+__all__ = ["Fitted", "fitted"]
+
+_SHARES = (1.0, 0.5, 0.25, 0.0)
+_ROUNDING = 1e-9
+_LEAST_BYTES = 1.0
+"""A budget is above zero."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan, and what a step of it takes."""
+
+    plan: PipelinePlan
+    budget_bytes: tuple[float, ...]
+    """Per rank, what was asked."""
+    peak_bytes: tuple[float, ...]
+    """Per rank, with what is beside the activations."""
+
+    @property
+    def fits(self) -> bool:
+        return all(peak <= limit * (1 + _ROUNDING) for peak, limit in zip(self.peak_bytes, self.budget_bytes))
+
+
+def fitted(
+    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Limit, took: Took
+) -> Fitted:
+    """The shortest plan that is found of which a step takes no more than ``budget``; a share is one of a step that
+    keeps all.
+
+    Raises:
+        ArgumentError: ``budget`` is none.
+        BudgetInfeasible: it is below what a step takes that recomputes everything.
+    """
+    beside = took.beside(stages)
+    least, most = took.least(stages), took.most(stages)
+    everything = keep_all(schedule, stages, links).peak_bytes
+    limits = limits_of(caller, budget, len(schedule.ranks), max(map(sum, zip(everything, least))))
+    best: Fitted | None = None
+    for share in _SHARES if most != least else (0.0,):
+        reserve = [low + share * (high - low) for low, high in zip(least, most)]
+        within = [max(_LEAST_BYTES, limit - own) for limit, own in zip(limits, reserve)]
+        try:
+            plan = summed_as_given(plan_pipeline(schedule, stages, within, links))
+        except BudgetInfeasible as error:
+            if share == 0.0 and best is None:
+                raise _infeasible(caller, error, limits, least) from error
+            continue
+        found = Fitted(plan, limits, _peaks(plan, beside))
+        if found.fits and (best is None or plan.step_seconds < best.plan.step_seconds):
+            best = found
+    return best or _with_least(problem_of(caller, schedule, stages, "100%", links), limits, beside, caller)
+
+
+def _peaks(plan: PipelinePlan, beside: Mapping[Action, Beside]) -> tuple[float, ...]:
+    """Per rank, of a step of ``plan``."""
+    return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
+
+
+def _with_least(problem: Problem, limits: tuple[float, ...], beside: Mapping[Action, Beside], caller: str) -> Fitted:
+    """One that recomputes everything, as no other was found that fits; as planned, or as it was measured."""
+    within = problem.within([max(_LEAST_BYTES, least) for least in problem.least_bytes])
+    plans = summed_as_given(planned(within)), _all_late(within)
+    found = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
+    best = min(found, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
+    if best.fits:
+        return best
+    rank = max(range(len(limits)), key=lambda one: best.peak_bytes[one] / limits[one])
+    needed = best.peak_bytes[rank]
+    raise BudgetInfeasible(_too_small(caller, limits[rank], rank, needed), needed, best.plan, rank)
+
+
+def _all_late(problem: Problem) -> PipelinePlan:
+    each = [Choice((), (), tuple(range(len(stage.blocks)))) for stage in problem.stages]
+    visits = (visit for lane in problem.lanes for visit in lane.visits)
+    return PipelinePlan.of(problem, problem.schedule, {visit: each[visit[0]] for visit in visits})
+
+
+def _infeasible(
+    caller: str, error: BudgetInfeasible, limits: Sequence[float], beside: Sequence[float]
+) -> BudgetInfeasible:
+    rank = error.rank or 0
+    least = error.least_bytes + beside[rank]
+    return BudgetInfeasible(_too_small(caller, limits[rank], rank, least), least, error.plan, rank)
+
+
+def _too_small(caller: str, limit: float, rank: int, least: float) -> str:
+    return (
+        f"{caller}: a budget holds what a step takes that recomputes everything\n"
+        f"  received: {limit:.12g} bytes for rank {rank}, which takes {math.ceil(least)}\n"
+        f"  works:    budget={math.ceil(least)} or more, or fewer micro-batches in flight, or smaller ones"
+    )
