@@ -17,7 +17,7 @@ from torchckpt.model import Link, Schedule, StageCosts
 from torchckpt.model.exempt import free_to_keep
 from torchckpt.model.inputs import per_boundary, per_stage
 from torchckpt.model.orders import Visit
-from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.limit import Bytes
 
 __all__ = ["recompute_ahead"]
 
@@ -39,7 +39,7 @@ def recompute_ahead(
 ) -> RecomputeAhead: ...
 @overload
 def recompute_ahead(
-    schedule: Live, *, budget: Limit | None = None, plan: Plan | None = None
+    schedule: Live, *, budget: Bytes | None = None, plan: Plan | None = None
 ) -> RecomputeWithin: ...
 def recompute_ahead(
     schedule: Live,
@@ -48,7 +48,7 @@ def recompute_ahead(
     costs: StageCosts | Sequence[StageCosts] | str | None = None,
     link: Link | Sequence[Link] | None = None,
     *,
-    budget: Limit | None = None,
+    budget: Bytes | None = None,
     plan: Plan | None = None,
 ) -> RecomputeAhead:
     """Have ``schedule`` recompute before gradients arrive. Call it on every rank, with the same arguments.

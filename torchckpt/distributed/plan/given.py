@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model import Schedule
 from torchckpt.model.plan import PipelinePlan
-from torchckpt.model.plan.limit import Limit, limits_of
+from torchckpt.model.plan.limit import Bytes, limits_of
 
 __all__ = ["Plan", "check_budget", "plan_for", "use_faults"]
 
@@ -34,7 +34,7 @@ def use_faults(budget: object, plan: object, others: Mapping[str, object]) -> It
         yield Fault(rule, f"{given} and {received}", 'recompute_ahead(schedule, budget="60GiB")')
 
 
-def check_budget(caller: str, budget: Limit, ranks: int) -> None:
+def check_budget(caller: str, budget: Bytes, ranks: int) -> None:
     """Raise ``ArgumentError`` unless it is one."""
     limits_of(caller, budget, ranks, 1.0)
 

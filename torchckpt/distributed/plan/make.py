@@ -15,7 +15,7 @@ from torchckpt.model import Action, Kind, Schedule
 from torchckpt.model.plan import Choice, PipelinePlan, Stage
 from torchckpt.model.plan.beside import Took
 from torchckpt.model.plan.fitted import Fitted, fitted
-from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.limit import Bytes
 from torchckpt.model.plan.replay import Level
 
 __all__ = ["Costs", "made"]
@@ -52,7 +52,7 @@ class _Outcome:
     rank: int | None = None
 
 
-def made(schedule: Schedule, budget: Limit, measured: Gathered, costs: Costs) -> Fitted:
+def made(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Costs) -> Fitted:
     """Collective, in all processes of the job: the same on each.
 
     Args:
@@ -76,7 +76,7 @@ def made(schedule: Schedule, budget: Limit, measured: Gathered, costs: Costs) ->
     return Fitted(plan, outcome.budget_bytes, outcome.peak_bytes)
 
 
-def _outcome(schedule: Schedule, budget: Limit, measured: Gathered, costs: Sequence[Costs]) -> _Outcome:
+def _outcome(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Sequence[Costs]) -> _Outcome:
     try:
         stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
         raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])

@@ -42,7 +42,7 @@ from torchckpt.model.measured import Span, measured_timeline
 from torchckpt.model.orders import Visit
 from torchckpt.model.plan import PipelinePlan
 from torchckpt.model.plan.fitted import Fitted
-from torchckpt.model.plan.limit import Limit
+from torchckpt.model.plan.limit import Bytes
 from torchckpt.model.plan.measured import PlannedStep, with_memory_of
 from torchckpt.model.plan.sums import summed_as_given
 
@@ -65,7 +65,7 @@ class RecomputeWithin(RecomputeAhead):
         budget: None if there is a plan.
     """
 
-    def __init__(self, live: Live, schedule: Schedule, budget: Limit | None, plan: PipelinePlan | None) -> None:
+    def __init__(self, live: Live, schedule: Schedule, budget: Bytes | None, plan: PipelinePlan | None) -> None:
         self._budget = budget
         kinds = [action for order in schedule.ranks for action in order]
         self._split = frozenset((stage, i) for stage, kind, i in kinds if kind is Kind.INPUT_GRAD)

@@ -14,7 +14,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.model.action import Action
 from torchckpt.model.costs import Link
 from torchckpt.model.plan.beside import Beside, Took, peak_bytes
-from torchckpt.model.plan.limit import Limit, limits_of
+from torchckpt.model.plan.limit import Bytes, limits_of
 from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import Problem, keep_all, problem_of
 from torchckpt.model.plan.replay import Choice
@@ -48,7 +48,7 @@ class Fitted:
 
 
 def fitted(
-    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Limit, took: Took
+    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes, took: Took
 ) -> Fitted:
     """The shortest plan that is found of which a step takes no more than ``budget``; a share is one of a step that
     keeps all.

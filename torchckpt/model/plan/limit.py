@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
 from torchckpt.model.remat.budget import budget_bytes
 
-__all__ = ["DeviceMemory", "Limit", "limits_of", "without_static"]
+__all__ = ["Bytes", "DeviceMemory", "Limit", "limits_of", "without_static"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,12 @@ class DeviceMemory:
     total_bytes: float
 
 
-Limit: TypeAlias = "str | float | DeviceMemory | Sequence[str | float]"
+Bytes: TypeAlias = "str | float | Sequence[str | float]"
 """Of every rank, or a list with one for each: bytes, a size such as ``"60GB"``, or ``"50%"`` of the peak of the rank
-that holds most when all is kept; or what devices have in all."""
+that holds most when all is kept."""
+
+Limit: TypeAlias = "Bytes | DeviceMemory"
+"""Or what devices have in all."""
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 _WORKS = 'budget="60GB", budget="50%", budget=6e10, or a list with one for each rank'
@@ -49,7 +52,7 @@ def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[flo
 
 
 def limits_of(
-    caller: str, limit: str | float | Sequence[str | float], ranks: int, peak_bytes: float
+    caller: str, limit: Bytes, ranks: int, peak_bytes: float
 ) -> tuple[float, ...]:
     """Bytes per rank.
 
