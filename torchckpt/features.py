@@ -13,7 +13,7 @@ from typing import NamedTuple
 __all__ = ["FEATURES", "GRAPH", "INDUCTOR", "TESTED", "Feature", "release_of", "table", "warn_of_newer_torch"]
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The releases of torch on which the suite was run, part by part."""
+"""The releases of torch on which the suite was run."""
 
 
 class Feature(NamedTuple):
