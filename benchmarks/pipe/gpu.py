@@ -240,11 +240,12 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def rehearse(device: torch.device, rounds: int) -> dict[str, Any]:
-    """On all devices, and on one."""
-    every = _all_of(device)
+    """All jobs on one device, and the last on all devices."""
+    every, last = _all_of(device), [*SMALL][-1]
+    one = Work(SMALL, every[:1], rounds, m=4, cuts=(2, 4), shares=(0.0, 1.0))
     return {
-        str(len(used)): _measured(device, Work(SMALL, used, rounds, m=4, cuts=(2, 4), shares=(0.0, 1.0)))
-        for used in (every, every[:1])
+        "one device": _measured(device, one),
+        "all devices": _measured(device, one._replace(jobs={last: SMALL[last]}, devices=every)),
     }
 
 
