@@ -2,7 +2,7 @@
 
     python benchmarks/run.py                           # all that the accelerator makes a difference to, or the CPU
     python benchmarks/run.py --only graph --parts exactness    # what is not known here goes to the benchmarks
-    python benchmarks/run.py --rehearse                # do all of them run? minutes; on the simulated device without a GPU
+    python benchmarks/run.py --rehearse                # do all of them run? without a GPU: on the simulated device
 
 The file is written after each benchmark, and what it has of others stays.
 """
@@ -80,7 +80,7 @@ def parsed() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device", help="default: the accelerator, or cpu; to rehearse, sim")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"some of {', '.join(NAMES)}")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
-    parser.add_argument("--rehearse", action="store_true", help="small models, few rounds, results in a temporary folder")
+    parser.add_argument("--rehearse", action="store_true", help="small models; results go to a temporary folder")
     arguments, options = parser.parse_known_args()
     arguments.device = arguments.device or (
         accelerator.type if accelerator else "sim" if arguments.rehearse else "cpu"

@@ -23,7 +23,7 @@ import torchckpt
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
-from benchmarks.devices import chosen, name_of, synchronize  # noqa: E402
+from benchmarks.devices import chosen, name_of, synchronize
 
 stock = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 reentrant = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)

@@ -30,7 +30,7 @@ from torchckpt.pipe import balance_by_time, links
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
-from benchmarks.devices import Pace, module_of, name_of, synchronize  # noqa: E402
+from benchmarks.devices import Pace, module_of, name_of, synchronize
 
 __all__ = ["JOBS", "Cell", "Work", "hidden", "measure", "placed", "rehearse", "throttled", "variants_of"]
 
@@ -146,7 +146,8 @@ def throughput(work: Work) -> list[dict[str, Any]]:
         cell = Cell.of(job_of(devices[0]), max(2, min(4, len(devices))), work.m, devices)
         for variant, make in variants_of(cell, skips=name.startswith("U-Net")).items():
             found = measured(make, len(cell.job.x), work.rounds)
-            rows.append({"model": name, "stages": len(cell.balance), "micro-batches": work.m, "variant": variant, **found})
+            cut = {"stages": len(cell.balance), "micro-batches": work.m}
+            rows.append({"model": name, **cut, "variant": variant, **found})
             print(_line(name, variant, found))
     return rows
 

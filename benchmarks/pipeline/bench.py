@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
-from benchmarks.devices import chosen  # noqa: E402
+from benchmarks.devices import chosen
 
 
 def measure(device: torch.device, rounds: int, rehearsed: bool = False) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=20, help="at least 20 (default: 20)")
-    parser.add_argument("--rehearse", action="store_true", help="on a GPU: does all of it run? small models; no figures")
+    parser.add_argument("--rehearse", action="store_true", help="on a GPU: does it all run? small models; no figures")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     results = measure(chosen(arguments.device), arguments.rounds, arguments.rehearse)

@@ -44,7 +44,7 @@ from torchckpt.model.exempt import free_to_keep
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
-from benchmarks.devices import Pace, module_of, name_of, seconds_of  # noqa: E402
+from benchmarks.devices import Pace, module_of, name_of, seconds_of
 
 __all__ = ["measure", "rehearse"]
 
@@ -218,7 +218,7 @@ def against_simulator(pace: Pace, work: Work) -> list[dict[str, Any]]:
     costs = [StageCosts(*[forward_seconds] * 4)] * 2
     for share in (0.0, *work.shares):
         link = Link(share * forward_seconds)
-        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, lambda y, i: y.square().mean(), work.rounds)
+        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, _mean_square, work.rounds)
         on_paper = simulated(schedules(costs, link), costs, link)
         deviations = {name: median(values) / on_paper[name] - 1 for name, values in seconds.items()}
         rows.append({"tc/tf": share, **_summary(seconds), "simulated": on_paper, "deviation": deviations})
@@ -226,6 +226,10 @@ def against_simulator(pace: Pace, work: Work) -> list[dict[str, Any]]:
         rows[-1]["holds"] = equal and all(abs(deviation) <= DEVIATION for deviation in deviations.values())
         print(f"  tc/tf {share:4}: " + ", ".join(f"{name} {value:+.1%}" for name, value in deviations.items()))
     return rows
+
+
+def _mean_square(y: Tensor, i: int) -> Tensor:
+    return y.square().mean()
 
 
 def _in_rounds(
