@@ -75,7 +75,7 @@ gpu-there:
 	@$(PYTHON) -c "import torch; torch.cuda.is_available() or exit('make gpu needs a CUDA device, and a torch that sees it')"
 
 gpu-tests: gpu-there
-	$(PYTHON) -m pytest -m accelerator
+	$(PYTHON) -m pytest -m "accelerator and not slow"
 
 gpu-bench: gpu-there
 	$(PYTHON) benchmarks/run.py --out $(OUT) $(if $(ONLY),--only $(ONLY)) $(OPTIONS)

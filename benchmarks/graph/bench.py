@@ -66,7 +66,7 @@ def _frontier(device: str, rounds: int, work: Work) -> list[dict[str, Any]]:
     for name in work.models["frontier"]:
         rows.append(frontier.measure(name, rounds, device, work.budgets, work.sizes.get(name)))
         frontier.show(rows[-1])
-    if device == "cpu":
+    if device == "cpu" and work is FULL:
         frontier.draw(rows[0], Path(__file__).with_name("frontier.svg"))
     return rows
 
