@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Pace", "chosen", "module_of", "name_of", "seconds_of", "synchronize"]
+__all__ = ["Pace", "chosen", "half", "module_of", "name_of", "seconds_of", "synchronize"]
 
 
 def chosen(name: str, devices: int = 2) -> torch.device:
@@ -25,6 +25,11 @@ def module_of(device: torch.device | None = None) -> Any:
 
 def name_of(device: torch.device) -> str:
     return str(module_of(device).get_device_name(device))
+
+
+def half(device: torch.device) -> torch.dtype:
+    """bfloat16; the simulated device has no layer norm of it."""
+    return torch.float32 if device.type == "sim" else torch.bfloat16
 
 
 def synchronize() -> None:

@@ -30,7 +30,7 @@ from torchckpt.pipe import balance_by_time, links
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
-from benchmarks.devices import Pace, module_of, name_of, synchronize
+from benchmarks.devices import Pace, half, module_of, name_of, synchronize
 
 __all__ = ["JOBS", "Cell", "Work", "hidden", "measure", "placed", "rehearse", "throttled", "variants_of"]
 
@@ -242,11 +242,11 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
 
 def rehearse(device: torch.device, rounds: int) -> dict[str, Any]:
     """All jobs on one device, and the last on all devices."""
-    every, last = _all_of(device), [*SMALL][-1]
-    one = Work(SMALL, every[:1], rounds, m=4, cuts=(2, 4), shares=(0.0, 1.0))
+    every, last = _all_of(device), {"GPT": partial(SMALL["GPT"], dtype=half(device))}
+    one = Work({**SMALL, **last}, every[:1], rounds, m=4, cuts=(2, 4), shares=(0.0, 1.0))
     return {
         "one device": _measured(device, one),
-        "all devices": _measured(device, one._replace(jobs={last: SMALL[last]}, devices=every)),
+        "all devices": _measured(device, one._replace(jobs=last, devices=every)),
     }
 
 

@@ -44,7 +44,7 @@ from torchckpt.model.exempt import free_to_keep
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
-from benchmarks.devices import Pace, module_of, name_of, seconds_of
+from benchmarks.devices import Pace, half, module_of, name_of, seconds_of
 
 __all__ = ["measure", "rehearse"]
 
@@ -365,7 +365,7 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def rehearse(device: torch.device, rounds: int) -> dict[str, Any]:
-    sizes = Sizes(width=32, heads=2, length=16, blocks=2, vocabulary=64, rows=2, dtype=torch.float32)
+    sizes = Sizes(width=32, heads=2, length=16, blocks=2, vocabulary=64, rows=2, dtype=half(device))
     return _measured(Work(device, rounds, shares=(0.5,), forward_seconds=0.005), sizes)
 
 
