@@ -8,7 +8,7 @@ SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 named        = sed -u 's/^/$(1) | /'
 
-.PHONY: demo test lint test-levels test-kernel slow mutations compat compat-of-nothing compat-table pure gpu clean
+.PHONY: demo test lint test-levels test-kernel slow mutations compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py --seconds 60 --out demo
@@ -66,12 +66,24 @@ PURE := tests/model tests/test_command.py tests/test_results.py
 pure:
 	$(PYTHON) -m pytest --noconftest -k "not balance and not bad_module" $(PURE)
 
-# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3. Without one make test runs these
-# tests on the simulated device.
-gpu:
+# On a machine with a GPU, with the Python that has its torch: make gpu PYTHON=python3 OUT=folder. Without one make test
+# runs these tests on the simulated device. The two halves: make gpu-tests, make gpu-bench ONLY="pipe overhead".
+OUT ?= benchmarks/results
+
+gpu: gpu-tests gpu-bench
+
+gpu-there:
 	@$(PYTHON) -c "import torch; torch.cuda.is_available() or exit('make gpu needs a CUDA device, and a torch that sees it')"
-	$(PYTHON) -m pytest -m accelerator
-	$(PYTHON) benchmarks/run.py
+
+gpu-tests: gpu-there
+	$(PYTHON) -m pytest -m "accelerator and not slow"
+
+gpu-bench: gpu-there
+	$(PYTHON) benchmarks/run.py --out $(OUT) $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
+
+# Does all that make gpu-bench runs work? In minutes, on the simulated device where there is no GPU.
+rehearse:
+	$(PYTHON) benchmarks/run.py --rehearse $(if $(ONLY),--only $(ONLY))
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

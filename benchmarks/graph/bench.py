@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import exactness
 import frontier
@@ -12,39 +13,112 @@ import planning
 import policies
 import resnet200
 import torch
+from short import DEEP, SIZES
 from subjects import NAMES
 
+from benchmarks.devices import chosen
 from benchmarks.pipe.bench import machine
 
 
-def measure(device: str, rounds: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"machine": machine(), "rounds": rounds, "frontier": [], "policies": []}
-    for name in frontier.MODELS:
-        found["frontier"].append(frontier.measure(name, rounds, device))
-        frontier.show(found["frontier"][-1])
-    frontier.draw(found["frontier"][0], Path(__file__).with_name("frontier.svg"))
-    for name in policies.MODELS:
-        found["policies"].append(policies.measure(name, rounds, device))
-        policies.show(found["policies"][-1])
-    found["ResNet-200"] = resnet200.measure(rounds, device)
-    resnet200.show(found["ResNet-200"])
-    found["exactness"] = [exactness.count(name, device) for name in NAMES]
-    exactness.show(found["exactness"])
-    if device == "cpu":
-        found["planning"] = planning.measure()
-        planning.show(found["planning"])
+class Work(NamedTuple):
+    """Models, their sizes and budgets."""
+
+    models: Mapping[str, Sequence[str]]
+    """By part."""
+    sizes: Mapping[str, dict[str, Any]]
+    """By model, where they are others than those of benchmarks."""
+    budgets: tuple[float, ...]
+    """Of the frontier."""
+
+
+FULL = Work(
+    models={"frontier": frontier.MODELS, "policies": policies.MODELS, "exactness": tuple(NAMES)},
+    sizes={},
+    budgets=frontier.BUDGETS,
+)
+REHEARSED = Work(
+    models={
+        "frontier": ("resnet20", "mlp24"),
+        "policies": ("resnet20",),
+        "exactness": ("resnet20", "mlp24", "unet", "lstm50", "moe"),
+    },
+    sizes={**SIZES, "resnet200": DEEP, "unet": {}, "lstm50": {}, "moe": {}},
+    budgets=(0.8, 0.6),
+)
+UNTRACED = ("gpt6",)
+"""Rehearsed where the device is not simulated, which has no attention that can be traced."""
+
+
+def rehearsed(device: str) -> Work:
+    own = () if device == "sim" else UNTRACED
+    return REHEARSED._replace(models={part: (*own, *names) for part, names in REHEARSED.models.items()})
+
+
+def measure(device: str, rounds: int, work: Work, parts: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"machine": machine(), "rounds": rounds}
+    for part in parts:
+        found[part] = PARTS[part](device, rounds, work)
     return found
+
+
+def _frontier(device: str, rounds: int, work: Work) -> list[dict[str, Any]]:
+    rows = []
+    for name in work.models["frontier"]:
+        rows.append(frontier.measure(name, rounds, device, work.budgets, work.sizes.get(name)))
+        frontier.show(rows[-1])
+    if device == "cpu" and work is FULL:
+        frontier.draw(rows[0], Path(__file__).with_name("frontier.svg"))
+    return rows
+
+
+def _policies(device: str, rounds: int, work: Work) -> list[dict[str, Any]]:
+    rows = []
+    for name in work.models["policies"]:
+        rows.append(policies.measure(name, rounds, device, work.sizes.get(name)))
+        policies.show(rows[-1])
+    return rows
+
+
+def _resnet200(device: str, rounds: int, work: Work) -> dict[str, Any]:
+    found = resnet200.measure(rounds, device, work.sizes.get("resnet200"))
+    resnet200.show(found)
+    return found
+
+
+def _exactness(device: str, rounds: int, work: Work) -> list[dict[str, Any]]:
+    found = [exactness.count(name, device, work.sizes.get(name)) for name in work.models["exactness"]]
+    exactness.show(found)
+    return found
+
+
+def _planning(device: str, rounds: int, work: Work) -> dict[str, Any]:
+    found = planning.measure()
+    planning.show(found)
+    return found
+
+
+PARTS: dict[str, Callable[[str, int, Work], Any]] = {
+    "frontier": _frontier,
+    "policies": _policies,
+    "ResNet-200": _resnet200,
+    "exactness": _exactness,
+    "planning": _planning,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=20, help="at least 20 (default: 20)")
+    parser.add_argument("--rehearse", action="store_true", help="does all of it run? small models; no figures")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; planning on the CPU only")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    if arguments.device == "cpu":
+    device = chosen(arguments.device).type
+    if device == "cpu":
         torch.set_num_threads(1)
-    found = measure(arguments.device, arguments.rounds)
+    parts = arguments.parts or [part for part in PARTS if device == "cpu" or part != "planning"]
+    found = measure(device, arguments.rounds, rehearsed(device) if arguments.rehearse else FULL, parts)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from subjects import NAMES, Subject, is_same, peak_bytes, subject
+from subjects import NAMES, Subject, is_same, subject
 
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
@@ -36,7 +36,7 @@ def count(
         rows[key] = {
             "bit-equal": is_same(one.result(made), one.result()),
             "planned": made.plan.peak_bytes,
-            "measured": peak_bytes(one.step(made)),
+            "measured": one.peak_bytes(one.step(made)),
             "budget": options.get("budget"),
         }
     operations = len(graph.rematerialize(one.module, *one.inputs).plan.flow.operations)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from subjects import NAMES, Call, Subject, flops, likeness, peak_bytes, subject
+from subjects import NAMES, Call, Subject, flops, likeness, subject
 from torch import nn
 from torch_baselines import ROUTES, budgeted, by_block
 from turns import in_turn, ratios
@@ -39,9 +39,15 @@ class Variant:
     told: dict[str, Any] = field(default_factory=dict)
 
 
-def measure(name: str, rounds: int, device: str = "cpu", budgets: tuple[float, ...] = BUDGETS) -> dict[str, Any]:
+def measure(
+    name: str,
+    rounds: int,
+    device: str = "cpu",
+    budgets: tuple[float, ...] = BUDGETS,
+    sizes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Of one model: what is counted, and of each variant the time of its step over eager's."""
-    one = subject(name, device)
+    one = subject(name, device, sizes)
     variants = variants_of(one, budgets)
     distinct = {id(variant): variant.step for variant in variants.values()}
     seconds = in_turn({"eager": one.step(), **distinct}, rounds)
@@ -98,7 +104,7 @@ def route_of(one: Subject) -> str:
 
 def variant(one: Subject, call: Call | None, module: nn.Module | None = None, **told: Any) -> Variant:
     step = one.step(call, module)
-    peak, more = peak_bytes(step) / one.eager_peak_bytes, flops(step) / one.eager_flops - 1
+    peak, more = one.peak_bytes(step) / one.eager_peak_bytes, flops(step) / one.eager_flops - 1
     return Variant(step, peak, more, likeness(one.result(call, module), one.result()), told)
 
 

@@ -16,6 +16,7 @@ import torch
 GPT = {"layers": 2, "width": 16, "heads": 2, "length": 32, "words": 17, "batch": 8}
 RESNET = {"depth": 8, "width": 4, "side": 16, "batch": 16}
 SIZES = {"gpt6": GPT, "resnet20": RESNET, "mlp24": {"layers": 12, "width": 16, "batch": 256}}
+DEEP = {"depth": 29, "width": 4, "side": 8, "batch": 8}
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     found = {
         "frontier": [{**one, "verdict": frontier.verdict(one)} for one in frontiers],
         "policies": [policies.count(name, SIZES[name]) for name in ("gpt6", "resnet20")],
-        "deep": resnet200.measure(0, sizes={"depth": 29, "width": 4, "side": 8, "batch": 8}, shares=(0.5,)),
+        "deep": resnet200.measure(0, sizes=DEEP, shares=(0.5,)),
         "exactness": exactness.summary(exactness.count("resnet20", sizes=RESNET, budgets=(0.8, 0.7))),
         "planning": planning.count((60,)),
     }

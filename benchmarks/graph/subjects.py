@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
+from benchmarks.devices import module_of, synchronize
 from tests.graph.allocations import measured_peak
 from tests.graph.eager import Result, assert_same, step
 from tests.models import BENCHMARK, MODELS, Case
@@ -25,7 +26,6 @@ __all__ = [
     "flops",
     "is_same",
     "likeness",
-    "peak_bytes",
     "subject",
     "within",
 ]
@@ -76,9 +76,24 @@ class Subject:
 
         return run
 
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
     @cached_property
     def eager_peak_bytes(self) -> int:
-        return peak_bytes(self.step())
+        return self.peak_bytes(self.step())
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """What ``run()``, a step, allocates above what is there, at most; it has been run before, so that what lasts is
+        there."""
+        run()
+        if self.device.type == "cpu":
+            return measured_peak(run)
+        before = _settled(self.device)
+        run()
+        synchronize()
+        return int(module_of(self.device).max_memory_allocated(self.device)) - before
 
     @cached_property
     def eager_flops(self) -> int:
@@ -107,28 +122,17 @@ def counted(one: Subject, call: Any) -> dict[str, Any]:
     """A rematerialized step beside eager's: shares of its peak, FLOPs and planned seconds; whether bits are equal."""
     step = one.step(call)
     return {
-        "peak": peak_bytes(step) / one.eager_peak_bytes,
+        "peak": one.peak_bytes(step) / one.eager_peak_bytes,
         "flops": flops(step) / one.eager_flops - 1,
         "share": call.plan.recompute_share,
         "bit-equal": is_same(one.result(call), one.result()),
     }
 
 
-def peak_bytes(run: Callable[[], None]) -> int:
-    """What ``run()`` allocates above what is there, at most; it has been run before, so that what lasts is there."""
-    run()
-    if not torch.cuda.is_available():
-        return measured_peak(run)
-    before = _settled()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _settled() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+def _settled(device: torch.device) -> int:
+    synchronize()
+    module_of(device).reset_peak_memory_stats(device)
+    return int(module_of(device).memory_allocated(device))
 
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
+from benchmarks.devices import synchronize
 
 __all__ = ["Spread", "in_turn", "ratios", "spread"]
 
@@ -34,10 +34,10 @@ def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
     for place in range(rounds + 1):
         gc.collect()
         for name in [*runs] if place % 2 else [*runs][::-1]:
-            _wait()
+            synchronize()
             begin = perf_counter()
             runs[name]()
-            _wait()
+            synchronize()
             seconds[name].append(perf_counter() - begin)
     return {name: values[1:] for name, values in seconds.items()}
 
@@ -45,8 +45,3 @@ def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
 def ratios(seconds: Mapping[str, Sequence[float]], under: str) -> dict[str, Spread]:
     """Of each to ``under``, taken within a round."""
     return {name: spread([a / b for a, b in zip(values, seconds[under])]) for name, values in seconds.items()}
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -21,6 +21,10 @@ from torch import Tensor, nn
 
 import torchckpt
 
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
+
+from benchmarks.devices import chosen, name_of, synchronize
+
 stock = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 reentrant = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 
@@ -79,8 +83,7 @@ def time_rounds(device: torch.device, rounds: int, calls: int = 200) -> dict[str
 def _synchronised(run: Callable[[], None], calls: int, device: torch.device) -> None:
     for _ in range(calls):
         run()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize()
 
 
 def overhead(microseconds: dict[str, list[float]], over: str) -> list[float]:
@@ -175,7 +178,7 @@ def import_milliseconds(rounds: int) -> list[float]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    name = _processor() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    name = _processor() if device.type == "cpu" else name_of(device)
     return {
         "device": name,
         "processor": _processor(),
@@ -191,7 +194,7 @@ def _processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def measure(device: torch.device, rounds: int) -> dict[str, Any]:
+def measure(device: torch.device, rounds: int, imports: int) -> dict[str, Any]:
     microseconds = time_rounds(device, rounds)
     return {
         "machine": machine(device),
@@ -200,7 +203,7 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
         "overhead": {over: percentiles(overhead(microseconds, over)) for over in REQUIRED_OVERHEAD},
         "FLOPs recomputed, share of a forward": count_flops(device),
         "bytes kept": count_bytes(device),
-        "import torchckpt, ms": percentiles(import_milliseconds(max(20, rounds // 2))),
+        "import torchckpt, ms": percentiles(import_milliseconds(imports)),
     }
 
 
@@ -233,10 +236,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or an accelerator, such as cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of timing, at least 20 (default: 40)")
+    parser.add_argument("--rehearse", action="store_true", help="does all of it run? few imports; no figures")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
+    device = chosen(arguments.device)
     torch.set_num_threads(1)
-    results = measure(torch.device(arguments.device), arguments.rounds)
+    imports = 2 if arguments.rehearse else max(20, arguments.rounds // 2)
+    results = measure(device, arguments.rounds, imports)
     show(results)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

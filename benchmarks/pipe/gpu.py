@@ -11,33 +11,53 @@ are measured one after the other, each alone on the devices: of some only one fi
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from large import gpt, resnet, unet
+from large import SMALL, gpt, resnet, unet
 from torch import Tensor
 from turns import in_turn, spread
 from variants import Job, Variant, accumulated, late_pipe_of, of_pipe, of_step, pipe_of, whole
 
 from torchckpt.pipe import balance_by_time, links
 
-__all__ = ["JOBS", "Cell", "hidden", "measure", "placed", "throttled", "variants_of"]
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
+
+from benchmarks.devices import Pace, half, module_of, name_of, synchronize
+
+__all__ = ["JOBS", "Cell", "Work", "hidden", "measure", "placed", "rehearse", "throttled", "variants_of"]
 
 JOBS: dict[str, Callable[..., Job]] = {
     "ResNet-101, 224": partial(resnet, rows=128),
     "U-Net(5, 64), 192": partial(unet, rows=32),
     "GPT, 12 x 768, T = 512, bf16": partial(gpt, rows=32),
 }
-ABLATED = "GPT, 12 x 768, T = 512, bf16"
-M = 8
-SHARES = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""tc/tf: what a copy between stages takes, over the forward of a stage on a micro-batch."""
 FACTORIES = ("Pipe, never", "Pipe, except_last", "Pipe, always", "late", "late, torch.utils.checkpoint", "Pipe.step")
+
+
+class Work(NamedTuple):
+    """What is measured, and where."""
+
+    jobs: dict[str, Callable[..., Job]]
+    devices: Sequence[str]
+    rounds: int
+    m: int = 8
+    """Micro-batches; those of the ablation are ``cuts``."""
+    cuts: Sequence[int] = (4, 8, 32)
+    shares: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 4.0)
+    """tc/tf: what a copy between stages takes, over the forward of a stage on a micro-batch."""
+
+    @property
+    def ablated(self) -> str:
+        """The last job: ablation and overlap are of it."""
+        return [*self.jobs][-1]
 
 
 class Cell(NamedTuple):
@@ -93,11 +113,11 @@ def measured(make: Callable[[], Variant], samples: int, rounds: int) -> dict[str
     try:
         variant = make()
         variant.step()
-        _synchronize()
+        synchronize()
         for device in _gpus():
-            torch.cuda.reset_peak_memory_stats(device)
-        seconds = in_turn({"": variant.step}, rounds, wait=_synchronize)[""]
-        peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus()]
+            module_of().reset_peak_memory_stats(device)
+        seconds = in_turn({"": variant.step}, rounds, wait=synchronize)[""]
+        peaks = [module_of().max_memory_allocated(device) for device in _gpus()]
     except torch.OutOfMemoryError:
         return {"out of memory": True}
     return {
@@ -108,58 +128,55 @@ def measured(make: Callable[[], Variant], samples: int, rounds: int) -> dict[str
 
 
 def _gpus() -> range:
-    return range(torch.cuda.device_count())
-
-
-def _synchronize() -> None:
-    for device in _gpus():
-        torch.cuda.synchronize(device)
+    return range(torch.accelerator.device_count())
 
 
 def _clear() -> None:
     gc.collect()
-    torch.cuda.empty_cache()
+    module_of().empty_cache()
 
 
 # the three questions ------------------------------------------------------------------------------------------------
 
 
-def throughput(devices: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def throughput(work: Work) -> list[dict[str, Any]]:
     rows = []
-    for name, job_of in JOBS.items():
-        cell = Cell.of(job_of(devices[0]), max(2, min(4, len(devices))), M, devices)
+    devices = work.devices
+    for name, job_of in work.jobs.items():
+        cell = Cell.of(job_of(devices[0]), max(2, min(4, len(devices))), work.m, devices)
         for variant, make in variants_of(cell, skips=name.startswith("U-Net")).items():
-            found = measured(make, len(cell.job.x), rounds)
-            rows.append({"model": name, "stages": len(cell.balance), "micro-batches": M, "variant": variant, **found})
+            found = measured(make, len(cell.job.x), work.rounds)
+            cut = {"stages": len(cell.balance), "micro-batches": work.m}
+            rows.append({"model": name, **cut, "variant": variant, **found})
             print(_line(name, variant, found))
     return rows
 
 
-def ablation(devices: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """{late, early} x {2, 4} stages x {4, 8, 32} micro-batches."""
+def ablation(work: Work) -> list[dict[str, Any]]:
+    """{late, early} x {2, 4} stages x micro-batches."""
     rows = []
-    job = JOBS[ABLATED](devices[0])
+    job = work.jobs[work.ablated](work.devices[0])
     for stages in (2, 4):
-        for m in (4, 8, 32):
-            cell = Cell.of(job, stages, m, devices)
+        for m in work.cuts:
+            cell = Cell.of(job, stages, m, work.devices)
             for name, variant in (("late", "late"), ("early", "Pipe, always")):
-                found = measured(partial(_pipeline, variant, cell), len(job.x), rounds)
+                found = measured(partial(_pipeline, variant, cell), len(job.x), work.rounds)
                 rows.append({"stages": stages, "micro-batches": m, "recompute": name, **found})
                 print(_line(f"{stages} stages, {m} micro-batches", name, found))
     return rows
 
 
-def overlap(devices: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def overlap(work: Work) -> list[dict[str, Any]]:
     """Per tc/tf the step without recomputation, with late, and with early recomputation; 2 stages."""
     rows = []
     pace = Pace()
-    cell = Cell.of(JOBS[ABLATED](devices[0]), 2, M, devices)
+    cell = Cell.of(work.jobs[work.ablated](work.devices[0]), 2, work.m, work.devices)
     forward_seconds = _forward_seconds(cell)
-    for share in SHARES:
+    for share in work.shares:
         steps = {}
         with throttled(pace, share * forward_seconds):
             for name, variant in (("never", "Pipe, never"), ("late", "late"), ("early", "Pipe, always")):
-                steps[name] = measured(partial(_pipeline, variant, cell), len(cell.job.x), rounds)
+                steps[name] = measured(partial(_pipeline, variant, cell), len(cell.job.x), work.rounds)
         rows.append({"tc/tf": share, "tf seconds": forward_seconds, **steps, "hidden": hidden(steps)})
         print(f"  tc/tf {share:3}: hidden {rows[-1]['hidden']}")
     return rows
@@ -179,24 +196,10 @@ def _forward_seconds(cell: Cell) -> float:
     stage = cell.job.copied()[: cell.balance[0]]
     x = cell.job.x[: max(1, len(cell.job.x) // cell.m)]
     with torch.no_grad():
-        return median(in_turn({"": partial(stage, x)}, rounds=5, wait=_synchronize)[""])
+        return median(in_turn({"": partial(stage, x)}, rounds=5, wait=synchronize)[""])
 
 
 # copies that take a set time ----------------------------------------------------------------------------------------
-
-
-class Pace:
-    """Pauses of a stream, in seconds."""
-
-    def __init__(self) -> None:
-        cycles = 50_000_000
-        pause = partial(torch.cuda._sleep, cycles)
-        self._cycles_a_second = cycles / min(in_turn({"": pause}, rounds=5, wait=_synchronize)[""])
-
-    def pause(self, seconds: float) -> None:
-        """On the current stream."""
-        if seconds > 0:
-            torch.cuda._sleep(int(seconds * self._cycles_a_second))
 
 
 @contextmanager
@@ -234,19 +237,36 @@ def _line(what: str, variant: str, found: dict[str, Any]) -> str:
 
 
 def measure(device: torch.device, rounds: int) -> dict[str, Any]:
-    began = perf_counter()
-    devices = [f"cuda:{number}" for number in _gpus()]
-    print(f"throughput, {M} micro-batches, on {len(devices)} of {torch.cuda.get_device_name(device)}")
-    found: dict[str, Any] = {"throughput": throughput(devices, rounds)}
-    print(f"ablation, {ABLATED}")
-    found["ablation"] = ablation(devices, rounds)
-    print(f"overlap with copies that take tc, {ABLATED}")
-    found["overlap"] = overlap(devices, rounds)
+    return _measured(device, Work(JOBS, _all_of(device), rounds))
+
+
+def rehearse(device: torch.device, rounds: int) -> dict[str, Any]:
+    """All jobs on one device, and the last on all devices."""
+    every, last = _all_of(device), {"GPT": partial(SMALL["GPT"], dtype=half(device))}
+    one = Work({**SMALL, **last}, every[:1], rounds, m=4, cuts=(2, 4), shares=(0.0, 1.0))
     return {
-        "device": torch.cuda.get_device_name(device),
-        "devices": len(devices),
+        "one device": _measured(device, one),
+        "all devices": _measured(device, one._replace(jobs=last, devices=every)),
+    }
+
+
+def _all_of(device: torch.device) -> list[str]:
+    return [f"{device.type}:{number}" for number in _gpus()]
+
+
+def _measured(device: torch.device, work: Work) -> dict[str, Any]:
+    began = perf_counter()
+    print(f"throughput, {work.m} micro-batches, on {len(work.devices)} of {name_of(device)}")
+    found: dict[str, Any] = {"throughput": throughput(work)}
+    print(f"ablation, {work.ablated}")
+    found["ablation"] = ablation(work)
+    print(f"overlap with copies that take tc, {work.ablated}")
+    found["overlap"] = overlap(work)
+    return {
+        "device": name_of(device),
+        "devices": len(work.devices),
         "torch": torch.__version__,
-        "rounds": rounds,
+        "rounds": work.rounds,
         **found,
         "minutes": (perf_counter() - began) / 60,
     }

@@ -1,7 +1,8 @@
 """Large: three models that pipelines are measured with, for GPUs, each as a Sequential with a mini-batch."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from variants import Job
 
 from torchckpt.pipe.skip import Namespace, pop, stash
 
-__all__ = ["gpt", "resnet", "unet"]
+__all__ = ["SMALL", "gpt", "resnet", "unet"]
 
 
 # ResNet-101 ---------------------------------------------------------------------------------------------------------
@@ -153,3 +154,13 @@ class Block(nn.Module):
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm_2(x))))
+
+
+# for a CPU ----------------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Callable[..., Job]] = {
+    "ResNet": partial(resnet, rows=8, side=32, width=4, counts=(1, 1, 2, 1)),
+    "U-Net": partial(unet, rows=4, side=32, depth=3, convolutions=2, channels=4),
+    "GPT": partial(gpt, rows=4, length=16, width=32, heads=2, blocks=3, vocabulary=64, dtype=torch.float32),
+}
+"""The same three, small: for what is counted and not timed, and for rehearsals."""

@@ -5,35 +5,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import gpu
 import machinery
 import ratios
 import torch
-from large import gpt, resnet, unet
+from large import SMALL
 from small import JOBS
 from turns import Spread
-from variants import Job, Variant
+from variants import Variant
 
 from torchckpt.pipe import links
 from torchckpt.testing import count_recomputes
-
-LARGE: dict[str, Callable[[], Job]] = {
-    "ResNet": lambda: resnet("cpu", rows=8, side=32, width=4, counts=(1, 1, 2, 1)),
-    "U-Net": lambda: unet("cpu", rows=4, side=32, depth=3, convolutions=2, channels=4),
-    "GPT": lambda: gpt(
-        "cpu", rows=4, length=16, width=32, heads=2, blocks=3, vocabulary=64, dtype=torch.float32
-    ),
-}
 
 
 def count_large() -> dict[str, dict[str, Any]]:
     """Of what is measured on GPUs: per model and variant the replays, and whether gradients are equal to the bit."""
     found: dict[str, dict[str, Any]] = {}
-    for name, job_of in LARGE.items():
-        cell = gpu.Cell.of(job_of(), 2, 4, ["cpu"])
+    for name, job_of in SMALL.items():
+        cell = gpu.Cell.of(job_of("cpu"), 2, 4, ["cpu"])
         made = {variant: make() for variant, make in gpu.variants_of(cell, skips=name == "U-Net").items()}
         replays = {variant: _replays(one) for variant, one in made.items()}
         plain = made["Pipe, never"].gradients()

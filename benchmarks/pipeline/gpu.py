@@ -13,11 +13,13 @@ its gradient: R stands before it in the stream, so it runs while the copy is on 
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +42,14 @@ from torchckpt.model import (
 )
 from torchckpt.model.exempt import free_to_keep
 
-__all__ = ["measure"]
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
+
+from benchmarks.devices import Pace, half, module_of, name_of, seconds_of
+
+__all__ = ["measure", "rehearse"]
 
 M = 8
 """Micro-batches; 1F1B."""
-SHARES = (0.1, 0.25, 0.5, 1.0)
-"""tc/tf."""
 DEVIATION = 0.05
 VARIANTS = ("none", "stock", "ours")
 
@@ -55,35 +59,21 @@ Stage: TypeAlias = Callable[[Tensor], Tensor]
 # the pipeline -------------------------------------------------------------------------------------------------------
 
 
-class Pace:
-    """Pauses of a stream, in seconds."""
-
-    def __init__(self) -> None:
-        cycles = 50_000_000
-        seconds = min(_seconds_of(partial(torch.cuda._sleep, cycles)) for _ in range(5))
-        self._cycles_a_second = cycles / seconds
-
-    def pause(self, seconds: float) -> None:
-        """On the current stream."""
-        if seconds > 0:
-            torch.cuda._sleep(int(seconds * self._cycles_a_second))
-
-
 class Throttled:
     """One direction of a link. A copy takes ``seconds``, or as long as it takes."""
 
     def __init__(self, pace: Pace, seconds: float, like: Tensor) -> None:
         self._pace = pace
-        self._stream = torch.cuda.Stream()
+        self._stream = module_of().Stream()
         self._pinned = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        alone = min(_seconds_of(partial(self._copy, like)) for _ in range(5))
+        alone = min(seconds_of(partial(self._copy, like)) for _ in range(5))
         self._pause_seconds = seconds - alone
 
-    def send(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def send(self, tensor: Tensor) -> tuple[Tensor, torch.Event]:
         """What arrives, and when."""
         tensor = tensor.detach()
-        self._stream.wait_stream(torch.cuda.current_stream())  # [1]
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(module_of().current_stream())  # [1]
+        with module_of().stream(self._stream):
             arrived = self._copy(tensor)
             self._pace.pause(self._pause_seconds)
         tensor.record_stream(self._stream)
@@ -99,23 +89,23 @@ class Pipeline:
 
     def __init__(self, variant: str, stages: Sequence[Stage], schedule: Schedule, links: Sequence[Throttled]) -> None:
         self._variant, self._stages, self._schedule, self._links = variant, stages, schedule, links
-        self._streams = [torch.cuda.Stream() for _ in stages]
+        self._streams = [module_of().Stream() for _ in stages]
         self._recomputed = {(j, i) for order in schedule.ranks for j, kind, i in order if kind is Kind.RECOMPUTE}
-        self._mail: dict[tuple[Kind, int], tuple[Tensor, torch.cuda.Event]] = {}
+        self._mail: dict[tuple[Kind, int], tuple[Tensor, torch.Event]] = {}
         self._regions: dict[tuple[int, int], Checkpointing] = {}
         self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> float:
         """Seconds, by the clock of the GPU."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (module_of().Event(enable_timing=True) for _ in range(2))
         begin.record()
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(module_of().current_stream())
         for action in in_turn(self._schedule):
-            with torch.cuda.stream(self._streams[action.stage]):
+            with module_of().stream(self._streams[action.stage]):
                 self._run(action, inputs, loss)
         for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+            module_of().current_stream().wait_stream(stream)
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
@@ -152,8 +142,8 @@ class Pipeline:
 
     def _received(self, kind: Kind, i: int) -> Tensor:
         tensor, arrived = self._mail.pop((kind, i))
-        torch.cuda.current_stream().wait_event(arrived)  # [2]
-        tensor.record_stream(torch.cuda.current_stream())
+        module_of().current_stream().wait_event(arrived)  # [2]
+        tensor.record_stream(module_of().current_stream())
         return tensor
 
 
@@ -174,17 +164,6 @@ def schedules(costs: Sequence[StageCosts], link: Link) -> dict[str, Schedule]:
 def simulated(orders: dict[str, Schedule], costs: Sequence[StageCosts], link: Link) -> dict[str, float]:
     on_paper = {**orders, "stock": with_recompute(orders["none"], arrival())}
     return {name: simulate(order, costs, link, exposed=False).step_seconds for name, order in on_paper.items()}
-
-
-def _seconds_of(call: Callable[[], Any]) -> float:
-    """On the GPU, with nothing else there."""
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 # stages that pause --------------------------------------------------------------------------------------------------
@@ -218,16 +197,28 @@ class _Pause(Function):
         return grad, None, None
 
 
-def against_simulator(pace: Pace, rounds: int, forward_seconds: float = 0.01) -> list[dict[str, Any]]:
+class Work(NamedTuple):
+    """What is measured."""
+
+    device: torch.device
+    rounds: int
+    shares: Sequence[float] = (0.1, 0.25, 0.5, 1.0)
+    """tc/tf."""
+    forward_seconds: float = 0.01
+    """Of stages that pause."""
+
+
+def against_simulator(pace: Pace, work: Work) -> list[dict[str, Any]]:
     """Per tc/tf, what the variants took beside what the simulator says; within 5 %."""
     rows = []
-    like = torch.empty(64, 256, device="cuda")
-    inputs = [torch.randn(64, 256, device="cuda") for _ in range(M)]
-    stages = [Pausing(pace, forward_seconds).cuda() for _ in range(2)]
+    device, forward_seconds = work.device, work.forward_seconds
+    like = torch.empty(64, 256, device=device)
+    inputs = [torch.randn(64, 256, device=device) for _ in range(M)]
+    stages = [Pausing(pace, forward_seconds).to(device) for _ in range(2)]
     costs = [StageCosts(*[forward_seconds] * 4)] * 2
-    for share in (0.0, *SHARES):
+    for share in (0.0, *work.shares):
         link = Link(share * forward_seconds)
-        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, lambda y, i: y.square().mean(), rounds)
+        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, _mean_square, work.rounds)
         on_paper = simulated(schedules(costs, link), costs, link)
         deviations = {name: median(values) / on_paper[name] - 1 for name, values in seconds.items()}
         rows.append({"tc/tf": share, **_summary(seconds), "simulated": on_paper, "deviation": deviations})
@@ -235,6 +226,10 @@ def against_simulator(pace: Pace, rounds: int, forward_seconds: float = 0.01) ->
         rows[-1]["holds"] = equal and all(abs(deviation) <= DEVIATION for deviation in deviations.values())
         print(f"  tc/tf {share:4}: " + ", ".join(f"{name} {value:+.1%}" for name, value in deviations.items()))
     return rows
+
+
+def _mean_square(y: Tensor, i: int) -> Tensor:
+    return y.square().mean()
 
 
 def _in_rounds(
@@ -278,22 +273,30 @@ def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 # a real model -------------------------------------------------------------------------------------------------------
 
-WIDTH, HEADS, LENGTH, BLOCKS, VOCABULARY = 768, 12, 1024, 12, 50304
-ROWS = 16
-"""Of a micro-batch."""
+class Sizes(NamedTuple):
+    """Of the model, and of a micro-batch; GPT-2 small."""
+
+    width: int = 768
+    heads: int = 12
+    length: int = 1024
+    blocks: int = 12
+    vocabulary: int = 50304
+    rows: int = 16
+    dtype: torch.dtype = torch.bfloat16
 
 
 class Block(nn.Module):
     """Of GPT-2: attention and MLP, each behind a LayerNorm, with residuals."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y: Tensor = x + self.down(gelu(self.up(self.norm_2(x))))
@@ -301,41 +304,44 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.places = nn.Embedding(sizes.length, sizes.width)
 
     def forward(self, text: Tensor) -> Tensor:
         x: Tensor = self.tokens(text.long()) + self.places.weight
         return x
 
 
-def gpt_stages() -> list[nn.Sequential]:
-    """Half of the blocks each; bf16 throughout."""
+def gpt_stages(sizes: Sizes, device: torch.device) -> list[nn.Sequential]:
+    """Half of the blocks each; of one dtype throughout."""
     torch.manual_seed(0)
-    first = nn.Sequential(Embedding(), *(Block() for _ in range(BLOCKS // 2)))
-    last = nn.Sequential(*(Block() for _ in range(BLOCKS // 2)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
-    return [stage.cuda().bfloat16() for stage in (first, last)]
+    width = sizes.width
+    first, last = ([Block(width, sizes.heads) for _ in range(sizes.blocks // 2)] for _ in range(2))
+    head = nn.LayerNorm(width), nn.Linear(width, sizes.vocabulary)
+    stages = nn.Sequential(Embedding(sizes), *first), nn.Sequential(*last, *head)
+    return [stage.to(device, sizes.dtype) for stage in stages]
 
 
-def of_gpt(pace: Pace, rounds: int) -> list[dict[str, Any]]:
+def of_gpt(pace: Pace, work: Work, sizes: Sizes) -> list[dict[str, Any]]:
     """Per tc/tf the ratios of the steps. Both stages share one GPU, so what hides is what fits between them.
 
     Whether gradients are equal to the bit is written down, not required: kernels of attention may not repeat theirs.
     """
-    stages = gpt_stages()
-    text = torch.randint(VOCABULARY, (M, ROWS, LENGTH + 1), device="cuda")
+    stages = gpt_stages(sizes, work.device)
+    text = torch.randint(sizes.vocabulary, (M, sizes.rows, sizes.length + 1), device=work.device)
     inputs, targets = [own[:, :-1].float() for own in text], [own[:, 1:] for own in text]
-    like = torch.empty(ROWS, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    like = torch.empty(sizes.rows, sizes.length, sizes.width, device=work.device, dtype=sizes.dtype)
     costs = [_costs_of(stages[0], inputs[0], like), _costs_of(stages[1], like, None)]
 
     def loss(y: Tensor, i: int) -> Tensor:
         return cross_entropy(y.flatten(0, 1), targets[i].flatten()) / M
 
     rows = []
-    for share in SHARES:
+    for share in work.shares:
         link = Link(share * costs[0].forward_seconds)
-        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, loss, rounds)
+        seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, loss, work.rounds)
         rows.append({"tc/tf": share, **_summary(seconds), "gradients bit-equal": equal})
         ratios = (f"{name} {rows[-1][name]:.3f}" for name in ("stock / none", "ours / none", "ours / stock"))
         print(f"  tc/tf {share:4}: " + ", ".join(ratios))
@@ -348,27 +354,36 @@ def _costs_of(stage: nn.Module, x: Tensor, grad: Tensor | None) -> StageCosts:
     forwards, backwards = [], []
     for _ in range(5):
         made: list[Tensor] = []
-        forwards.append(_seconds_of(lambda made=made: made.append(stage(x))))
+        forwards.append(seconds_of(lambda made=made: made.append(stage(x))))
         y = made[0] if grad is not None else made[0].float().logsumexp(-1).mean()
-        backwards.append(_seconds_of(partial(y.backward, grad)))
+        backwards.append(seconds_of(partial(y.backward, grad)))
     return StageCosts(min(forwards), min(backwards) / 2, min(backwards) / 2, min(forwards))
 
 
 def measure(device: torch.device, rounds: int) -> dict[str, Any]:
+    return _measured(Work(device, rounds), Sizes())
+
+
+def rehearse(device: torch.device, rounds: int) -> dict[str, Any]:
+    sizes = Sizes(width=32, heads=2, length=16, blocks=2, vocabulary=64, rows=2, dtype=half(device))
+    return _measured(Work(device, rounds, shares=(0.5,), forward_seconds=0.005), sizes)
+
+
+def _measured(work: Work, sizes: Sizes) -> dict[str, Any]:
     began = perf_counter()
-    with torch.cuda.device(device):
+    with module_of().device(work.device):
         pace = Pace()
         print("stages that pause, % over simulated; within 5 %")
-        pausing = against_simulator(pace, rounds)
-        print("GPT-2 small, T = 1024, bf16, both stages on one GPU")
-        gpt = of_gpt(pace, rounds)
+        pausing = against_simulator(pace, work)
+        print(f"GPT, {sizes.blocks} x {sizes.width}, T = {sizes.length}, {sizes.dtype}, both stages on one GPU")
+        gpt = of_gpt(pace, work, sizes)
     wrong = [row["tc/tf"] for row in pausing if not row["holds"]]
     failures = [f"stages that pause, tc/tf {share}: not within 5 %, or gradients differ" for share in wrong]
     print("\n".join(failures) or "all of what is required holds")
     return {
-        "device": torch.cuda.get_device_name(device),
+        "device": name_of(work.device),
         "torch": torch.__version__,
-        "rounds": rounds,
+        "rounds": work.rounds,
         "stages that pause": pausing,
         "GPT-2 small": gpt,
         "failures": failures,

@@ -1,4 +1,4 @@
-"""Programs: random pipelines on simulated devices, each with all that one mini-batch of it leaves behind.
+"""Programs: random pipelines on accelerators, each with all that one mini-batch of it leaves behind.
 
 A program follows from its seed: layers with dropout and batch norm, skips, tensors that travel in pairs, an input of
 several tensors, a balance, 1 to 4 devices in any order, micro-batches, look-ahead, and ``step()`` or one backward.
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import torchckpt
+from tests.accelerator import random_states
 from tests.pipe.skips import Pop
 from tests.pipe.test_random import Keep
 
 __all__ = ["MODES", "Program", "adversely", "program"]
 
 MODES: Any = ["always", "except_last", "never"]
-WIDTH, DEVICES = 6, 4
+WIDTH = 6
+DEVICES = [f"sim:{number}" for number in range(4)]
 
 
 class First(nn.Module):
@@ -90,12 +92,12 @@ class Program:
             result = pipe(*inputs, **self.keywords)
             mse_loss(result, self.target.to(result.device)).backward()
         left = [result, *(leaf.grad for leaf in [*inputs, *pipe.parameters()]), *pipe.buffers()]
-        states = [torch.get_rng_state(), *torch.sim.get_rng_state_all()]
+        states = random_states(torch.device(self.devices[0]))
         return [torch.empty(0) if one is None else one.detach().cpu() for one in left] + states
 
 
-def program(seed: int) -> Program:
-    """The program of this seed. Its tensors draw from PyTorch's generator, which is seeded."""
+def program(seed: int, places: Sequence[str] = DEVICES) -> Program:
+    """The program of this seed, on some of ``places``. Its tensors draw from PyTorch's generator, which is seeded."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     module = nn.Sequential(First(), *_layers(draw), nn.Linear(WIDTH, 2))
@@ -103,10 +105,10 @@ def program(seed: int) -> Program:
     cuts = sorted(draw.sample(range(1, len(module)), stages - 1))
     chunks = draw.randint(1, 5)
     rows = draw.randint(2 * chunks, 3 * chunks)  # batch norm wants two of each micro-batch
-    used = draw.sample(range(DEVICES), draw.randint(1, min(DEVICES, stages)))
-    places = [*used, *draw.choices(used, k=stages - len(used))]
-    draw.shuffle(places)
-    place = draw.choice(["cpu", f"sim:{draw.randrange(DEVICES)}"])
+    used = draw.sample(places, draw.randint(1, min(len(places), stages)))
+    devices = [*used, *draw.choices(used, k=stages - len(used))]
+    draw.shuffle(devices)
+    place = draw.choice(["cpu", places[draw.randrange(len(places))]])
     inputs = [torch.randn(rows, WIDTH).to(place) for _ in range(draw.randint(1, 2))]
     return Program(
         module=module,
@@ -114,7 +116,7 @@ def program(seed: int) -> Program:
         keywords={"factor": 0.5} if draw.random() < 0.3 else {},
         target=torch.randn(rows, 2),
         balance=[end - start for start, end in zip([0, *cuts], [*cuts, len(module)])],
-        devices=[f"sim:{one}" for one in places],
+        devices=devices,
         chunks=chunks,
         lookahead=draw.randint(1, 3),
         steps=draw.random() < 0.4,

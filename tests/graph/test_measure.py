@@ -55,6 +55,15 @@ def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
     assert runs == [same[0], *others]
 
 
+@pytest.mark.accelerator
+def test_checks_are_not_run_on_made_up_numbers(accelerator):
+    """One that fails on a GPU fails all that comes after it."""
+    for check, *rest in ((aten._assert_async.default,), (aten._assert_async.msg, "is wrong")):
+        assert Measure().of(node_of(check, torch.tensor(True, device=accelerator), *rest)) == Measured()
+    torch.accelerator.synchronize()
+    assert torch.ones(2, device=accelerator).tolist() == [1, 1]
+
+
 def test_seconds_are_taken_where_there_are_rounds():
     node = node_of(aten.mm.default, torch.empty(50, 50), torch.empty(50, 50))
     assert Measure().of(node).seconds == 0.0

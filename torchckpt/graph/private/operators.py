@@ -17,6 +17,7 @@ __all__ = [
     "branches_of",
     "has_effect",
     "is_branching",
+    "is_check",
     "is_collective",
     "is_mutable",
     "is_random",
@@ -32,7 +33,10 @@ BATCH_NORM_BY_STATISTICS: Any = torch.ops.aten._native_batch_norm_legit_no_train
 BATCH_NORM_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default
 
 FUSED_LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
-_CHECKS: Any = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_scalar.default)
+_CHECKS: Any = (
+    torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
+    torch.ops.aten._functional_assert_async.msg, torch.ops.aten._assert_scalar.default,
+)
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 
 
@@ -60,9 +64,14 @@ def is_mutable(target: object) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def is_check(target: object) -> bool:
+    """Whether an operator only raises, where a value is wrong."""
+    return target in _CHECKS
+
+
 def has_effect(target: object) -> bool:
     """Whether an operator is there for what it does, such as a check, and not for what it returns."""
-    return target is torch.ops.higher_order.with_effects or target in _CHECKS
+    return target is torch.ops.higher_order.with_effects or is_check(target)
 
 
 def is_branching(target: object) -> bool:
