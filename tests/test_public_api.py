@@ -139,7 +139,7 @@ SIGNATURES = {
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'StageCosts | Sequence[StageCosts] | str | None' = None, "
-        "link: 'Link | Sequence[Link] | None' = None, *, budget: 'Limit | None' = None, plan: 'Plan | None' = None) "
+        "link: 'Link | Sequence[Link] | None' = None, *, budget: 'Bytes | None' = None, plan: 'Plan | None' = None) "
         "-> 'RecomputeAhead'"
     ),
     "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
