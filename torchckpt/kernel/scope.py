@@ -15,7 +15,8 @@ from torchckpt.typing import Function
 __all__ = ["AroundRegion", "Keep", "Scope"]
 
 Keep: TypeAlias = "bool | Collection[int]"
-"""Whether regions are plain calls: all, none, or the outermost of these numbers, and all that is inside of them."""
+"""Whether regions are plain calls: all, none, or the outermost of these numbers; what is inside of those stay regions,
+which their backward recomputes."""
 
 AroundRegion: TypeAlias = Callable[[int, "deque[Fresh]"], AbstractContextManager[None]]
 
@@ -48,7 +49,7 @@ class Scope:
     ) -> tuple[Any, Frame | None]:
         """``function(*args, **kwargs)``, as a region unless it is to keep what it saves."""
         if self._is_inside_kept:
-            return function(*args, **kwargs), None
+            return self._inside_kept(function, args, kwargs, options)
         is_outermost = not any(thread.flags[:2])
         number = self.regions
         if is_outermost:
@@ -65,6 +66,14 @@ class Scope:
 
     def _keeps(self, number: int) -> bool:
         return self.keep if isinstance(self.keep, bool) else number in self.keep
+
+    def _inside_kept(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> tuple[Any, Frame | None]:
+        if self.keep is True:
+            return function(*args, **kwargs), None
+        frame = Frame(options)
+        return frame.forward(function, args, kwargs), frame
 
     def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True

@@ -46,7 +46,11 @@ def test_budgets(budget):
     assert schedule.plan is None
 
 
-@pytest.mark.parametrize("budget", ["sixty", "-1GB", "", -1, 0, float("nan"), float("inf"), True, "0%", ["x"]])
+HUGE = 10**400
+NO_BUDGETS = [HUGE, f"{HUGE}GB", "sixty", "-1GB", "", -1, 0, float("nan"), float("inf"), True, "0%", ["x"]]
+
+
+@pytest.mark.parametrize("budget", NO_BUDGETS)
 def test_what_is_no_budget(budget):
     name, value = ("budget[0]", budget[0]) if isinstance(budget, list) else ("budget", budget)
     rule = "a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
@@ -117,3 +121,11 @@ def test_a_schedule_that_recomputes_is_not_planned():
     with pytest.raises(ArgumentError, match="the plan says what is recomputed, so the schedule has no R yet"):
         plan_of(schedule)
     assert recompute_ahead(live(), plan=plan_of(schedule_of(live()))).plan is not None
+
+
+@pytest.mark.parametrize("name", ["latin", "nul"])
+def test_a_file_that_is_no_text(name, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes("\xe9".encode("latin-1"))
+    text = error_of(plan=path if name == "latin" else "a\0b")
+    assert text.startswith("recompute_ahead(): a plan is JSON, or the path of a file that has it\n  received: ")

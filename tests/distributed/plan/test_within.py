@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import (
@@ -17,6 +18,7 @@ from tests.distributed.stages import (
     batch,
     equal,
     events,
+    parameters_of,
     run,
     schedule_on,
     stages_of,
@@ -102,6 +104,8 @@ def report_of_rank(rank):
     report = {(name, budget): attempted(same_within, name, budget) for name in NAMES for budget in BUDGETS}
     report["budgets"] = attempted(step_with, {"budget": "1GB" if rank else "2GB"})
     report["plans"] = attempted(step_with, {"plan": all_late("Schedule1F1B", 2, kept=rank)})
+    mode = {"plan": all_late("Schedule1F1B", 2)} if rank else {"budget": "1GB"}
+    report["budget and plan"] = attempted(step_with, mode)
     report["least"] = attempted(step_with, {"budget": 1000})
     return report
 
@@ -110,8 +114,15 @@ def step_with(mode, steps=4, name="Schedule1F1B", make=Blocks):
     stages = stages_of(name, make)
     schedule = recompute_ahead(schedule_on(stages, name, 4), **mode)
     for _ in range(steps):
-        step(schedule, stages, *batch(4, ROWS))
+        fresh_step(schedule, stages)
     return schedule
+
+
+def fresh_step(schedule, stages, rows=ROWS):
+    """One that begins without gradients."""
+    for parameter in parameters_of(stages):
+        parameter.grad = None
+    return step(schedule, stages, *batch(4, rows))
 
 
 # what a visit is told -------------------------------------------------------------------------------------------------
@@ -273,10 +284,10 @@ def test_the_report_shows_planned_beside_measured():
     stages = stages_of("ScheduleGPipe", Blocks)
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     for _ in range(5):
-        step(schedule, stages, *batch(4, ROWS))
+        fresh_step(schedule, stages)
     early = schedule.report()
     assert early.measured_peak_bytes is None
-    step(schedule, stages, *batch(4, ROWS))
+    fresh_step(schedule, stages)
     report = schedule.report()
     assert report.measured_peak_bytes == report.planned_peak_bytes
     assert report.measured.schedule == schedule.schedule
@@ -329,18 +340,23 @@ def test_all_ranks_hear_of_a_budget_below_the_least(reported):
 
 def test_ranks_that_disagree_on_the_budget(reported):
     for report in reported:
-        assert "ScheduleError: all ranks have the same budget\n  received: '2GB' on rank 0, '1GB' on rank 1" in report[
-            "budgets"
-        ]
+        assert "have the same budget or plan\n  received: budget='2GB' on rank 0, budget='1GB'" in (
+            report["budgets"]
+        )
 
 
 def test_ranks_that_disagree_on_the_plan(reported):
     for report in reported:
         assert re.search(
-            r"ScheduleError: all ranks have the same plan\n  received: \w{16} on rank 0, \w{16} on rank 1\n"
-            r"  works:    recompute_ahead\(\) with the same arguments on every rank",
+            r"ScheduleError: all ranks have the same budget or plan\n  received: plan \w{16} on rank 0, "
+            r"plan \w{16} on rank 1\n  works:    recompute_ahead\(\) with the same arguments on every rank",
             report["plans"],
         )
+
+
+def test_ranks_of_which_one_has_a_budget_and_another_a_plan(reported):
+    for report in reported:
+        assert "received: budget='1GB' on rank 0, plan " in report["budget and plan"]
 
 
 def several(schedule, stages):
@@ -369,8 +385,8 @@ def test_regions_that_change(at):
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     text = (
         r"^all micro-batches of a stage have the shapes and the regions that its plan is for\n"
-        r"  received: micro-batch \d of stage 0: 3 regions, output float32 \[2, 8\]; "
-        r"planned: 2 regions, output float32 \[2, 8\]\n  works:    the same shapes in every step; "
+        r"  received: micro-batch \d of stage 0: 3 regions, input \[2, 8\], output float32 \[2, 8\]; "
+        r"planned: 2 regions, input \[2, 8\], output float32 \[2, 8\]\n  works:    the same shapes in every step; "
     )
     with pytest.raises(ScheduleError, match=text):
         several(schedule, stages)
@@ -424,3 +440,105 @@ def test_a_step_out_of_memory_says_what_to_do(at, said):
     with pytest.raises(torch.OutOfMemoryError, match=said) as caught:
         several(schedule, stages)
     assert "no memory is left" in str(caught.value)
+
+
+# what a user does beside ----------------------------------------------------------------------------------------------
+
+
+class Nested(Blocks):
+    """A region around both blocks, which are regions too."""
+
+    def __init__(self, stage):
+        super().__init__(stage)
+        self.both = nn.Sequential(*self.blocks)
+        checkpoint_module(self.both)
+
+    def forward(self, x):
+        return super().forward(self.both(x))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("budget", ["90%", "75%"])
+def test_regions_inside_of_regions_stay_within_the_budget(budget):
+    report = step_with({"budget": budget}, 6, "ScheduleGPipe", Nested).report()
+    assert report.measured_peak_bytes <= report.planned_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("failing", range(4))
+def test_a_first_step_that_fails_is_made_again(failing):
+    expected = step_with({"budget": "70%"}, 6, "ScheduleGPipe").report()
+    stages = stages_of("ScheduleGPipe", Blocks)
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="70%")
+    for at in range(6):
+        if at == failing:
+            stages[0].submod.register_forward_hook(fails := Fails())
+            with pytest.raises(Exception, match="once"):
+                fresh_step(schedule, stages)
+            assert fails.calls == 3
+        fresh_step(schedule, stages)
+    assert schedule.report().measured_peak_bytes == expected.measured_peak_bytes
+    assert schedule.plan.problem.stages[0].saved_bytes == expected.plan.problem.stages[0].saved_bytes
+
+
+class Fails:
+    """A hook that raises at its third call."""
+
+    calls = 0
+
+    def __call__(self, module, args, output):
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("once")
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_are_there_in_the_counted_step_are_in_the_budget():
+    """The step that follows begins without any, and makes them."""
+    expected = step_with({"budget": "1GB"}, 6, "ScheduleGPipe").report()
+    stages = stages_of("ScheduleGPipe", Blocks)
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
+    for _ in range(5):
+        step(schedule, stages, *batch(4, ROWS))
+    fresh_step(schedule, stages)
+    report = schedule.report()
+    assert expected.measured_peak_bytes == report.measured_peak_bytes
+    assert report.measured_peak_bytes <= report.planned_peak_bytes
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_input_of_another_shape_that_gives_an_output_of_the_same():
+    class Pooled(Blocks):
+        def forward(self, x):
+            return super().forward(x).mean(1)
+
+    stages = stages_of("ScheduleGPipe", Pooled)
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
+    for length in (3, 3, 3, 3, 3, 4):
+        x = torch.randn(8, length, 8)
+        if length == 4:
+            with pytest.raises(ScheduleError, match=r"input \[2, 4, 8\], .* planned: 2 regions, input \[2, 3, 8\]"):
+                step(schedule, stages, x, torch.randn(8, 8))
+        else:
+            step(schedule, stages, x, torch.randn(8, 8))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_whose_budget_was_refused_says_so_again():
+    stages = stages_of("ScheduleGPipe", Blocks)
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget=1000)
+    for _ in range(3):
+        fresh_step(schedule, stages)
+    for _ in range(2):
+        with pytest.raises(BudgetInfeasible, match="a budget holds what a step takes"):
+            fresh_step(schedule, stages)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_planner_that_fails_tells_all_ranks(monkeypatch):
+    def fails(*args):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("torchckpt.distributed.plan.make.fitted", fails)
+    with pytest.raises(ArgumentError, match="rank 0 makes the plan\n  received: MemoryError: no more"):
+        step_with({"budget": "1GB"}, 4, "ScheduleGPipe")

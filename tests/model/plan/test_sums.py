@@ -62,3 +62,15 @@ def _shuffled(draw, kinds, m):
         if kinds[i] == "I":
             order.insert(draw.randint(order.index(f"0I{i}") + 1, len(order)), f"0W{i}")
     return " ".join(order)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_that_share_parameters_add_up_one_sum(tied):
+    given = "0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1"
+    planned = "0F0 1F0 1I0 1W0 0F1 0I0 1F1 1I1 1W1 0W0 0I1 0W1"
+    schedules = [Schedule("by hand", (actions(text),), (0, 0), 2) for text in (given, planned)]
+    problem = plan_pipeline(schedules[0], [Stage((Block(),))] * 2, "100%").problem
+    choices = {(stage, i): Choice((0,)) for stage in range(2) for i in range(2)}
+    plan = summed_as_given(PipelinePlan.of(problem, schedules[1], choices), tied)
+    sums = [str(action) for action in plan.schedule.ranks[0] if action.kind is Kind.WEIGHT_GRAD]
+    assert sums == (["1W0", "0W0", "1W1", "0W1"] if tied else ["1W0", "1W1", "0W0", "0W1"])

@@ -58,9 +58,10 @@ def _read(caller: str, plan: str | Path) -> PipelinePlan:
     if not text.lstrip().startswith("{"):
         try:
             text = Path(plan).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # such as bytes that are no UTF-8
             rule = "a plan is JSON, or the path of a file that has it"
-            reason = f"{text if len(text) <= 80 else text[:77] + '...'!r}: {error.strerror or type(error).__name__}"
+            said = getattr(error, "strerror", None) or type(error).__name__
+            reason = f"{text if len(text) <= 80 else text[:77] + '...'!r}: {said}"
             raise_faults(caller, [Fault(rule, reason, _WORKS)])
     return PipelinePlan.from_json(text)
 

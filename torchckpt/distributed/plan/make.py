@@ -38,6 +38,8 @@ class Costs:
     """By stage and region, of its replay."""
     taken: Mapping[Action, Level]
     """Of each action, bytes above those before the step."""
+    tied: bool = False
+    """Whether stages of this process share parameters."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,16 @@ def _outcome(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Seque
     try:
         stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
         raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
-        found = fitted(_CALLER, schedule, stages, measured.links, budget, _took(measured.schedule, stages, costs))
+        took, tied = _took(measured.schedule, stages, costs), any(own.tied for own in costs)
+        found = fitted(_CALLER, schedule, stages, measured.links, budget, took, tied)
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)
     except CheckpointError as error:
         return _Outcome("", refusal=str(error))
+    except Exception as error:  # the other ranks wait for an answer
+        return _Outcome("", refusal=f"{_CALLER}: rank 0 makes the plan\n  received: {type(error).__name__}: {error}\n"
+                        "  works:    plan=plan_pipeline(...), made in a process of its own")
     return _Outcome(found.plan.to_json(), found.budget_bytes, found.peak_bytes)
 
 

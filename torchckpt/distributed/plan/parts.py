@@ -51,6 +51,13 @@ class Seconds:
     def add(self, stage: int, region: int, start: Stamp, end: Stamp) -> None:
         self._stamps.append((stage, region, start, end))
 
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def forget(self, kept: int) -> None:
+        """All but the first ``kept``."""
+        del self._stamps[kept:]
+
     def medians(self, seconds: Callable[[Stamp], float]) -> dict[int, dict[int, float]]:
         found: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for stage, region, start, end in self._stamps:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import RecomputeAhead
@@ -33,7 +33,7 @@ from torchckpt.distributed.private import Live, is_compiled
 from torchckpt.distributed.record import Record, gather
 from torchckpt.distributed.sizes import Size
 from torchckpt.distributed.told import Told
-from torchckpt.errors import ScheduleError
+from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.kernel.frame import Fresh
 from torchckpt.kernel.mixin import COMPILED
 from torchckpt.kernel.scope import Scope
@@ -44,6 +44,7 @@ from torchckpt.model.plan import PipelinePlan
 from torchckpt.model.plan.fitted import Fitted
 from torchckpt.model.plan.limit import Bytes
 from torchckpt.model.plan.measured import PlannedStep, with_memory_of
+from torchckpt.model.plan.replay import Level
 from torchckpt.model.plan.sums import summed_as_given
 
 __all__ = ["FIRST_STEPS", "RecomputeWithin"]
@@ -75,8 +76,11 @@ class RecomputeWithin(RecomputeAhead):
         self._counted: dict[int, tuple[Visit, Counted]] = {}  # by stage
         self._costs = Costs({}, {}, {})
         self._seconds = Seconds()
+        self._gradient_bytes = 0.0
         self._seen: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._peak_bytes: float | None = None
+        self._given: tuple[Any, ...] = ()  # shapes of what the forward of a stage was called with
+        self._refusal: CheckpointError | None = None
         super().__init__(live, schedule, 0, frozenset(), None, Link())
         self._frames = Frames(None)
         if plan is not None:
@@ -125,18 +129,26 @@ class RecomputeWithin(RecomputeAhead):
     @contextmanager
     def running(self) -> Iterator[None]:
         self._alive = None
-        if self.is_training and self._fitted is not None and not self._steps:
-            with self._record.device_current():
-                check_the_same("plan", of_all(digest_of(self._fitted.plan)))
+        if self._refusal is not None:
+            raise self._refusal
+        if self.is_training and not self._steps:
+            self._agree()
         if self.is_training and self._steps == _COUNTED:
             self._alive = Alive(self._record.device, looks=not self._is_compiled())
+            self._gradient_bytes = self._bytes_of_gradients()
+        timed, is_made = len(self._seconds), False
         try:
             with self._alive.entered() if self._alive else nullcontext(), super().running():
                 yield
+            is_made = True
         except (torch.OutOfMemoryError, ScheduleError) as error:
             if isinstance(_first_cause(error), torch.OutOfMemoryError):  # torch wraps what a forward raises
                 raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
             raise
+        finally:
+            if not is_made:  # it may be made again
+                self._counted.clear()
+                self._seconds.forget(timed)
         if self.is_training:
             self._go_on()
 
@@ -170,14 +182,25 @@ class RecomputeWithin(RecomputeAhead):
         self._counted[visit[0]] = visit, scope
         return scope
 
-    def _counting(self, visit: Visit, told: Told, scope: Scope) -> AbstractContextManager[None]:
+    @contextmanager
+    def _counting(self, visit: Visit, told: Told, scope: Scope) -> Iterator[None]:
         self._sizes.found.setdefault(visit[0], Size())
-        return scope.counting() if isinstance(scope, Counted) else nullcontext()
+        module, self._given = self._of[visit[0]].submod, ()
+        hook = None if is_compiled(module) else module.register_forward_pre_hook(self._called, with_kwargs=True)
+        try:
+            with scope.counting() if isinstance(scope, Counted) else nullcontext():
+                yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = tuple(map(_shape_of, pytree.tree_leaves((args, kwargs))))
 
     def _forwarded(self, visit: Visit, told: Told, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        seen = scope.regions, *((leaf.dtype, tuple(leaf.shape)) for leaf in leaves)
+        seen = scope.regions, self._given, *map(_shape_of, leaves)
         expected = self._seen.setdefault(stage, seen)
         if self._fitted is not None:
             expected = len(self._fitted.plan.problem.stages[stage].blocks), *expected[1:]
@@ -219,7 +242,10 @@ class RecomputeWithin(RecomputeAhead):
             taken = self._alive.levels
             if self._fitted is None:
                 parts = {stage: scope.parts for stage, (_, scope) in self._counted.items()}
-                self._costs = Costs(parts, {}, taken)
+                more = self._gradient_bytes  # a step that begins without gradients makes them
+                taken = {action: Level(one.highest + more, one.left + more, one.entered + more)
+                         for action, one in taken.items()}
+                self._costs = Costs(parts, {}, taken, self._is_tied())
             else:
                 self._peak_bytes = max((level.highest for level in taken.values()), default=None)
             self._alive = None
@@ -228,8 +254,12 @@ class RecomputeWithin(RecomputeAhead):
             assert self._budget is not None
             costs = replace(self._costs, seconds=self._seconds.medians(self._record.reader()))
             measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
-            with self._record.device_current():
-                self._follow_plan(made(self._plain_schedule, self._budget, measured, costs))  # [1]
+            try:
+                with self._record.device_current():
+                    self._follow_plan(made(self._plain_schedule, self._budget, measured, costs))  # [1]
+            except CheckpointError as error:
+                self._refusal = error
+                raise
 
     def _follow_plan(self, fitted: Fitted) -> None:
         self._fitted, self._steps = fitted, 0
@@ -239,6 +269,26 @@ class RecomputeWithin(RecomputeAhead):
         self.schedule = self.follow(planned)
         self._record = Record(self._record.device)
         self._counted.clear()
+
+    def _agree(self) -> None:
+        """Collective, before the first step, and before the first one of a plan."""
+        digest = f"budget={self._budget!r}" if self._fitted is None else f"plan {digest_of(self._fitted.plan)}"
+        with self._record.device_current():
+            said = of_all((digest, self._is_tied()))
+        check_the_same("budget or plan", [text for text, _ in said])
+        if self._budget is None and self._fitted is not None and any(tied for _, tied in said):
+            self._follow_plan(replace(self._fitted, plan=summed_as_given(self._fitted.plan, tied=True)))
+
+    def _is_tied(self) -> bool:
+        """Whether stages of this rank share parameters."""
+        each = [set(stage.submod.parameters()) for stage in self._of.values()]
+        return sum(map(len, each)) > len(set().union(*each))
+
+    def _bytes_of_gradients(self) -> float:
+        """Of those that are there."""
+        parameters = {parameter for stage in self._of.values() for parameter in stage.submod.parameters()}
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))
 
     def _is_compiled(self) -> bool:
         modules = [module for stage in self._of.values() for module in stage.submod.modules()]
@@ -272,7 +322,12 @@ def _seconds_of(step: Sequence[Sequence[Span]]) -> float:
     return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)
 
 
+def _shape_of(value: object) -> Any:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
+
+
 def _shown(seen: tuple[Any, ...]) -> str:
-    regions, *outputs = seen
+    regions, given, *outputs = seen
     shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in outputs)
-    return f"{regions} regions, output {shapes or 'unknown'}"
+    inputs = ", ".join(f"{list(one[1])}" for one in given if isinstance(one, tuple))
+    return f"{regions} regions, input {inputs or 'unknown'}, output {shapes or 'unknown'}"

@@ -48,10 +48,14 @@ class Fitted:
 
 
 def fitted(
-    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes, took: Took
+    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes, took: Took,
+    tied: bool = False,
 ) -> Fitted:
     """The shortest plan that is found of which a step takes no more than ``budget``; a share is one of a step that
     keeps all.
+
+    Args:
+        tied: whether stages of a rank share parameters.
 
     Raises:
         ArgumentError: ``budget`` is none.
@@ -66,7 +70,7 @@ def fitted(
         reserve = [low + share * (high - low) for low, high in zip(least, most)]
         within = [max(_LEAST_BYTES, limit - own) for limit, own in zip(limits, reserve)]
         try:
-            plan = summed_as_given(plan_pipeline(schedule, stages, within, links))
+            plan = summed_as_given(plan_pipeline(schedule, stages, within, links), tied)
         except BudgetInfeasible as error:
             if share == 0.0 and best is None:
                 raise _infeasible(caller, error, limits, least) from error
@@ -74,7 +78,7 @@ def fitted(
         found = Fitted(plan, limits, _peaks(plan, beside))
         if found.fits and (best is None or plan.step_seconds < best.plan.step_seconds):
             best = found
-    return best or _with_least(problem_of(caller, schedule, stages, "100%", links), limits, beside, caller)
+    return best or _with_least(problem_of(caller, schedule, stages, "100%", links), limits, beside, caller, tied)
 
 
 def _peaks(plan: PipelinePlan, beside: Mapping[Action, Beside]) -> tuple[float, ...]:
@@ -82,10 +86,12 @@ def _peaks(plan: PipelinePlan, beside: Mapping[Action, Beside]) -> tuple[float, 
     return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
 
 
-def _with_least(problem: Problem, limits: tuple[float, ...], beside: Mapping[Action, Beside], caller: str) -> Fitted:
+def _with_least(
+    problem: Problem, limits: tuple[float, ...], beside: Mapping[Action, Beside], caller: str, tied: bool
+) -> Fitted:
     """One that recomputes everything, as no other was found that fits; as planned, or as it was measured."""
     within = problem.within([max(_LEAST_BYTES, least) for least in problem.least_bytes])
-    plans = summed_as_given(planned(within)), _all_late(within)
+    plans = summed_as_given(planned(within), tied), _all_late(within)
     found = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
     best = min(found, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
     if best.fits:

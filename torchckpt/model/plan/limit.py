@@ -1,8 +1,8 @@
 """Limit: what a user writes for the memory of every rank, in bytes."""
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -87,10 +87,10 @@ def _is_limit(limit: object) -> bool:
         if share := _SHARE.fullmatch(limit):
             return float(share[1]) > 0
         try:
-            return budget_bytes(limit, 0) > 0
+            limit = budget_bytes(limit, 0)
         except ArgumentError:
             return False
-    return isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+    return isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit <= sys.float_info.max
 
 
 def _bytes(limit: str | float, peak_bytes: float) -> float:

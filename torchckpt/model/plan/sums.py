@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchckpt.model.action import Action, Kind
+from torchckpt.model.orders import Visit
 from torchckpt.model.plan.result import PipelinePlan
 
 __all__ = ["summed_as_given"]
@@ -18,46 +19,50 @@ __all__ = ["summed_as_given"]
 _SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
-def summed_as_given(plan: PipelinePlan) -> PipelinePlan:
-    """``plan``, with weight gradients in the order in which its schedule adds them up."""
+def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
+    """``plan``, with weight gradients in the order in which its schedule adds them up.
+
+    Args:
+        tied: whether stages of a rank share parameters, whose gradients are one sum then.
+    """
     given = plan.problem.schedule
-    ranks = tuple(tuple(_ordered(*pair)) for pair in zip(plan.schedule.ranks, given.ranks))
+    ranks = tuple(tuple(_ordered(*pair, tied)) for pair in zip(plan.schedule.ranks, given.ranks))
     return plan if ranks == plan.schedule.ranks else replace(plan, schedule=replace(plan.schedule, ranks=ranks))
 
 
-def _ordered(planned: Sequence[Action], given: Sequence[Action]) -> Iterator[Action]:
+def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> Iterator[Action]:
     """Of one rank."""
-    turns: defaultdict[int, deque[int]] = defaultdict(deque)  # by stage, the micro-batches that are still to add up
+    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # by stage, or of all, what is still to be added up
     for stage, kind, i in given:
         if kind in _SUMS:
-            turns[stage].append(i)
+            turns[0 if tied else stage].append((stage, i))
     early: set[Action] = set()  # weight gradients that have to wait for their turn
     done: set[Action] = set()
-    begun: set[tuple[int, int]] = set()
+    begun: set[Visit] = set()
     for action in planned:
         stage, kind, i = action
         if kind not in _SUMS:
             begun |= {(stage, i)} if kind is Kind.INPUT_GRAD else set()
             yield action
             continue
-        turn = turns[stage]
-        while kind is Kind.BACKWARD and turn[0] != i and (stage, turn[0]) in begun:
-            yield _weights(stage, turn[0])
-            done.add(_weights(stage, turn.popleft()))
+        turn = turns[0 if tied else stage]
+        while kind is Kind.BACKWARD and turn[0] != (stage, i) and turn[0] in begun:
+            yield _weights(turn[0])
+            done.add(_weights(turn.popleft()))
         if action in done:
             continue
-        if turn[0] != i:  # its turn is after a backward that is still to come
+        if turn[0] != (stage, i):  # its turn is after a backward that is still to come
             if kind is Kind.BACKWARD:
                 yield Action(stage, Kind.INPUT_GRAD, i)
                 begun.add((stage, i))
-            early.add(_weights(stage, i))
+            early.add(_weights((stage, i)))
             continue
         yield action
         turn.popleft()
-        while turn and _weights(stage, turn[0]) in early:
-            yield _weights(stage, turn[0])
-            done.add(_weights(stage, turn.popleft()))
+        while turn and _weights(turn[0]) in early:
+            yield _weights(turn[0])
+            done.add(_weights(turn.popleft()))
 
 
-def _weights(stage: int, i: int) -> Action:
-    return Action(stage, Kind.WEIGHT_GRAD, i)
+def _weights(visit: Visit) -> Action:
+    return Action(visit[0], Kind.WEIGHT_GRAD, visit[1])
