@@ -180,6 +180,7 @@ def test_backward_inside_an_autocast_is_as_outside(around):
     assert_equal(received, expected)
 
 
+@pytest.mark.usefixtures("gradients_go")
 def test_bytes_of_exact_parts_are_planned():
     """Operations are measured without casts, too."""
     model, x = nn.Sequential(*(Exact() for _ in range(3))), torch.randn(64, 16)

@@ -33,6 +33,7 @@ OPTIONS = [{}, {"keep": "memory"}, {"budget": 0.95}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.usefixtures("gradients_go")
 def test_check_of_a_value(options):
     model, x = Checked(), torch.randn(30, 4)
     step = graph.rematerialize(model, x, **options)
