@@ -136,6 +136,45 @@ def test_import_that_goes_down_is_none(module, source):
     assert violations(module, source) == []
 
 
+def circles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or not, each circle once."""
+    reached = {module: _reached(module, imported) for module in imported}
+    found = {tuple(sorted(other for other in reached[one] if one in reached[other])) for one in imported}
+    return sorted([*circle] for circle in found if circle)
+
+
+def _reached(start: str, imported: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    stack = [start]
+    while stack:
+        new = imported[stack.pop()] - reached
+        reached |= new
+        stack.extend(new)
+    return reached
+
+
+def test_no_modules_import_each_other():
+    """Also for types alone, and inside of functions. A name that a package exports counts as its module's own."""
+    modules = {module.removesuffix(".__init__"): module for module in SOURCES}
+    imported = {
+        name: {found.removesuffix(".__init__") for found in imports(module, SOURCES[module])} & set(modules) - {name}
+        for name, module in modules.items()
+    }
+    assert circles(imported) == []
+
+
+@pytest.mark.parametrize(
+    ("imported", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}, "c": {"a"}}, [["a", "b"]]),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}}, [["a", "b", "c"], ["d", "e"]]),
+    ],
+)
+def test_circle_is_found(imported, found):
+    assert circles(imported) == found
+
+
 # what an import costs -------------------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from torchckpt.kernel.scope import Scope
+from torchckpt.typing import Function
 
 __all__ = ["Flags", "Replay", "is_checkpointing", "is_recomputing", "thread"]
 
@@ -21,6 +20,13 @@ class Replay(list[nn.Module]):
     """What layers have stashed for others in this replay (torchckpt.pipe.skip). Unset at first."""
 
 
+class EntersRegions(Protocol):
+    """What a schedule wants of the regions that a thread enters; ``scope.Scope`` is one."""
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> tuple[Any, Any]:
+        """Run a region: its outputs, and its frame if it has one."""
+
+
 class Flags(NamedTuple):
     checkpointing: bool = False
     recomputing: bool = False
@@ -29,7 +35,7 @@ class Flags(NamedTuple):
 
 class _Thread(threading.local):
     flags: tuple[bool, bool, Replay | None] = Flags()  # set as plain tuples: a replay is a hot path
-    scope: Scope | None = None  # what a schedule wants of the regions that this thread enters (scope.py)
+    scope: EntersRegions | None = None
     tracing: object = None  # what traces this thread's calls as a graph (torchckpt.graph); None if nothing does
 
 

@@ -1,18 +1,14 @@
 """Draw: a plan as SVG, under the step that keeps all."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from torchckpt.model.plan.figures import PlanFigures
 from torchckpt.model.plan.text import units_of
 from torchckpt.model.svg import svg
-
-if TYPE_CHECKING:
-    from torchckpt.model.plan.result import PipelinePlan
 
 __all__ = ["draw"]
 
 
-def draw(plan: PipelinePlan) -> str:
+def draw(plan: PlanFigures) -> str:
     """Who does what when, and of each rank the memory over time, under its budget."""
     names = ("everything kept", "planned")
     before, after = plan.problem.keep_all, plan.timeline

@@ -4,18 +4,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torchckpt.errors import ArgumentError, Fault
 from torchckpt.model.costs import Link
+from torchckpt.model.plan.figures import PlanFigures
 from torchckpt.model.plan.problem import Problem, problem_of
 from torchckpt.model.plan.replay import Choice, Choices
 from torchckpt.model.plan.stage import Block, Fixed, Stage, restaged
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.table import from_csv, to_csv
-
-if TYPE_CHECKING:
-    from torchckpt.model.plan.result import PipelinePlan
 
 __all__ = ["read", "written"]
 
@@ -23,7 +21,7 @@ _FORMAT = 1
 _CALLER = "PipelinePlan.from_json()"
 
 
-def written(plan: PipelinePlan) -> str:
+def written(plan: PlanFigures) -> str:
     """What was asked, the orders of the ranks, and what each visit keeps."""
     problem = plan.problem
     stored = {
@@ -76,7 +74,7 @@ def _refuse(received: str) -> NoReturn:
     raise ArgumentError(f"{_CALLER}: {Fault(rule, received, 'plan.to_json()')}")
 
 
-def _choices_of(plan: PipelinePlan, stage: int) -> list[Sequence[Sequence[int]]]:
+def _choices_of(plan: PlanFigures, stage: int) -> list[Sequence[Sequence[int]]]:
     own = (plan.choices[stage, i] for i in range(plan.schedule.micro_batches))
     return [(one.kept, one.early, one.late) for one in own]
 

@@ -3,13 +3,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from torchckpt.model.plan.figures import PlanFigures
 from torchckpt.model.plan.replay import Choice
 from torchckpt.model.units import Units, aligned, number, percent
-
-if TYPE_CHECKING:
-    from torchckpt.model.plan.result import PipelinePlan
 
 __all__ = ["by_stage", "summary", "table", "units_of"]
 
@@ -20,7 +17,7 @@ _BARE = 1e5
 """Budgets below this many are in units of the caller's own."""
 
 
-def table(plan: PipelinePlan) -> str:
+def table(plan: PlanFigures) -> str:
     """For people."""
     problem, units = plan.problem, units_of(plan)
     counts = f"{len(problem.stages)} stages on {len(plan.schedule.ranks)} ranks, {plan.schedule.micro_batches}"
@@ -28,7 +25,7 @@ def table(plan: PipelinePlan) -> str:
     return "\n\n".join((head, by_stage(plan, units), aligned(_by_rank(plan, units))))
 
 
-def summary(plan: PipelinePlan) -> str:
+def summary(plan: PlanFigures) -> str:
     """One line: the step, its bound, and what people do without a plan, over keeping all."""
     said = [f"step {_step(plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
     said[0] += f" (bound {_over(plan, plan.bound_seconds)})"
@@ -42,7 +39,7 @@ def summary(plan: PipelinePlan) -> str:
     return "; ".join((*said, ", ".join(others)))
 
 
-def units_of(plan: PipelinePlan) -> Units:
+def units_of(plan: PlanFigures) -> Units:
     """Bytes and seconds where budgets are large; else memory in the caller's own unit, time as a bare number."""
     most = max(plan.problem.budget_bytes)
     if most < _BARE:
@@ -51,7 +48,7 @@ def units_of(plan: PipelinePlan) -> Units:
     return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
 
 
-def by_stage(plan: PipelinePlan, units: Units) -> str:
+def by_stage(plan: PlanFigures, units: Units) -> str:
     """What is recomputed of each stage. The choices stand last, as they may be long; below, what they say."""
     rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
     texts = ["kept/early/late"]
@@ -92,7 +89,7 @@ def _covered(texts: Sequence[str], at: int, period: int) -> int:
     return times * period if times > 1 else 0
 
 
-def _by_rank(plan: PipelinePlan, units: Units) -> list[tuple[str, ...]]:
+def _by_rank(plan: PlanFigures, units: Units) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("rank", "peak", "budget", "idle")]
     has_static = any(stage.static_bytes for stage in plan.problem.stages)
     if has_static:
@@ -108,10 +105,10 @@ def _step(seconds: float) -> str:
     return f"{seconds:.1f}" if 10 <= seconds < 1e6 else number(seconds)
 
 
-def _over(plan: PipelinePlan, seconds: float) -> str:
+def _over(plan: PlanFigures, seconds: float) -> str:
     share = plan.overhead(seconds) * 100
     return f"{share if abs(share) >= 0.05 else 0.0:+.1f} %"
 
 
-def _rule(name: str, seconds: float, plan: PipelinePlan) -> str:
+def _rule(name: str, seconds: float, plan: PlanFigures) -> str:
     return f"{name} {_over(plan, seconds)}" if math.isfinite(seconds) else f"{name} does not fit"
