@@ -126,9 +126,9 @@ def test_the_table_of_the_plan_and_the_line_to_paste(capsys: pytest.CaptureFixtu
     from my_model import mlp
 
     model, example = mlp()
-    plan = graph.rematerialize(model, example, budget="10kB").plan
-    text = printed("my_model:mlp --budget 10kB", capsys)
-    assert text == f'my_model:mlp\n\n{plan}\n\ngraph.rematerialize(model, example, budget="10kB")\n'
+    plan = graph.rematerialize(model, example, budget="12kB").plan
+    text = printed("my_model:mlp --budget 12kB", capsys)
+    assert text == f'my_model:mlp\n\n{plan}\n\ngraph.rematerialize(model, example, budget="12kB")\n'
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_table_of_the_plan_and_the_line_to_paste(capsys: pytest.CaptureFixtu
         ("Pair", "model, *example"),
         ("batch", "model, example"),
         ("mlp --budget 1.5MiB", 'model, example, budget="1.5MiB"'),
-        ("mlp --budget 11000", "model, example, budget=11000"),
+        ("mlp --budget 12500", "model, example, budget=12500"),
         ("mlp --budget 90%", "model, example, budget=0.9"),
         ("mlp --budget 0.9 --exact", "model, example, budget=0.9, exact=True"),
         ("mlp --keep speed", 'model, example, keep="speed"'),
@@ -164,14 +164,14 @@ def test_the_line_says_what_was_chosen_and_works(
 
 
 def test_json_has_the_numbers_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    found = told("my_model:mlp --budget 10kB --explain 1", capsys)
-    assert found.pop("call") == 'graph.rematerialize(model, example, budget="10kB")'
+    found = told("my_model:mlp --budget 12kB --explain 1", capsys)
+    assert found.pop("call") == 'graph.rematerialize(model, example, budget="12kB")'
     assert str(found.pop("explain")).startswith("1:\n  tanh")
     assert list(found) == [
         "peak_bytes", "budget_bytes", "lower_bound_bytes", "eager_peak_bytes", "recompute_share", "recompute_flops",
         "saved", "recomputed",
     ]
-    assert found["lower_bound_bytes"] <= found["peak_bytes"] <= found["budget_bytes"] == 10_000
+    assert found["lower_bound_bytes"] <= found["peak_bytes"] <= found["budget_bytes"] == 12_000
     assert found["recomputed"] != []
     assert found["recompute_share"] > 0
 
@@ -186,7 +186,7 @@ def test_the_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     from my_model import mlp
 
     path = tmp_path / "plan.json"
-    found = told(f"my_model:mlp --budget 10kB --plan {path}", capsys)
+    found = told(f"my_model:mlp --budget 12kB --plan {path}", capsys)
     plan = graph.Plan.from_json(path.read_text())
     assert plan.peak_bytes == found["peak_bytes"]
     model, example = mlp()
@@ -198,12 +198,12 @@ def test_pictures_are_written(
 ) -> None:
     monkeypatch.setattr(graph, "frontier", partial(graph.frontier, points=3))
     drawn, curve = tmp_path / "plan.svg", tmp_path / "frontier.svg"
-    printed(f"my_model:mlp --budget 10kB --svg {drawn} --frontier {curve}", capsys)
+    printed(f"my_model:mlp --budget 12kB --svg {drawn} --frontier {curve}", capsys)
     words = [
         {element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")}
         for path in (drawn, curve)
     ]
-    assert {"Memory of one training step: my_model:mlp", "budget 10 kB"} <= words[0]
+    assert {"Memory of one training step: my_model:mlp", "budget 12 kB"} <= words[0]
     assert {"Memory and recomputation: my_model:mlp", "this plan"} <= words[1]
 
 
