@@ -145,3 +145,4 @@ def test_strategy_on_two_ranks(reported, name):
         assert (none, recomputes, left) == (0, 3 * STEPS, [])
         assert len(tensors) == STEPS * (1 + 14 + 14 + 1)
         assert equal(tensors, expected)
+        assert tensors[1].shape[0] == (8 if name == "ModelParallelStrategy" else 16)  # which shards in halves
