@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,18 @@ def run(path: Path, text: str) -> list[Block]:
     return done
 
 
+def skip_without(need: str) -> None:
+    """Skip where a page cannot run: ``gloo``, for a process group of one, or a package, such as ``lightning>=2.5``."""
+    if need == "gloo":
+        if not dist.is_available() or not dist.is_gloo_available():
+            pytest.skip("no gloo")
+        return
+    package, _, release = need.partition(">=")
+    module = pytest.importorskip(package, reason=f"{package} is not installed")
+    if release and release_of(module.__version__) < release_of(release):
+        pytest.skip(f"{package} before {release}")
+
+
 @pytest.fixture
 def there(tmp_path, monkeypatch):
     """A folder of its own, in which a page may write, and no hub to ask."""
@@ -58,24 +71,22 @@ def there(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["python"])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:GPU available but not used")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore:.*does not have many workers",
+    "ignore:GPU available but not used",
+    r"ignore:The \.grad attribute of a Tensor that is not a leaf",  # of torch, where it compiles
+)
 @pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(DOCS)) for path in PAGES])
-def test_page(there, path, capsys):
+def test_page(request, there, path):
     text = path.read_text()
-    for name in NEEDS.findall(text):
-        if name == "gloo":
-            if not dist.is_available() or not dist.is_gloo_available():
-                pytest.skip("no gloo")
-        else:
-            package, _, release = name.partition(">=")
-            module = pytest.importorskip(package, reason=f"{package} is not installed")
-            if release and release_of(module.__version__) < release_of(release):
-                pytest.skip(f"{package} before {release}")
-    if "<!-- needs: gloo -->" in text:
-        with one_rank():
-            run(path, text)
-    else:
+    needs = NEEDS.findall(text)
+    for need in needs:
+        skip_without(need)
+    if ".compile(" in text:
+        request.getfixturevalue("fresh_dynamo")
+    with one_rank() if "gloo" in needs else nullcontext():
         run(path, text)
     assert len(re.findall(r"^[ \t]*```python", text, re.MULTILINE)) == len(blocks(text))
 

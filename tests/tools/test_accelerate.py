@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from tests.distributed.ranks import attempted, on_ranks
 from tests.tools.steps import ROWS, STEPS, Block, Model, equal, rows, trained
 from torchckpt import checkpoint_layers
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # those of accelerate
+pytestmark = [
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # those of accelerate
+]
 
 
 def steps_of(when=None, **options):
+    import accelerate
+
     accelerator = accelerate.Accelerator(cpu=True, **options)
     model = Model()
     if when == "before prepare":

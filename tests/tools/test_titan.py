@@ -44,10 +44,11 @@ def check(printed, ranks=(0, 1)):
 
 
 def test_compiled_blocks():
-    check(run("--quick", "--backend", "aot_eager"))
+    check(run("--quick", "--backend", "eager"))
 
 
 @pytest.mark.slow
-def test_inductor_and_more_processes():
+def test_real_compilers_and_more_processes():
     check(run("--quick"))
+    check(run("--quick", "--backend", "aot_eager"))
     check(run("--quick", "--no-compile", processes=4), ranks=range(4))

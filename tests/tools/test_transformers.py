@@ -1,8 +1,6 @@
 """transformers: models of the zoo, by ``checkpoint_layers`` and by the library's own switch, and its ``Trainer``."""
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -12,12 +10,6 @@ from tests.tools.steps import equal, trained
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-layer_of_transformers = pytest.importorskip(
-    "transformers.modeling_layers", reason="transformers before 4.53 has no common class of its layers"
-).GradientCheckpointingLayer
-
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # those of transformers
 TOKENS, STEPS = 8, 2
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
@@ -25,6 +17,8 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "i
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers.modeling_layers", reason="transformers before 4.53: no common class of its layers")
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     yield
@@ -32,6 +26,8 @@ def quiet():
 
 
 def gpt2(use_cache=False):
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
         use_cache=use_cache,
@@ -40,15 +36,21 @@ def gpt2(use_cache=False):
 
 
 def llama(use_cache=False):
+    import transformers
+
     config = transformers.LlamaConfig(vocab_size=32, attention_dropout=0.1, use_cache=use_cache, **SMALL)
     return transformers.LlamaForCausalLM(config)
 
 
 def bert(use_cache=False):
+    import transformers
+
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, use_cache=use_cache, **SMALL))
 
 
 def t5(use_cache=False):
+    import transformers
+
     config = transformers.T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
         use_cache=use_cache,
@@ -57,6 +59,8 @@ def t5(use_cache=False):
 
 
 def vit(use_cache=False):
+    import transformers
+
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     config = transformers.ViTConfig(image_size=8, patch_size=4, **dropout, **SMALL)
     return transformers.ViTForImageClassification(config)
@@ -72,7 +76,9 @@ MODELS = {
 
 
 def by_layers(model):
-    torchckpt.checkpoint_layers(model, layer_of_transformers)
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    torchckpt.checkpoint_layers(model, GradientCheckpointingLayer)
 
 
 def by_function(model):
@@ -141,15 +147,21 @@ class Tokens(Dataset):
         return {"input_ids": self.rows[at], "labels": self.rows[at]}
 
 
-class Ours(transformers.TrainerCallback):
+def ours():
     """Gives the layers our function, after the trainer has given them torch's."""
+    import transformers
 
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        model._set_gradient_checkpointing(gradient_checkpointing_func=torchckpt.checkpoint)
+    class Ours(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model._set_gradient_checkpointing(gradient_checkpointing_func=torchckpt.checkpoint)
+
+    return Ours()
 
 
 def trained_by_trainer(folder, make, prepare=by_nothing, callbacks=(), **options):
     """Losses of all steps, parameters and the next random numbers, and the replays by region."""
+    import transformers
+
     torch.manual_seed(0)
     model = make()
     prepare(model)
@@ -157,7 +169,7 @@ def trained_by_trainer(folder, make, prepare=by_nothing, callbacks=(), **options
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, logging_steps=1, report_to=[], seed=3,
         save_strategy="no", use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), callbacks=list(callbacks))
+    trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), callbacks=[make() for make in callbacks])
     trainer.remove_callback(transformers.PrinterCallback)
     with count_recomputes() as recomputes:
         trainer.train()
@@ -179,7 +191,7 @@ def plain(tmp_path):
     ("prepare", "callbacks", "options"),
     [
         (by_layers, (), {}),
-        (by_nothing, (Ours,), {"gradient_checkpointing": True}),
+        (by_nothing, (ours,), {"gradient_checkpointing": True}),
         (by_layers, (), {"gradient_checkpointing": True}),
     ],
     ids=["checkpoint_layers", "gradient_checkpointing_func", "checkpoint_layers beside the switch"],
