@@ -18,7 +18,8 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "i
 @pytest.fixture(autouse=True, scope="module")
 def quiet():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("transformers.modeling_layers", reason="transformers before 4.53: no common class of its layers")
+    why = "transformers before 4.53 has no common class of its layers"
+    pytest.importorskip("transformers.modeling_layers", reason=why)
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     yield
