@@ -18,7 +18,14 @@ if TYPE_CHECKING:
         ScheduleError,
         TransformError,
     )
-    from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+    from torchckpt.kernel import (
+        Checkpointing,
+        checkpoint,
+        checkpoint_layers,
+        checkpoint_module,
+        is_checkpointing,
+        is_recomputing,
+    )
     from torchckpt.pipe import Pipe
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "TransformError",
     "__version__",
     "checkpoint",
+    "checkpoint_layers",
     "checkpoint_module",
     "errors",
     "graph",
@@ -55,6 +63,7 @@ _HOMES = {
     "ScheduleError": "errors",
     "TransformError": "errors",
     "checkpoint": "kernel",
+    "checkpoint_layers": "kernel",
     "checkpoint_module": "kernel",
     "is_checkpointing": "kernel",
     "is_recomputing": "kernel",

@@ -42,6 +42,14 @@ buffers, ``ambient`` the same settings and random numbers, ``norms`` statistics 
 """
 from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing
+from torchckpt.kernel.layers import checkpoint_layers
 from torchckpt.kernel.module import checkpoint_module
 
-__all__ = ["Checkpointing", "checkpoint", "checkpoint_module", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "Checkpointing",
+    "checkpoint",
+    "checkpoint_layers",
+    "checkpoint_module",
+    "is_checkpointing",
+    "is_recomputing",
+]

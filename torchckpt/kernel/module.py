@@ -15,7 +15,7 @@ from torchckpt.kernel.options import Options, checked
 from torchckpt.kernel.private import compiler_of
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
-__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed"]
+__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
 
 _OPTIONS = "_torchckpt_options"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -105,7 +105,7 @@ def checkpoint_module(
         ArgumentError: not a module, checkpointed already, or a ``forward`` that is set on the instance.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    checked("checkpoint_module", checkpoint_module, options, _faults(module))
+    checked("checkpoint_module", checkpoint_module, options, module_faults(module))
     put(module, _Checkpointed, options)
     if module._compiled_call_impl is not None:
         _compile_inside(module)
@@ -129,7 +129,8 @@ def _compile_inside(module: Any) -> None:
     module._compiled_call_impl = None
 
 
-def _faults(module: object) -> list[Fault]:
+def module_faults(module: object) -> list[Fault]:
+    """Why ``module`` cannot be checkpointed."""
     works = "for layer in model.layers: checkpoint_module(layer)"
     if not isinstance(module, nn.Module):
         return [Fault("the module must be an nn.Module", type(module).__name__, f"{works}; or checkpoint(function, x)")]
