@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ScheduleError,
         TransformError,
     )
-    from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+    from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing, keep
     from torchckpt.pipe import Pipe
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "graph",
     "is_checkpointing",
     "is_recomputing",
+    "keep",
     "testing",
 ]
 
@@ -58,6 +59,7 @@ _HOMES = {
     "checkpoint_module": "kernel",
     "is_checkpointing": "kernel",
     "is_recomputing": "kernel",
+    "keep": "kernel",
 }
 
 if not TYPE_CHECKING:

@@ -1,0 +1,145 @@
+"""``keep``: a part of a region that is not dropped, and that no replay runs again.
+
+The forward of a region is known by the hooks that it has in force, and so is a replay. ``keep`` takes those hooks off,
+at every level of nesting, so that autograd saves as it does outside of regions; hooks of others stay. What the function
+returns is noted with each frame whose forward is under way. Whichever of them is replayed hands it out.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchckpt.errors import Fault, TransformError, raise_faults
+from torchckpt.kernel.checkpoint import held_by
+from torchckpt.kernel.determinism import name_of
+from torchckpt.kernel.flags import thread
+from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.kept import Kept, KeptCall
+from torchckpt.kernel.private import (
+    functorch_is_active,
+    hooks_in_force,
+    pop_hooks,
+    push_hooks,
+    without_selective_modes,
+)
+from torchckpt.kernel.result import buffers_of, changed_buffers, made
+from torchckpt.kernel.trees import tensors_of
+from torchckpt.typing import Function
+
+__all__ = ["keep"]
+
+
+def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Run ``function(*args, **kwargs)`` inside a region once: no replay runs it again.
+
+    What it returns stays in memory, and so does what its own backward needs. A replay goes on from the same result, to
+    the bit, also where the function would not give it twice: the router of a mixture of experts, a top-k, a collective,
+    a random draw, an expensive attention. Random numbers drawn after it are those of the forward.
+
+    >>> def block(x):
+    ...     gate, expert = torchckpt.keep(lambda x: x.softmax(-1).max(-1, keepdim=True), x)
+    ...     return (gate * x).tanh()
+    >>> y = torchckpt.checkpoint(block, torch.randn(4, 8, requires_grad=True))
+    >>> y.sum().backward()
+
+    Outside of regions, in a region of :func:`torch.utils.checkpoint.checkpoint`, in a function that is kept itself, and
+    in a call that ``graph.rematerialize`` traces (``graph.mark`` is its word for it), this is the plain call. Under
+    ``torch.compile`` it is outside of the graph, which ends before it and begins again after it.
+
+    Args:
+        function: any callable. Tensors among its arguments, or near it (in its closure, its defaults, a partial), and
+            buffers of the region's modules may be changed by it in place: a replay finds them changed. Other objects
+            that it changes are as the replay finds them.
+        *args, **kwargs: its arguments, as it takes them.
+
+    Returns:
+        What ``function`` returns: tensors, anything else, and pytrees of both.
+
+    Raises:
+        ArgumentError: ``function`` is not callable, or returns tensors inside an object that is no pytree.
+        TransformError: inside a region, under ``vmap``, ``jvp`` or ``torch.func.grad``.
+        RecomputationError: at backward, when a replay calls it less or more often than the forward, or elsewhere.
+        RuntimeError: at backward, when a result was changed in place behind it.
+    """
+    if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
+        from torchckpt.kernel.outside_graph import keep_outside_graph
+
+        return keep_outside_graph(keep, function, *args, **kwargs)
+    if not callable(function):
+        works = "keep(router, x), not keep(router(x))"
+        raise_faults("keep", [Fault("the function must be callable", type(function).__name__, works)])
+    if not any(thread.flags[:2]):
+        return function(*args, **kwargs)
+    with _regions_aside() as (recording, replayed):
+        if replayed is None and not recording:
+            return function(*args, **kwargs)
+        _refuse_transforms()
+        with without_selective_modes():
+            return _kept(function, args, kwargs, recording, replayed)
+
+
+@contextmanager
+def _regions_aside() -> Iterator[tuple[list[Frame], Frame | None]]:
+    """Without the hooks of regions: the frames whose forward is under way, from the innermost on, and the one that is
+    replayed around them, if any."""
+    stack = []
+    while (hooks := hooks_in_force(True)) is not None:
+        stack.append(hooks)
+        pop_hooks()
+    others = [hooks for hooks in reversed(stack) if not isinstance(_frame_of(hooks), Frame)]
+    try:
+        for hooks in others:
+            push_hooks(*hooks)
+        recording = []
+        for hooks in stack:
+            frame = _frame_of(hooks)
+            if isinstance(frame, Frame):
+                if hooks[1] == frame._same:
+                    yield recording, frame
+                    return
+                recording.append(frame)
+        yield recording, None
+    finally:
+        for _ in others:
+            pop_hooks()
+        for hooks in reversed(stack):
+            push_hooks(*hooks)
+
+
+def _frame_of(hooks: tuple[Any, Any]) -> Any:
+    return getattr(hooks[1], "__self__", None)
+
+
+def _refuse_transforms() -> None:
+    if functorch_is_active():
+        raise TransformError(
+            "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
+            "  received: torchckpt.keep inside such a transform, inside a region\n"
+            "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
+        )
+
+
+def _kept(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], recording: list[Frame], replayed: Frame | None
+) -> Any:
+    name, near = name_of(function), [*tensors_of((args, kwargs))[0], *held_by(function)]
+    before = [(frame, frame.saved, buffers_of(frame.seen)) for frame in recording]
+    if replayed is None or replayed.function is None:
+        generators = dict.fromkeys(generator for frame in recording for generator, _ in frame.ambient[0][1])
+        outputs, result = made(function, args, kwargs, near, generators)
+    else:
+        if replayed.kept is None:
+            replayed.kept = Kept()
+        then = replayed.kept.next(replayed.function, name, replayed.checks)
+        result = then.result
+        outputs = result.again(function, near, {generator for generator, _ in replayed.ambient[0][1]})
+        for home, key, value in then.buffers:
+            home[key] = value()
+    for frame, place, buffers in before:
+        if frame.kept is None:
+            frame.kept = Kept()
+        frame.kept.add(KeptCall(name, place, result, changed_buffers(frame.seen, buffers)))
+    return outputs
