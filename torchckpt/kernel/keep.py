@@ -6,26 +6,21 @@ returns is noted with each frame whose forward is under way. Whichever of them i
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchckpt.errors import Fault, TransformError, raise_faults
 from torchckpt.kernel.checkpoint import held_by
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.flags import thread
 from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.hooks import Hooks, hooks_entered, only
 from torchckpt.kernel.kept import Kept, KeptCall
-from torchckpt.kernel.private import (
-    functorch_is_active,
-    hooks_in_force,
-    pop_hooks,
-    push_hooks,
-    without_selective_modes,
-)
-from torchckpt.kernel.result import buffers_of, changed_buffers, made
+from torchckpt.kernel.private import functorch_is_active, without_selective_modes
+from torchckpt.kernel.result import Result, buffers_of, changed_buffers
 from torchckpt.kernel.trees import tensors_of
 from torchckpt.typing import Function
 
@@ -73,44 +68,42 @@ def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
         raise_faults("keep", [Fault("the function must be callable", type(function).__name__, works)])
     if not any(thread.flags[:2]):
         return function(*args, **kwargs)
-    with _regions_aside() as (recording, replayed):
-        if replayed is None and not recording:
-            return function(*args, **kwargs)
-        _refuse_transforms()
-        with without_selective_modes():
-            return _kept(function, args, kwargs, recording, replayed)
+    stack = hooks_entered()
+    level = _level(stack)
+    if level.replayed is None and not level.recording:
+        return function(*args, **kwargs)
+    _refuse_transforms()
+    with without_selective_modes():
+        return _kept(function, args, kwargs, stack, level)
 
 
-@contextmanager
-def _regions_aside() -> Iterator[tuple[list[Frame], Frame | None]]:
-    """Without the hooks of regions: the frames whose forward is under way, from the innermost on, and the one that is
-    replayed around them, if any."""
-    stack = []
-    while (hooks := hooks_in_force(True)) is not None:
-        stack.append(hooks)
-        pop_hooks()
-    others = [hooks for hooks in reversed(stack) if not isinstance(_frame_of(hooks), Frame)]
-    try:
-        for hooks in others:
-            push_hooks(*hooks)
-        recording = []
-        for hooks in stack:
-            frame = _frame_of(hooks)
-            if isinstance(frame, Frame):
-                if hooks[1] == frame._same:
-                    yield recording, frame
-                    return
-                recording.append(frame)
-        yield recording, None
-    finally:
-        for _ in others:
-            pop_hooks()
-        for hooks in reversed(stack):
-            push_hooks(*hooks)
+class _Level(NamedTuple):
+    """Where in regions a call is."""
+
+    recording: list[Frame]
+    """The frames whose forward is under way, from the innermost on."""
+    replayed: Frame | None
+    """The one that is replayed around them."""
+    around: Sequence[Hooks]
+    """The hooks around all of them."""
 
 
-def _frame_of(hooks: tuple[Any, Any]) -> Any:
-    return getattr(hooks[1], "__self__", None)
+def _level(stack: Sequence[Hooks]) -> _Level:
+    recording: list[Frame] = []
+    around = stack
+    for place in reversed(range(len(stack))):
+        frame = _frame_of(stack[place])
+        if frame is not None:
+            around = stack[:place]
+            if stack[place][1] == frame._same:
+                return _Level(recording, frame, around)
+            recording.append(frame)
+    return _Level(recording, None, around)
+
+
+def _frame_of(hooks: Hooks) -> Frame | None:
+    owner = getattr(hooks[1], "__self__", None)
+    return owner if isinstance(owner, Frame) else None
 
 
 def _refuse_transforms() -> None:
@@ -123,23 +116,29 @@ def _refuse_transforms() -> None:
 
 
 def _kept(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], recording: list[Frame], replayed: Frame | None
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], stack: Sequence[Hooks], level: _Level
 ) -> Any:
     name, near = name_of(function), [*tensors_of((args, kwargs))[0], *held_by(function)]
-    before = [(frame, frame.saved, buffers_of(frame.seen)) for frame in recording]
-    if replayed is None or replayed.function is None:
-        generators = dict.fromkeys(generator for frame in recording for generator, _ in frame.ambient[0][1])
-        outputs, result = made(function, args, kwargs, near, generators)
+    before = [(frame, frame.saved, buffers_of(frame.seen)) for frame in level.recording]
+    if level.replayed is None:
+        result = Result(near, [generator for frame in level.recording for generator, _ in frame.ambient[0][1]])
+        with only([hooks for hooks in stack if _frame_of(hooks) is None]):
+            outputs = function(*args, **kwargs)
+        with only(level.around):
+            result.note(function, outputs, near)
     else:
-        if replayed.kept is None:
-            replayed.kept = Kept()
-        then = replayed.kept.next(replayed.function, name, replayed.checks)
-        result = then.result
-        outputs = result.again(function, near, {generator for generator, _ in replayed.ambient[0][1]})
-        for home, key, value in then.buffers:
-            home[key] = value()
+        result, outputs = _again(function, near, level.replayed)
     for frame, place, buffers in before:
-        if frame.kept is None:
-            frame.kept = Kept()
+        frame.kept = frame.kept or Kept()
         frame.kept.add(KeptCall(name, place, result, changed_buffers(frame.seen, buffers)))
     return outputs
+
+
+def _again(function: Function, near: Sequence[Tensor], frame: Frame) -> tuple[Result, Any]:
+    """What the forward of ``frame`` kept, for its replay."""
+    frame.kept = frame.kept or Kept()
+    then = frame.kept.next(frame.function, name_of(function), frame.checks)
+    outputs = then.result.again(function, near, [generator for generator, _ in frame.ambient[0][1]])
+    for home, name, value in then.buffers:
+        home[name] = value()
+    return then.result, outputs

@@ -40,7 +40,7 @@ class Kept:
         """A replay begins; ``fresh`` will be what it saves. None: it has failed."""
         self._taken, self._fresh, self._fault = 0, fresh, None
 
-    def next(self, region: Function, name: str, checked: bool) -> KeptCall:
+    def next(self, region: Any, name: str, checked: bool) -> KeptCall:
         """The call that the replay of ``region`` has come to, which is of a function ``name``."""
         number, now = self._taken, KeptCall(name, None if self._fresh is None else len(self._fresh))
         then = self._calls[number] if number < len(self._calls) else None

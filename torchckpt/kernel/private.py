@@ -142,7 +142,7 @@ def without_selective_modes() -> Iterator[None]:
 
 def _exchange_modes(old: list[Any], new: list[Any]) -> None:
     for _ in old:
-        _pop_torch_dispatch_stack()
+        _pop_torch_dispatch_stack(None)
     for mode in new:
         _push_on_torch_dispatch_stack(mode)
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,12 +15,12 @@ from torchckpt.kernel.boundary import Boundary
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.layout import version_of
 from torchckpt.kernel.module_state import Seen
-from torchckpt.kernel.private import alive, set_version
+from torchckpt.kernel.private import alive, apply_of, set_version
 from torchckpt.kernel.streams import Trail, accelerators_among
-from torchckpt.kernel.trees import hides_tensors
+from torchckpt.kernel.trees import copy_attributes, hides_tensors
 from torchckpt.typing import Function
 
-__all__ = ["Buffers", "Result", "buffers_of", "changed_buffers", "made"]
+__all__ = ["Buffers", "Result", "buffers_of", "changed_buffers"]
 
 
 class _Outputs(Boundary):
@@ -39,35 +39,36 @@ class _Near:
 
 
 class Result:
-    """``again()`` hands out what the function returned, and leaves arguments and random numbers as it left them.
+    """Made before the function is called. ``note()`` what it returned, and ``again()`` hands that out, and leaves
+    arguments and random numbers as the function left them.
 
     The tensors *near* a call are those among its arguments, and those that its function holds.
     """
 
-    __slots__ = ("_changed", "_near", "_outputs", "_random", "_spec", "_trail")
+    __slots__ = ("_changed", "_outputs", "_random", "_spec", "_trail", "_versions")
 
-    def __init__(self, outputs: Any, near: Sequence[Tensor], versions: Sequence[int]) -> None:
-        places = {id(tensor): place for place, tensor in enumerate(near)}
+    def __init__(self, near: Sequence[Tensor], generators: Sequence[Generator]) -> None:
+        self._versions = [version_of(tensor) for tensor in near]
+        self._random = random_state(dict.fromkeys(generators))
+
+    def note(self, function: Function, outputs: Any, near: Sequence[Tensor]) -> None:
+        """What ``function`` has returned, and left."""
         leaves, self._spec = pytree.tree_flatten(outputs)
+        _must_be_seen(function, leaves)
+        places = {id(tensor): place for place, tensor in enumerate(near)}
         self._outputs = _Outputs(tuple(_Near(places[id(e)]) if id(e) in places else e for e in leaves), {})
-        self._near = len(near)
         self._changed = [
             (place, weakref.ref(tensor), _value(tensor), tensor.requires_grad)
-            for place, (tensor, version) in enumerate(zip(near, versions))
+            for place, (tensor, version) in enumerate(zip(near, self._versions))
             if version_of(tensor) != version
         ]
-        self._random: list[tuple[Generator, Tensor]] = []
+        self._random = random_state(generator for generator, _ in moved(self._random))
         devices = accelerators_among((outputs, near), {})
         self._trail = Trail(devices) if devices else None
 
-    def after(self, random: list[tuple[Generator, Tensor]]) -> Result:
-        """This, of a function that has moved the generators on from ``random``."""
-        self._random = random_state(generator for generator, _ in moved(random))
-        return self
-
-    def again(self, function: Function, near: Sequence[Tensor], generators: Collection[Generator]) -> Any:
-        """The outputs, for a replay that sees to ``generators``."""
-        if len(near) != self._near:
+    def again(self, function: Function, near: Sequence[Tensor], generators: Sequence[Generator]) -> Any:
+        """What it returned, for a replay that sees to ``generators``."""
+        if len(near) != len(self._versions):
             raise _other_arguments(function)
         leaves, _, tensors = self._outputs.arguments()
         if self._trail is not None:
@@ -76,21 +77,44 @@ class Result:
             if alive(original) is not near[place]:
                 _write(function, value(), near[place], requires_grad)
         put_back([(generator, state) for generator, state in self._random if generator in generators])
-        return pytree.tree_unflatten([near[e.place] if isinstance(e, _Near) else e for e in leaves], self._spec)
+        behind = {id(leaf): _behind(function, leaf, near) for leaf in tensors}
+        outputs = [near[e.place] if isinstance(e, _Near) else behind.get(id(e), e) for e in leaves]
+        return pytree.tree_unflatten(outputs, self._spec)
 
 
-def made(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], near: Sequence[Tensor], generators: Any
-) -> tuple[Any, Result]:
-    """``function(*args, **kwargs)``, and the result for replays that see to ``generators``."""
-    versions, random = [version_of(tensor) for tensor in near], random_state(generators)
-    outputs = function(*args, **kwargs)
-    hidden = [leaf for leaf in pytree.tree_leaves(outputs) if hides_tensors(leaf)]
+class _Once(torch.autograd.Function):
+    """In a replay, between what a kept function got and what it returned: no gradient goes there."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, output: Tensor, *near: Tensor) -> Tensor:
+        ctx.function = function
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        raise RecomputationError(
+            "a backward inside of a region cannot go through what torchckpt.keep keeps\n"
+            f"  received: the gradient of a result of {name_of(ctx.function)}, in a replay\n"
+            "  works:    the function, and the backward through it, in one keep(); or the function without keep()"
+        )
+
+
+_once = apply_of(_Once)
+
+
+def _behind(function: Function, output: Tensor, near: Sequence[Tensor]) -> Tensor:
+    graded = [tensor for tensor in near if tensor.requires_grad]
+    if output.is_leaf or not graded or not torch.is_grad_enabled():
+        return output
+    return set_version(copy_attributes(output, _once(function, output, *graded)), output._version)
+
+
+def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
+    hidden = [leaf for leaf in leaves if hides_tensors(leaf)]
     if hidden:
         rule = f"{name_of(function)} must return tensors in pytrees: what is inside of other objects is out of sight"
         works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
         raise_faults("keep", [Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works)])
-    return outputs, Result(outputs, near, versions).after(random)
 
 
 def _value(tensor: Tensor) -> Callable[[], Tensor]:
