@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
-from torchckpt.kernel.ambient import Ambient
+from torchckpt.kernel.ambient import Ambient, Generator
 from torchckpt.kernel.call import Call, Stop
 from torchckpt.kernel.determinism import differs, name_of
 from torchckpt.kernel.kept import Kept
@@ -95,6 +95,15 @@ class Frame:
     def seen(self) -> Seen | None:
         """What the call found on its modules."""
         return None if self._call is None else self._call.seen
+
+    @property
+    def generators(self) -> list[Generator]:
+        """Those that a replay puts back."""
+        return [generator for generator, _ in self.ambient[0][1]]
+
+    def replays(self, generator: Generator, _: Tensor) -> bool:
+        """Whether the replay that is under way has put ``generator`` back."""
+        return any(generator is one for one in self.generators)
 
     @property
     def checks(self) -> bool:

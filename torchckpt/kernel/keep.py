@@ -7,7 +7,7 @@ returns is noted with each frame whose forward is under way. Whichever of them i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from torchckpt.kernel.flags import thread
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.hooks import Hooks, hooks_entered, only
 from torchckpt.kernel.kept import Kept, KeptCall
-from torchckpt.kernel.private import functorch_is_active, without_selective_modes
+from torchckpt.kernel.private import functorch_is_active, hooks_in_force, without_selective_modes
 from torchckpt.kernel.result import Result, buffers_of, changed_buffers
+from torchckpt.kernel.torch_region import TorchRegion, torch_region
 from torchckpt.kernel.trees import tensors_of
 from torchckpt.typing import Function
 
@@ -40,9 +41,10 @@ def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
     >>> y = torchckpt.checkpoint(block, torch.randn(4, 8, requires_grad=True))
     >>> y.sum().backward()
 
-    Outside of regions, in a region of :func:`torch.utils.checkpoint.checkpoint`, in a function that is kept itself, and
-    in a call that ``graph.rematerialize`` traces (``graph.mark`` is its word for it), this is the plain call. Under
-    ``torch.compile`` it is outside of the graph, which ends before it and begins again after it.
+    Regions are those of this library, and those of :func:`torch.utils.checkpoint.checkpoint` (``use_reentrant=False``).
+    Outside of regions, in a function that is kept itself, and in a call that ``graph.rematerialize`` traces
+    (``graph.mark`` is its word for it), this is the plain call. Under ``torch.compile`` it is outside of the graph,
+    which ends before it and begins again after it.
 
     Args:
         function: any callable. Tensors among its arguments, or near it (in its closure, its defaults, a partial), and
@@ -66,79 +68,87 @@ def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
     if not callable(function):
         works = "keep(router, x), not keep(router(x))"
         raise_faults("keep", [Fault("the function must be callable", type(function).__name__, works)])
-    if not any(thread.flags[:2]):
+    if hooks_in_force(True) is None:
         return function(*args, **kwargs)
+    if functorch_is_active():  # hooks are disabled there
+        return _inside_transform(function, args, kwargs)
     stack = hooks_entered()
     level = _level(stack)
     if level.replayed is None and not level.recording:
         return function(*args, **kwargs)
-    _refuse_transforms()
     with without_selective_modes():
         return _kept(function, args, kwargs, stack, level)
+
+
+Region: TypeAlias = Frame | TorchRegion
 
 
 class _Level(NamedTuple):
     """Where in regions a call is."""
 
-    recording: list[Frame]
-    """The frames whose forward is under way, from the innermost on."""
-    replayed: Frame | None
+    recording: list[Region]
+    """The regions whose forward is under way, from the innermost on."""
+    replayed: Region | None
     """The one that is replayed around them."""
     around: Sequence[Hooks]
     """The hooks around all of them."""
 
 
 def _level(stack: Sequence[Hooks]) -> _Level:
-    recording: list[Frame] = []
+    recording: list[Region] = []
     around = stack
     for place in reversed(range(len(stack))):
-        frame = _frame_of(stack[place])
-        if frame is not None:
+        found = _region_of(stack[place])
+        if found is not None:
+            region, is_replayed = found
             around = stack[:place]
-            if stack[place][1] == frame._same:
-                return _Level(recording, frame, around)
-            recording.append(frame)
+            if is_replayed:
+                return _Level(recording, region, around)
+            recording.append(region)
     return _Level(recording, None, around)
 
 
-def _frame_of(hooks: Hooks) -> Frame | None:
-    owner = getattr(hooks[1], "__self__", None)
-    return owner if isinstance(owner, Frame) else None
+def _region_of(hooks: Hooks) -> tuple[Region, bool] | None:
+    """The region that has entered ``hooks``, and whether it is replayed."""
+    pack, unpack = hooks
+    owner = getattr(unpack, "__self__", None)
+    return (owner, unpack == owner._same) if isinstance(owner, Frame) else torch_region(pack)
 
 
-def _refuse_transforms() -> None:
-    if functorch_is_active():
+def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(thread.flags[:2]):
         raise TransformError(
             "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
             "  received: torchckpt.keep inside such a transform, inside a region\n"
             "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
         )
+    return function(*args, **kwargs)
 
 
 def _kept(
     function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], stack: Sequence[Hooks], level: _Level
 ) -> Any:
     name, near = name_of(function), [*tensors_of((args, kwargs))[0], *held_by(function)]
-    before = [(frame, frame.saved, buffers_of(frame.seen)) for frame in level.recording]
+    before = [(region, region.saved, buffers_of(region.seen)) for region in level.recording]
     if level.replayed is None:
-        result = Result(near, [generator for frame in level.recording for generator, _ in frame.ambient[0][1]])
-        with only([hooks for hooks in stack if _frame_of(hooks) is None]):
+        result = Result(near, [generator for region in level.recording for generator in region.generators])
+        with only([hooks for hooks in stack if _region_of(hooks) is None]):
             outputs = function(*args, **kwargs)
         with only(level.around):
             result.note(function, outputs, near)
     else:
         result, outputs = _again(function, near, level.replayed)
-    for frame, place, buffers in before:
-        frame.kept = frame.kept or Kept()
-        frame.kept.add(KeptCall(name, place, result, changed_buffers(frame.seen, buffers)))
+    for region, place, buffers in before:
+        region.kept = region.kept or Kept()
+        region.kept.add(KeptCall(name, place, result, changed_buffers(region.seen, buffers)))
     return outputs
 
 
-def _again(function: Function, near: Sequence[Tensor], frame: Frame) -> tuple[Result, Any]:
-    """What the forward of ``frame`` kept, for its replay."""
-    frame.kept = frame.kept or Kept()
-    then = frame.kept.next(frame.function, name_of(function), frame.checks)
-    outputs = then.result.again(function, near, [generator for generator, _ in frame.ambient[0][1]])
+def _again(function: Function, near: Sequence[Tensor], region: Region) -> tuple[Result, Any]:
+    """What the forward of ``region`` kept, for its replay."""
+    region.kept = region.kept or Kept()
+    then = region.kept.next(region.function, name_of(function), region.checks)
+    outputs = then.result.again(function, near, region.replays)
     for home, name, value in then.buffers:
         home[name] = value()
     return then.result, outputs

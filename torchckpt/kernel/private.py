@@ -28,6 +28,7 @@ __all__ = [
     "compiler_of",
     "dispatch_modes_are_active",
     "forward_ad",
+    "frame_of_torch",
     "function_modes",
     "functorch_is_active",
     "global_forward_hooks",
@@ -117,6 +118,25 @@ def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
     closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
     compiler: Callable[..., Any] | None = closure.get("self")
     return compiler if hasattr(compiled, "_torchdynamo_orig_callable") and callable(compiler) else None
+
+
+_FRAMES = {
+    "_checkpoint_hook.__init__.<locals>.pack_hook": ("frame", False),
+    "_recomputation_hook.__init__.<locals>.pack_hook": ("target_frame_ref", True),
+}
+
+
+def frame_of_torch(pack: Callable[..., Any]) -> tuple[Any, bool] | None:
+    """What non-reentrant checkpointing of torch's has of a forward, and whether it is replayed, where ``pack`` is its
+    hook. No public form: it stands in the hook's closure."""
+    if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
+        return None
+    pack = inspect.unwrap(pack)
+    name, is_replayed = _FRAMES.get(pack.__qualname__, ("", False))
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
+    found = cells[name].cell_contents if name in cells else None
+    frame = found() if is_replayed and found is not None else found
+    return None if frame is None else (frame, is_replayed)
 
 
 _SELECTIVE: tuple[type, ...] = tuple(

@@ -45,7 +45,7 @@ class Result:
     The tensors *near* a call are those among its arguments, and those that its function holds.
     """
 
-    __slots__ = ("_changed", "_outputs", "_random", "_spec", "_trail", "_versions")
+    __slots__ = ("_changed", "_moved", "_outputs", "_random", "_spec", "_trail", "_versions")
 
     def __init__(self, near: Sequence[Tensor], generators: Sequence[Generator]) -> None:
         self._versions = [version_of(tensor) for tensor in near]
@@ -62,12 +62,13 @@ class Result:
             for place, (tensor, version) in enumerate(zip(near, self._versions))
             if version_of(tensor) != version
         ]
-        self._random = random_state(generator for generator, _ in moved(self._random))
+        self._moved = [(generator, before, generator.get_state()) for generator, before in moved(self._random)]
+        self._random = []
         devices = accelerators_among((outputs, near), {})
         self._trail = Trail(devices) if devices else None
 
-    def again(self, function: Function, near: Sequence[Tensor], generators: Sequence[Generator]) -> Any:
-        """What it returned, for a replay that sees to ``generators``."""
+    def again(self, function: Function, near: Sequence[Tensor], replays: Callable[[Generator, Tensor], bool]) -> Any:
+        """What it returned. ``replays`` says of a generator, and its state before, whether the replay sees to it."""
         if len(near) != len(self._versions):
             raise _other_arguments(function)
         leaves, _, tensors = self._outputs.arguments()
@@ -76,7 +77,7 @@ class Result:
         for place, original, value, requires_grad in self._changed:
             if alive(original) is not near[place]:
                 _write(function, value(), near[place], requires_grad)
-        put_back([(generator, state) for generator, state in self._random if generator in generators])
+        put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
         behind = {id(leaf): _behind(function, leaf, near) for leaf in tensors}
         outputs = [near[e.place] if isinstance(e, _Near) else behind.get(id(e), e) for e in leaves]
         return pytree.tree_unflatten(outputs, self._spec)
