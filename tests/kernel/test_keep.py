@@ -215,7 +215,7 @@ class Program:
             return found["a"][0].cos() * found["n"] + found["i"].unsqueeze(-1)
         if how == "changes its argument":
             x = x.clone()
-            result = kept(lambda x: x.mul_(torch.rand(4) + 0.5), x)
+            result = kept(lambda x: x.mul_(torch.rand(4) + 0.5).add_(1), x)
             return x.sin() + result
         if how == "closed over":
             y, other = x.clone(), x * 2
@@ -380,6 +380,21 @@ def test_an_argument_that_comes_to_require_grad():
     x = leaf(3)
     expected = torch.autograd.grad(block(plain, x).sum(), x)
     assert_equal(torch.autograd.grad(checkpoint(functools.partial(block, keep), x).sum(), x), expected)
+
+
+def test_a_tensor_from_outside_of_the_region_is_changed_once():
+    count = torch.zeros(2)
+
+    def block(x):
+        h = keep(lambda: count.add_(1).clone()) * x.tanh()
+        return h.sin().cos()
+
+    x = leaf(2)
+    first, second = checkpoint(block, x), checkpoint(block, x)
+    gradients_of_both = torch.autograd.grad(second.sum() + first.sum(), x)
+    expected = torch.autograd.grad((2 * x.tanh()).sin().cos().sum() + (1 * x.tanh()).sin().cos().sum(), x)
+    assert torch.allclose(gradients_of_both[0], expected[0])
+    assert torch.equal(count, torch.full((2,), 2.0))
 
 
 class Balanced(nn.Module):
@@ -731,6 +746,25 @@ def test_results_die_with_the_replay_or_with_the_graph():
             assert alive() == [False]
     finally:
         gc.enable()
+
+
+def test_a_region_that_saves_nothing_and_a_replay_that_failed_hold_nothing():
+    made = []
+
+    def noted(x):
+        y = x.exp()
+        made.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    region = Checkpointing(lambda x: keep(noted, x).sin(), torch.ones(3))
+    region.checkpoint()
+    assert made[0]() is None
+
+    y = checkpoint(lambda x: another(noted(x)).sin().cos(), leaf(3))
+    with pytest.raises(RecomputationError):
+        y.sum().backward()
+    gc.collect()
+    assert made[2]() is None  # of the replay
 
 
 def test_regions_that_keep_nothing_call_no_more_than_before():
