@@ -90,7 +90,7 @@ def test_what_is_kept_is_in_memory_where_a_region_is_recomputed():
         return kept(lambda h: h.exp().sin(), x.tanh()).cos().sin()
 
     plain = counted(lambda: checkpoint(functools.partial(block, lambda function, x: function(x)), x), x)
-    assert (plain.boundary_bytes, plain.inner_bytes) == ([0.0], [4 * ROW])  # each operator saves what it made, or what it got
+    assert (plain.boundary_bytes, plain.inner_bytes) == ([0.0], [4 * ROW])  # what each operator made
     parts = counted(lambda: checkpoint(functools.partial(block, keep), x), x)
     assert (parts.boundary_bytes, parts.inner_bytes) == ([2 * ROW], [2 * ROW])
 
