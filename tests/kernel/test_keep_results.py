@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import (
-    assert_equal,
-    assert_program_transparent,
-    gradients,
-    leaf,
-    plain,
-)
+from tests.helpers import assert_equal, assert_program_transparent, gradients, leaf, plain, prefetched
 from torchckpt import checkpoint, keep
 from torchckpt.errors import ArgumentError
 
@@ -64,6 +58,39 @@ def test_attributes_of_results_are_there_in_the_replay():
 
     checkpoint(block, leaf(3)).sum().backward()
     assert seen == [3, 3]
+
+
+@pytest.mark.parametrize("route", [torch.exp, lambda x: x.detach().exp().requires_grad_(), lambda _: OUTSIDE.exp()])
+def test_a_hook_on_a_result_is_called_once(route):
+    called = []
+
+    def block(x):
+        y = keep(route, x.tanh())
+        y.register_hook(lambda gradient: called.append(1) or gradient * 2)
+        return (y * x).sin().cos()
+
+    x = leaf(3)
+    prefetched(block, x).sum().backward()
+    assert called == [1]
+
+
+OUTSIDE = leaf(3)
+
+
+def test_what_modules_and_variables_hold_later_does_not_matter():
+    class Layer(nn.Module):
+        def route(self, x):
+            self.loss = x.sum()
+            return x.exp()
+
+        def forward(self, x):
+            return keep(self.route, x.tanh()).sin().cos()
+
+    later = torch.ones(3)
+    layer = Layer()
+    y = checkpoint(layer, leaf(3)) + checkpoint(lambda x: keep(lambda x: x + later, x.tanh()).sin().cos(), leaf(3))
+    later = None
+    y.sum().backward()
 
 
 def test_tensors_inside_of_other_objects_are_an_error():

@@ -10,19 +10,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from torchckpt.errors import Fault, TransformError, raise_faults
-from torchckpt.kernel.checkpoint import held_by
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.flags import thread
 from torchckpt.kernel.frame import Frame
 from torchckpt.kernel.hooks import Hooks, hooks_entered, only
 from torchckpt.kernel.kept import Kept, KeptCall
 from torchckpt.kernel.private import functorch_is_active, hooks_in_force, without_selective_modes
-from torchckpt.kernel.result import Result, buffers_of, changed_buffers
+from torchckpt.kernel.result import Near, Result, buffers_of, changed_buffers, near_to
 from torchckpt.kernel.torch_region import TorchRegion, torch_region
-from torchckpt.kernel.trees import tensors_of
 from torchckpt.typing import Function
 
 __all__ = ["keep"]
@@ -47,9 +44,9 @@ def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
     which ends before it and begins again after it.
 
     Args:
-        function: any callable. Tensors among its arguments, or near it (in its closure, its defaults, a partial), and
-            buffers of the region's modules may be changed by it in place: a replay finds them changed. Other objects
-            that it changes are as the replay finds them.
+        function: any callable. Tensors among its arguments, or in its closure, and buffers of the region's modules may
+            be changed by it in place: a replay finds them changed. Other objects that it changes are as the replay
+            finds them.
         *args, **kwargs: its arguments, as it takes them.
 
     Returns:
@@ -128,7 +125,7 @@ def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[st
 def _kept(
     function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], stack: Sequence[Hooks], level: _Level
 ) -> Any:
-    name, near = name_of(function), [*tensors_of((args, kwargs))[0], *held_by(function)]
+    name, near = name_of(function), near_to(function, args, kwargs)
     before = [(region, region.saved, buffers_of(region.seen)) for region in level.recording]
     if level.replayed is None:
         result = Result(near, [generator for region in level.recording for generator in region.generators])
@@ -144,7 +141,7 @@ def _kept(
     return outputs
 
 
-def _again(function: Function, near: Sequence[Tensor], region: Region) -> tuple[Result, Any]:
+def _again(function: Function, near: Near, region: Region) -> tuple[Result, Any]:
     """What the forward of ``region`` kept, for its replay."""
     region.kept = region.kept or Kept()
     then = region.kept.next(region.function, name_of(function), region.checks)

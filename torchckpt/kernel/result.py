@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
@@ -17,10 +19,10 @@ from torchckpt.kernel.layout import version_of
 from torchckpt.kernel.module_state import Seen
 from torchckpt.kernel.private import alive, apply_of, set_version
 from torchckpt.kernel.streams import Trail, accelerators_among
-from torchckpt.kernel.trees import copy_attributes, hides_tensors
+from torchckpt.kernel.trees import copy_attributes, hides_tensors, tensors_of
 from torchckpt.typing import Function
 
-__all__ = ["Buffers", "Result", "buffers_of", "changed_buffers"]
+__all__ = ["Buffers", "Near", "Result", "buffers_of", "changed_buffers", "near_to"]
 
 
 class _Outputs(Boundary):
@@ -31,55 +33,77 @@ class _Outputs(Boundary):
     _whose = "a result of torchckpt.keep"
 
 
+Near: TypeAlias = dict[tuple[str, int], Tensor]
+"""The tensors that a replay of a call has as well: those among its arguments, and those in the closure of its function,
+by their places."""
+
+
+def near_to(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Near:
+    """Those of ``function(*args, **kwargs)``."""
+    given: list[Any] = [args, kwargs]
+    while isinstance(function, partial):
+        given.append((function.args, function.keywords))
+        function = function.func
+    near: Near = {("argument", place): tensor for place, tensor in enumerate(tensors_of(given)[0])}
+    code = getattr(function, "__func__", function)
+    for place, cell in enumerate(getattr(code, "__closure__", None) or ()):
+        with suppress(ValueError):  # nothing is in it yet
+            if isinstance(cell.cell_contents, Tensor):
+                near["cell", place] = cell.cell_contents
+    return near
+
+
+def _arguments(near: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [place for place in near if place[0] == "argument"]
+
+
 class _Near:
     """Stands for an output that is one of the tensors near the call."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: tuple[str, int]) -> None:
         self.place = place
 
 
 class Result:
     """Made before the function is called. ``note()`` what it returned, and ``again()`` hands that out, and leaves
-    arguments and random numbers as the function left them.
-
-    The tensors *near* a call are those among its arguments, and those that its function holds.
-    """
+    arguments and random numbers as the function left them."""
 
     __slots__ = ("_changed", "_moved", "_outputs", "_random", "_spec", "_trail", "_versions")
 
-    def __init__(self, near: Sequence[Tensor], generators: Sequence[Generator]) -> None:
-        self._versions = [version_of(tensor) for tensor in near]
+    def __init__(self, near: Near, generators: Sequence[Generator]) -> None:
+        self._versions = {place: version_of(tensor) for place, tensor in near.items()}
         self._random = random_state(dict.fromkeys(generators))
 
-    def note(self, function: Function, outputs: Any, near: Sequence[Tensor]) -> None:
+    def note(self, function: Function, outputs: Any, near: Near) -> None:
         """What ``function`` has returned, and left."""
         leaves, self._spec = pytree.tree_flatten(outputs)
         _must_be_seen(function, leaves)
-        places = {id(tensor): place for place, tensor in enumerate(near)}
-        self._outputs = _Outputs(tuple(_Near(places[id(e)]) if id(e) in places else e for e in leaves), {})
+        places = {id(tensor): _Near(place) for place, tensor in near.items()}
+        self._outputs = _Outputs(tuple(places.get(id(leaf), leaf) for leaf in leaves), {})
         self._changed = [
             (place, weakref.ref(tensor), _value(tensor), tensor.requires_grad)
-            for place, (tensor, version) in enumerate(zip(near, self._versions))
-            if version_of(tensor) != version
+            for place, tensor in near.items()
+            if version_of(tensor) != self._versions[place]
         ]
         self._moved = [(generator, before, generator.get_state()) for generator, before in moved(self._random)]
         self._random = []
-        devices = accelerators_among((outputs, near), {})
+        devices = accelerators_among((outputs, *near.values()), {})
         self._trail = Trail(devices) if devices else None
 
-    def again(self, function: Function, near: Sequence[Tensor], replays: Callable[[Generator, Tensor], bool]) -> Any:
+    def again(self, function: Function, near: Near, replays: Callable[[Generator, Tensor], bool]) -> Any:
         """What it returned. ``replays`` says of a generator, and its state before, whether the replay sees to it."""
-        if len(near) != len(self._versions):
-            raise _other_arguments(function)
         leaves, _, tensors = self._outputs.arguments()
+        needed = [place for place, *_ in self._changed] + [leaf.place for leaf in leaves if isinstance(leaf, _Near)]
+        if _arguments(near) != _arguments(self._versions) or not near.keys() >= set(needed):
+            raise _other_arguments(function)
         if self._trail is not None:
             self._trail.followed(tensors)
         for place, original, value, requires_grad in self._changed:
             if alive(original) is not near[place]:
                 _write(function, value(), near[place], requires_grad)
         put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
-        behind = {id(leaf): _behind(function, leaf, near) for leaf in tensors}
-        outputs = [near[e.place] if isinstance(e, _Near) else behind.get(id(e), e) for e in leaves]
+        fresh = {id(tensor): _fresh(function, tensor, near) for tensor in tensors}
+        outputs = [near[e.place] if isinstance(e, _Near) else fresh.get(id(e), e) for e in leaves]
         return pytree.tree_unflatten(outputs, self._spec)
 
 
@@ -103,11 +127,16 @@ class _Once(torch.autograd.Function):
 _once = apply_of(_Once)
 
 
-def _behind(function: Function, output: Tensor, near: Sequence[Tensor]) -> Tensor:
-    graded = [tensor for tensor in near if tensor.requires_grad]
-    if output.is_leaf or not graded or not torch.is_grad_enabled():
+def _fresh(function: Function, output: Tensor, near: Near) -> Tensor:
+    """``output`` for a replay to do with as it likes: a hook on it, say, is none on that of the forward."""
+    if isinstance(output, nn.Parameter):
         return output
-    return set_version(copy_attributes(output, _once(function, output, *graded)), output._version)
+    if output.is_leaf:
+        fresh = output.detach().requires_grad_(output.requires_grad)
+    else:
+        with torch.enable_grad():
+            fresh = _once(function, output, *(tensor for tensor in near.values() if tensor.requires_grad))
+    return set_version(copy_attributes(output, fresh), output._version)
 
 
 def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
