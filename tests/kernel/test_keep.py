@@ -6,21 +6,22 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from tests.helpers import (
-    assert_equal,
-    assert_transparent,
-    clear_gradients,
-    gradients,
-    in_thread,
-    leaf,
-    plain,
+from tests.helpers import assert_equal, assert_transparent, clear_gradients, gradients, in_thread, leaf, plain
+from torchckpt import (
+    Checkpointing,
+    Pipe,
+    checkpoint,
+    checkpoint_module,
+    is_checkpointing,
+    is_recomputing,
+    keep,
+    testing,
 )
-from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module, is_checkpointing, is_recomputing, keep
 from torchckpt.errors import RecomputationError, TransformError
-from torchckpt.testing import count_recomputes
 
 aten = torch.ops.aten
 
@@ -155,7 +156,7 @@ def test_what_is_kept_runs_once_whatever_replays():
 
     y = checkpoint(lambda x: checkpoint(lambda x: keep(route, x.tanh()).sin(), x).cos(), leaf(3))
     assert events == [("route", True, False), ("inner", True, False), ("note", True, False)]
-    with count_recomputes() as recomputes:
+    with testing.count_recomputes() as recomputes:
         y.sum().backward()
     assert events[3:] == [("inner", False, True)]
     assert recomputes.total == 3
@@ -215,9 +216,17 @@ def test_a_backward_inside_of_the_region_through_what_is_kept_is_an_error(allow_
         y.sum().backward()
 
 
+def forward_mode(x):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(keep(torch.sin, dual)).tangent.cos()
+
+
 def test_a_transform_inside_of_a_region_is_an_error():
     with pytest.raises(TransformError, match=r"nothing can be kept under vmap(.|\n)*keep\(torch\.vmap\(router\), x\)"):
         checkpoint(lambda x: torch.vmap(lambda x: keep(torch.sin, x))(x).cos(), leaf(3, 2))
+    with pytest.raises(TransformError, match="nothing can be kept under vmap"):
+        checkpoint(forward_mode, leaf(3, 2))
     x = leaf(3, 2)
     assert torch.equal(torch.vmap(lambda x: keep(torch.sin, x))(x), x.sin())
     assert_transparent(checkpoint, lambda x: keep(torch.vmap(torch.sin), x.tanh()).cos().exp(), x)
@@ -266,14 +275,37 @@ def test_selective_contexts_do_not_count_what_is_kept(operators):
     assert_equal(torch.autograd.grad(y.sum(), [x, weight]), expected)
 
 
-def test_module_and_thread_and_pipe(experts, device):
-    if device.type != "cpu":
-        pytest.skip("its devices are in tests/pipe")
-    x = torch.randn(6, 4)
+def test_a_module_in_another_thread_and_a_pipe():
+    experts, x = Experts(), torch.randn(6, 4)
     expected = trained(experts, without_keep(experts), x)
     with checkpoint_module(experts):
         assert_equal(in_thread(trained, experts, experts, x), expected)
     assert_equal(trained(experts, Pipe(nn.Sequential(experts), chunks=1, checkpoint="always"), x), expected)
+
+
+@pytest.mark.accelerator
+def test_a_pipeline_on_two_devices(two_accelerators):
+    stages = [Experts().to(device) for device in two_accelerators]
+
+    def train(mode, kept):
+        for stage in stages:
+            stage.calls = 0
+            stage.forward = functools.partial(stage.mixed, kept=kept)
+        torch.manual_seed(2)
+        pipe = Pipe(nn.Sequential(*stages), [1, 1], list(two_accelerators), chunks=3, checkpoint=mode)
+        x = torch.linspace(-1, 1, 24, device=two_accelerators[0]).view(6, 4).requires_grad_()
+        clear_gradients(*pipe.parameters())
+        y = pipe(x)
+        y.sin().sum().backward()
+        assert [stage.calls for stage in stages] == [3, 3]
+        return [y.detach(), *gradients(x, *pipe.parameters())]
+
+    assert_equal(train("always", keep), train("never", plain))
+
+
+def test_it_is_transparent(device):
+    block = nn.Linear(4, 4).to(device)
+    testing.assert_transparent(lambda x: (keep(nn.functional.dropout, block(x)) * x).sin(), leaf(3, 4, device=device))
 
 
 # replays that differ --------------------------------------------------------------------------------------------------

@@ -6,20 +6,18 @@ returns is noted with each frame whose forward is under way. Whichever of them i
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 
 from torchckpt.errors import Fault, TransformError, raise_faults
 from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.frame import Frame
-from torchckpt.kernel.hooks import Hooks, hooks_entered, only
+from torchckpt.kernel.hooks import hooks_entered, only
 from torchckpt.kernel.kept import Kept, KeptCall
-from torchckpt.kernel.private import functorch_is_active, hooks_in_force, without_selective_modes
+from torchckpt.kernel.level import Level, Region, level_of
+from torchckpt.kernel.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
 from torchckpt.kernel.result import Near, Result, buffers_of, changed_buffers, near_to
-from torchckpt.kernel.torch_region import TorchRegion, torch_region
 from torchckpt.typing import Function
 
 __all__ = ["keep"]
@@ -67,49 +65,13 @@ def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
         raise_faults("keep", [Fault("the function must be callable", type(function).__name__, works)])
     if hooks_in_force(True) is None:
         return function(*args, **kwargs)
-    if functorch_is_active():  # hooks are disabled there
+    if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there
         return _inside_transform(function, args, kwargs)
-    stack = hooks_entered()
-    level = _level(stack)
+    level = level_of(hooks_entered())
     if level.replayed is None and not level.recording:
         return function(*args, **kwargs)
     with without_selective_modes():
-        return _kept(function, args, kwargs, stack, level)
-
-
-Region: TypeAlias = Frame | TorchRegion
-
-
-class _Level(NamedTuple):
-    """Where in regions a call is."""
-
-    recording: list[Region]
-    """The regions whose forward is under way, from the innermost on."""
-    replayed: Region | None
-    """The one that is replayed around them."""
-    around: Sequence[Hooks]
-    """The hooks around all of them."""
-
-
-def _level(stack: Sequence[Hooks]) -> _Level:
-    recording: list[Region] = []
-    around = stack
-    for place in reversed(range(len(stack))):
-        found = _region_of(stack[place])
-        if found is not None:
-            region, is_replayed = found
-            around = stack[:place]
-            if is_replayed:
-                return _Level(recording, region, around)
-            recording.append(region)
-    return _Level(recording, None, around)
-
-
-def _region_of(hooks: Hooks) -> tuple[Region, bool] | None:
-    """The region that has entered ``hooks``, and whether it is replayed."""
-    pack, unpack = hooks
-    owner = getattr(unpack, "__self__", None)
-    return (owner, unpack == owner._same) if isinstance(owner, Frame) else torch_region(pack)
+        return _kept(function, args, kwargs, level)
 
 
 def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,22 +84,22 @@ def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[st
     return function(*args, **kwargs)
 
 
-def _kept(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], stack: Sequence[Hooks], level: _Level
-) -> Any:
+def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], level: Level) -> Any:
     name, near = name_of(function), near_to(function, args, kwargs)
     before = [(region, region.saved, buffers_of(region.seen)) for region in level.recording]
     if level.replayed is None:
         result = Result(near, [generator for region in level.recording for generator in region.generators])
-        with only([hooks for hooks in stack if _region_of(hooks) is None]):
+        with only(level.others):
             outputs = function(*args, **kwargs)
+        changed = [changed_buffers(region.seen, buffers) for region, _, buffers in before]
         with only(level.around):
             result.note(function, outputs, near)
     else:
         result, outputs = _again(function, near, level.replayed)
-    for region, place, buffers in before:
+        changed = [changed_buffers(region.seen, buffers) for region, _, buffers in before]
+    for (region, place, _), buffers in zip(before, changed):
         region.kept = region.kept or Kept()
-        region.kept.add(KeptCall(name, place, result, changed_buffers(region.seen, buffers)))
+        region.kept.add(KeptCall(name, place, result, buffers))
     return outputs
 
 
@@ -146,6 +108,7 @@ def _again(function: Function, near: Near, region: Region) -> tuple[Result, Any]
     region.kept = region.kept or Kept()
     then = region.kept.next(region.function, name_of(function), region.checks)
     outputs = then.result.again(function, near, region.replays)
-    for home, name, value in then.buffers:
-        home[name] = value()
+    then.result.followed([copy and copy.values for _, _, copy in then.buffers])
+    for home, name, copy in then.buffers:
+        home[name] = copy and copy.again()
     return then.result, outputs

@@ -15,7 +15,7 @@ from torchckpt.errors import Fault, RecomputationError, raise_faults
 from torchckpt.kernel.ambient import Generator, moved, put_back, random_state
 from torchckpt.kernel.boundary import Boundary
 from torchckpt.kernel.determinism import name_of
-from torchckpt.kernel.layout import version_of
+from torchckpt.kernel.layout import Copy, version_of
 from torchckpt.kernel.module_state import Seen
 from torchckpt.kernel.private import alive, apply_of, set_version
 from torchckpt.kernel.streams import Trail, accelerators_among
@@ -81,7 +81,7 @@ class Result:
         places = {id(tensor): _Near(place) for place, tensor in near.items()}
         self._outputs = _Outputs(tuple(places.get(id(leaf), leaf) for leaf in leaves), {})
         self._changed = [
-            (place, weakref.ref(tensor), _value(tensor), tensor.requires_grad)
+            (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
             for place, tensor in near.items()
             if version_of(tensor) != self._versions[place]
         ]
@@ -96,15 +96,20 @@ class Result:
         needed = [place for place, *_ in self._changed] + [leaf.place for leaf in leaves if isinstance(leaf, _Near)]
         if _arguments(near) != _arguments(self._versions) or not near.keys() >= set(needed):
             raise _other_arguments(function)
-        if self._trail is not None:
-            self._trail.followed(tensors)
-        for place, original, value, requires_grad in self._changed:
+        self.followed([*tensors, *(copy.values for _, _, copy, _ in self._changed)])
+        for place, original, copy, requires_grad in self._changed:
             if alive(original) is not near[place]:
-                _write(function, value(), near[place], requires_grad)
+                _write(function, copy.again(), near[place], requires_grad)
         put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
         fresh = {id(tensor): _fresh(function, tensor, near) for tensor in tensors}
         outputs = [near[e.place] if isinstance(e, _Near) else fresh.get(id(e), e) for e in leaves]
         return pytree.tree_unflatten(outputs, self._spec)
+
+
+    def followed(self, tensors: Iterable[Tensor | None]) -> None:
+        """Let the current streams wait for those of the forward, and keep ``tensors`` until they are done with them."""
+        if self._trail is not None:
+            self._trail.followed(tensor for tensor in tensors if tensor is not None)
 
 
 class _Once(torch.autograd.Function):
@@ -147,12 +152,6 @@ def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
         raise_faults("keep", [Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works)])
 
 
-def _value(tensor: Tensor) -> Callable[[], Tensor]:
-    """What makes copies of ``tensor`` as it is now."""
-    values, version = tensor.detach().clone(), version_of(tensor)
-    return lambda: set_version(values.clone(), version)
-
-
 def _write(function: Function, value: Tensor, tensor: Tensor, requires_grad: bool) -> None:
     if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
         raise _other_arguments(function)
@@ -185,15 +184,11 @@ def buffers_of(seen: Seen | None) -> Buffers:
     return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in seen.layout.buffers()}
 
 
-def changed_buffers(seen: Seen | None, before: Buffers) -> list[tuple[dict[str, Any], str, Callable[[], Any]]]:
-    """Those that are others than ``before``: where each is, its name there, and what makes copies of it."""
-    changed: list[tuple[dict[str, Any], str, Callable[[], Any]]] = []
+def changed_buffers(seen: Seen | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
+    """Those that are others than ``before``: where each is, its name there, and a copy of it."""
+    changed: list[tuple[dict[str, Any], str, Copy | None]] = []
     for key, (tensor, version) in buffers_of(seen).items():
         then = before.get(key)
         if seen is not None and (then is None or then[0] is not tensor or then[1] != version):
-            changed.append((seen.layout.home(key), key[1], _none if tensor is None else _value(tensor)))
+            changed.append((seen.layout.home(key), key[1], None if tensor is None else Copy(tensor)))
     return changed
-
-
-def _none() -> None:
-    return None
