@@ -31,6 +31,7 @@ def test_names():
         "graph",
         "is_checkpointing",
         "is_recomputing",
+        "keep",
         "testing",
     ]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         checkpoint_module,
         is_checkpointing,
         is_recomputing,
+        keep,
     )
     from torchckpt.pipe import Pipe
 
@@ -47,6 +48,7 @@ __all__ = [
     "graph",
     "is_checkpointing",
     "is_recomputing",
+    "keep",
     "testing",
 ]
 
@@ -67,6 +69,7 @@ _HOMES = {
     "checkpoint_module": "kernel",
     "is_checkpointing": "kernel",
     "is_recomputing": "kernel",
+    "keep": "kernel",
 }
 
 if not TYPE_CHECKING:
