@@ -8,12 +8,12 @@ its input, in place, counts twice in that peak: it is a bound, and near where pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
@@ -49,6 +49,7 @@ class Planner(Protocol):
 
     plan: Plan
     replay: bool
+    inputs: Collection[int]
 
     def cost(self, node: fx.Node) -> Cost: ...
 
@@ -112,6 +113,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Raise at the first call what compiling raised: Dynamo would wrap it in an error of its own."""
         planner = self._planner()
+        planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
         try:
             _refuse_break(module)
             _refuse_symbols(module)

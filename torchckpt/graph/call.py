@@ -35,6 +35,7 @@ class Call:
         self._places = places_of(tensors)
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
+        chooser.inputs = frozenset(data)
         with leaving_no_tensors(model):
             self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
         self._capture.witness.refuse_left()
