@@ -58,6 +58,7 @@ def test_names():
             [
                 "Frontier",
                 "Plan",
+                "RematerializeHandle",
                 "backend",
                 "frontier",
                 "gradient",
@@ -65,6 +66,7 @@ def test_names():
                 "mark",
                 "region",
                 "rematerialize",
+                "rematerialize_",
                 "separators",
                 "sequential",
                 "simplify",

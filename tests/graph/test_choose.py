@@ -129,7 +129,7 @@ def test_least_bytes_that_are_named_are_held(monkeypatch):
 
 
 def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
-    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned: planner.solution(flow, flow.eager))
+    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager))
     plan = plan_of(chain, leaf(1000), budget=0.6, exact=True)
     assert plan.peak_bytes <= plan.budget_bytes - 64
     with pytest.raises(BudgetInfeasible, match=r"the least found is 40\.08kB"):

@@ -1,7 +1,7 @@
 """Choose: from what the user asks for, to the schedule of a joint graph and the plan that tells of it."""
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from torch import fx
@@ -11,6 +11,7 @@ from torchckpt.graph.costs import Cost, given, measured, profiled, roofline
 from torchckpt.graph.joint import Joint
 from torchckpt.graph.keep import Keep, check_keep, kept_by, schedule_of
 from torchckpt.graph.measure import Measure
+from torchckpt.graph.progress import Watch
 from torchckpt.graph.refusal import infeasible, kinds_of
 from torchckpt.graph.values import Values
 from torchckpt.model.remat.budget import Budget, budget_bytes, check_budget
@@ -49,6 +50,7 @@ class Chooser:
         raise_faults(caller, _faults(costs, rng, exact, budget))
         self._caller, self._keep, self._budget, self._exact = caller, keep, budget, exact
         self._costs, self._measure = costs, Measure(rounds=3 if costs == "profile" else 0)
+        self.watch = Watch()
         self.replay = rng == "replay"
         self.inputs: Collection[int] = ()  # of what is traced, the places of those that are no parameters
         self._bytes: int | None = None  # of the first graph: a call that is planned again is not given more
@@ -66,7 +68,8 @@ class Chooser:
         if self._bytes is None and self._budget is not None:
             self._bytes = budget_bytes(self._budget, eager_peak_bytes)
         budget = self._bytes
-        schedule = tuple(self._schedule(joint, budget))
+        with self.watch.planning(len(flow.operations)) as tell:
+            schedule = tuple(self._schedule(joint, budget, tell))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
@@ -74,7 +77,7 @@ class Chooser:
             raise infeasible(self._caller, self._budget, budget, self.plan, kinds, _RESERVED_BYTES)
         return schedule
 
-    def _schedule(self, joint: Joint, budget: int | None) -> Schedule:
+    def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:
         flow = joint.flow
         if isinstance(self._keep, Plan):
             return _planned(self._caller, self._keep, flow)
@@ -82,11 +85,12 @@ class Chooser:
             return schedule_of(joint, self._keep)
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
         room = budget - _RESERVED_BYTES
-        found = fit(flow, room, pinned)
+        found = fit(flow, room, pinned, tell)
         if not self._exact:
             return found.schedule
         from torchckpt.model.remat.exact import Infeasible, optimum
 
+        tell("the proof")
         try:
             return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
         except Infeasible:
