@@ -17,6 +17,7 @@ _AROUND = (
     "the default device", "hooks of all modules",
 )
 _MOST = 3
+_OTHERS = "other arguments"
 
 
 def reason_of(model: nn.Module, before: Sequence[Guard], after: Guard, args: Any, kwargs: Any) -> str:
@@ -27,14 +28,14 @@ def reason_of(model: nn.Module, before: Sequence[Guard], after: Guard, args: Any
     every = [
         list(_differences(model, guard, after, names)) or list(_of_outside(guard, after)) for guard in reversed(before)
     ]
-    found = min(every, key=len)
+    found = min(every, key=lambda one: (one[:1] == [_OTHERS], len(one)))  # of others nothing more can be told
     more = f", and {len(found) - _MOST} more" if len(found) > _MOST else ""
     return ", ".join(found[:_MOST]) + more if found else "something else that its code reads"
 
 
 def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]) -> Iterator[str]:
     if before.structure != after.structure:
-        yield "other arguments"
+        yield _OTHERS
     else:
         yield from _of_kinds(names, before.kinds[len(before.state) :], after.kinds[len(after.state) :])
     if before.state != after.state:

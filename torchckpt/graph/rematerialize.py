@@ -206,25 +206,23 @@ def _is_bound_to(module: nn.Module, value: Any) -> bool:
 def _class_for(model: nn.Module) -> type[Rematerialized]:
     """A subclass whose forward has the signature of the model's: tools read there which inputs a model takes."""
     own: Any = getattr(type(model), "forward", None)
+    noted: dict[str, object] = {"__wrapped__": own}
     try:
         signature = inspect.signature(model.forward)
     except (AttributeError, TypeError, ValueError):
         return Rematerialized
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    signature = signature.replace(parameters=[first, *signature.parameters.values()])
+    if "forward" in model.__dict__:
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        noted["__signature__"] = signature.replace(parameters=[first, *signature.parameters.values()])
     name = f"Rematerialized{type(model).__name__}"
     for made in Rematerialized.__subclasses__():
-        if made.__name__ == name and made.forward.__dict__ == {**own.__dict__, **_noted(own, signature)}:
+        if made.__name__ == name and made.forward.__dict__ == {**own.__dict__, **noted}:
             return made
 
     @wraps(own)
     def forward(self: Rematerialized, *args: Any, **kwargs: Any) -> Any:
         return Rematerialized.forward(self, *args, **kwargs)
 
-    forward.__dict__.update(_noted(own, signature))
+    forward.__dict__.update(noted)
     names = {name: getattr(Rematerialized, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(name, (Rematerialized,), {**names, "forward": forward})
-
-
-def _noted(own: object, signature: inspect.Signature) -> dict[str, object]:
-    return {"__wrapped__": own, "__signature__": signature}
