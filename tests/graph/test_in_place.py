@@ -220,6 +220,8 @@ def test_code_that_is_compiled_around_it_runs_it_as_it_is():
     ("make", "text"),
     [
         (lambda: 3, "the first argument is a module\n  received: 3"),
+        (lambda: nn.Linear, "works:    graph.rematerialize_(Linear(...), inputs): the class is called first"),
+        (lambda: [nn.Linear(2, 2)], "works:    graph.rematerialize_(nn.Sequential(*layers), inputs); or each layer by"),
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "works:    for layer in layers: graph.rematerialize_(layer)"),
         (lambda: graph.rematerialize(nn.Linear(2, 2)), "received: what graph.rematerialize() returned"),
     ],

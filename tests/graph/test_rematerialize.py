@@ -724,7 +724,7 @@ def test_faults_of_the_call_are_listed_at_once():
         graph.rematerialize(lambda x: x, engine="triton")
     text = str(caught.value)
     assert text.startswith("rematerialize(): 2 faults\nthe first argument is a module\n  received: <function")
-    assert "works:    graph.rematerialize(model, inputs)" in text
+    assert "works:    graph.rematerialize(model, inputs), of a module whose forward calls the function" in text
     assert 'engine is "eager" or "inductor"\n  received: \'triton\'\n  works:    engine="eager"' in text
 
 
@@ -734,6 +734,7 @@ def test_faults_of_the_call_are_listed_at_once():
         (({"x": torch.ones(4, 6)},), {}, "works:    graph.rematerialize(model, example_kwargs=example)"),
         (((torch.ones(4, 6),),), {}, "works:    graph.rematerialize(model, *example)"),
         ((torch.ones(4, 6), "50%"), {}, "works:    graph.rematerialize(model, inputs, budget='50%')"),
+        (((4, 6),), {}, "works:    graph.rematerialize(model, torch.randn(4, 6))"),
         ((), {"example_kwargs": [1]}, "example_kwargs is a dict of the keywords that the model is called with\n"
                                       "  received: list"),
         ((), {"example_kwargs": {1: 2}}, "example_kwargs is a dict of the keywords"),

@@ -27,10 +27,24 @@ from torchckpt.graph.wrapped import check_bare
 from torchckpt.model.amount import read
 from torchckpt.model.remat.plan import Plan
 
-__all__ = ["Calls", "option_faults"]
+__all__ = ["Calls", "module_faults", "option_faults"]
 
 _NEW = object()
 """In place of a call that is to be traced first."""
+
+
+def module_faults(function: str, model: object) -> list[Fault]:
+    """Of the first argument."""
+    if isinstance(model, nn.Module):
+        return []
+    works = f"graph.{function}(model, inputs)"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        works = f"graph.{function}({model.__name__}(...), inputs): the class is called first"
+    elif isinstance(model, (list, tuple)):
+        works = f"graph.{function}(nn.Sequential(*layers), inputs); or each layer by itself"
+    elif callable(model):
+        works += ", of a module whose forward calls the function"
+    return [Fault("the first argument is a module", f"{model!r:.200}", works)]
 
 
 def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
@@ -189,6 +203,8 @@ def _blaming(caller: str, example: tuple[Any, ...]) -> Iterator[None]:
 def _instead(function: str, example: tuple[Any, ...]) -> str | None:
     """The call that was meant; None if there is none to tell."""
     if len(example) == 1 and isinstance(example[0], (tuple, list)):
+        if example[0] and all(isinstance(size, int) for size in example[0]):  # a shape
+            return f"graph.{function}(model, torch.randn({', '.join(map(str, example[0]))}))"
         return f"graph.{function}(model, *example)"
     if len(example) == 1 and isinstance(example[0], Mapping):
         return f"graph.{function}(model, example_kwargs=example)"

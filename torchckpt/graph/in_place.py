@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.calls import Calls, option_faults
+from torchckpt.graph.calls import Calls, module_faults, option_faults
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.rematerialize import Rematerialized
@@ -148,7 +148,8 @@ def rematerialize_(
         ArgumentError, BudgetInfeasible, CaptureError: as :func:`rematerialize` raises them. The module is then as it
             was before.
     """
-    raise_faults(_CALLER, [*_faults(module), *option_faults(engine, rng, example_kwargs)])
+    faults = [*module_faults("rematerialize_", module), *_faults(module)]
+    raise_faults(_CALLER, [*faults, *option_faults(engine, rng, example_kwargs)])
     check_bare(_CALLER, module)
     setting = _Setting(partial(Chooser, _CALLER, keep, budget, costs, rng, exact), engine)
     setting.chooser()  # it checks its arguments
@@ -163,9 +164,9 @@ def rematerialize_(
 
 
 def _faults(module: object) -> list[Fault]:
-    works = "graph.rematerialize_(model, inputs)"
+    """Of a module that cannot be changed in place."""
     if not isinstance(module, nn.Module):
-        return [Fault("the first argument is a module", repr(module), works)]
+        return []
     name = type(module).__name__
     if isinstance(module, Rematerialized):
         return [Fault("a module is rematerialized once", "what graph.rematerialize() returned", "its original")]

@@ -46,7 +46,8 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
         if one != other:
             yield name
     yield from _of_modules(model, before, after)
-    if (before.structure, before.state) == (after.structure, after.state) and (before.places, before.aliases) != (after.places, after.aliases):
+    names_are_same = (before.structure, before.state) == (after.structure, after.state)
+    if names_are_same and (before.places, before.aliases) != (after.places, after.aliases):
         yield "which tensors are one"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.calls import Calls, option_faults
+from torchckpt.graph.calls import Calls, module_faults, option_faults
 from torchckpt.graph.choose import Chooser, Costs
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.wrapped import check_bare, refuse_copies
@@ -85,11 +85,7 @@ def rematerialize(
         CaptureError: the call cannot be traced: it depends on the values of tensors, or changes its inputs.
     """
     caller = "rematerialize()"
-    faults = []
-    if not isinstance(model, nn.Module):
-        faults.append(Fault("the first argument is a module", repr(model), "graph.rematerialize(model, inputs)"))
-    faults += option_faults(engine, rng, example_kwargs)
-    raise_faults(caller, faults)
+    raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(caller, model)
     made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
     made._calls.prepare_example(example, example_kwargs)
