@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "pipe": (*GROUND, "model", "kernel"),
     "distributed": (*GROUND, "features", "model", "kernel"),
     "plan": (*GROUND, "model", "kernel"),
-    "graph": (*GROUND, "features", "model", "kernel.flags"),
+    "graph": (*GROUND, "features", "model", "kernel.flags", "kernel.mixin"),
     # floor 3
     "kernel": (*GROUND, "features"),
     # floor 2
@@ -127,6 +127,7 @@ def test_import_that_goes_up_is_found(module, source, found):
         ("testing", "from torchckpt.kernel.frame import observers"),
         ("pipe.lane", "from torchckpt.kernel.frame import Frame\nfrom torchckpt.pipe.clock import clock_cycles"),
         ("graph.trace", "from torchckpt.kernel.flags import flags\nfrom torchckpt.kernel import flags\nimport torch"),
+        ("graph.in_place", "from torchckpt.kernel.mixin import Mixin"),
         ("kernel.frame", "import torch\nfrom torchckpt.errors import Fault\nfrom . import flags, slots"),
         ("kernel.__init__", "from .frame import Frame\nfrom torchckpt.kernel.call import Call"),
         ("model.schedule", "from torchckpt.errors import Fault\nimport dataclasses"),

@@ -60,6 +60,7 @@ def test_names():
             [
                 "Frontier",
                 "Plan",
+                "RematerializeHandle",
                 "backend",
                 "frontier",
                 "gradient",
@@ -67,6 +68,7 @@ def test_names():
                 "mark",
                 "region",
                 "rematerialize",
+                "rematerialize_",
                 "separators",
                 "sequential",
                 "simplify",
