@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import on_processes
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -19,8 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from variants import Plain
 
+from benchmarks.pipeline.plain import Plain
+from benchmarks.pipeline.processes import on_processes
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.testing import saved_bytes

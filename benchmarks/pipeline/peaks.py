@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import on_processes
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -20,13 +19,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.pipeline.processes import on_processes
+from examples.gpt.model import Block, Size, gpt
+from examples.gpt.text import VOCABULARY
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-from gpt.model import Block, Size, gpt
-from gpt.text import VOCABULARY
 
 _SIZE = Size(blocks=8, width=64, heads=4, length=64, rows=32, chunks=8)
 _SCHEDULES: dict[str, tuple[Any, list[list[int]]]] = {
