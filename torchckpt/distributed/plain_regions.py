@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.distributed.private import is_compiled
 from torchckpt.errors import RegionError
 from torchckpt.kernel.flags import is_checkpointing
 from torchckpt.kernel.mixin import COMPILED
 from torchckpt.kernel.module import is_checkpointed
 from torchckpt.kernel.private import hooks_in_force
+from torchckpt.modules import is_compiled
 
 __all__ = ["plain_regions_refused", "raise_without_regions", "warn_of_compiled_regions"]
 
