@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import on_ranks
+from tests.settings import with_gloo
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
 
 RANKS, STEPS = 2, 2
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Block(nn.Module):

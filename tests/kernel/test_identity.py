@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf
+from tests.settings import without_collector
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.testing import count_recomputes
 
@@ -272,14 +272,11 @@ def test_an_input_whose_graph_leads_through_its_region_is_freed(requires_grad, c
     x = leaf(4)
     h = x * 1 if requires_grad else torch.ones(4)
     gone = weakref.ref(h)
-    gc.disable()
-    try:
+    with without_collector():
         y = call(lambda h, x: square(h) * x, h, x)
         h += y
         del y, h
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_block_keeps_only_its_boundary_when_the_input_is_given_twice(call):

@@ -1,9 +1,7 @@
 """Stages without a ``Pipe``: what its parts are tested with."""
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,14 +24,3 @@ def run(stages: Sequence[Stage], x: torch.Tensor, chunks: int, checkpointed: int
     micro_batches = scatter((x,), {}, chunks)
     outputs = run_pipeline(stages, micro_batches, checkpointed, lookahead, threads)
     return gather(outputs, [batch.rows for batch in micro_batches])
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """What is freed inside is freed without the garbage collector."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

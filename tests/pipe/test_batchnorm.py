@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import doctest
-import gc
 import io
 import pickle
 import threading
@@ -19,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import torchckpt
 from tests.helpers import in_thread, in_threads
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import DeferredBatchNorm, batchnorm
 
@@ -304,12 +304,9 @@ def test_after_a_mini_batch_nothing_is_kept() -> None:
     layer = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
     by_parts(layer, torch.randn(12, 3))
     alive = weakref.ref(layer)
-    gc.disable()
-    try:
+    with without_collector():
         del layer
         assert alive() is None
-    finally:
-        gc.enable()
     assert not batchnorm._under_way
 
 

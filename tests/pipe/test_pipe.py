@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from tests.pipe.stages import run, stages_of, without_collector
+from tests.pipe.stages import run, stages_of
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.kernel.frame import Frame
 from torchckpt.pipe import NoChunk

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from tests.pipe.stages import without_collector
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk
