@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
+from benchmarks.losses import next_token
 from benchmarks.pipe.variants import Job
 from benchmarks.transformer import Block, Embedding
 from torchckpt.pipe.skip import Namespace, pop, stash
@@ -122,11 +123,7 @@ def gpt(
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
     model = nn.Sequential(Embedding(vocabulary, length, width), *(Block(width, heads) for _ in range(blocks)), head)
     text = torch.randint(vocabulary, (rows, length + 1), device=device)
-    return Job(model.to(dtype), text[:, :-1], text[:, 1:], _next_token)
-
-
-def _next_token(logits: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), target.flatten())
+    return Job(model.to(dtype), text[:, :-1], text[:, 1:], next_token)
 
 
 # for a CPU ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from benchmarks.losses import next_token
 from benchmarks.pipeline.plain import Plain
 from benchmarks.pipeline.processes import on_processes
 from benchmarks.stock import Stock
@@ -71,12 +72,8 @@ def _schedule(variant: str, rank: int) -> tuple[PipelineStage, Any]:
     elif variant == "stock":
         own = [Stock(layer) if layer in blocks else layer for layer in own]
     stage = PipelineStage(nn.Sequential(*own), rank, 2, torch.device("cpu"))
-    schedule: Any = Schedule1F1B(stage, n_microbatches=_SIZE.chunks, loss_fn=_loss)
+    schedule: Any = Schedule1F1B(stage, n_microbatches=_SIZE.chunks, loss_fn=next_token)
     return stage, recompute_ahead(schedule) if variant == "ours" else Plain(schedule, schedule_of(schedule))
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _step(stage: PipelineStage, schedule: Any, turn: int) -> tuple[float, list[Tensor]]:

@@ -30,6 +30,7 @@ from torch.distributed.pipelining import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+from benchmarks.losses import mean_square
 from benchmarks.machine import machine
 from benchmarks.options import write
 from benchmarks.pipeline.processes import on_processes
@@ -80,7 +81,7 @@ class Variant:
         data = torch.Generator().manual_seed(1)
         self._x, self._y = torch.randn(2, case.micro_batches * _ROWS, ROW, generator=data)
         live = self.stages[0] if len(self.stages) == 1 else self.stages
-        self.schedule: Any = case.make(live, n_microbatches=case.micro_batches, loss_fn=_loss)
+        self.schedule: Any = case.make(live, n_microbatches=case.micro_batches, loss_fn=mean_square)
 
     def _stage(self, index: int, seconds: float, has_regions: bool) -> PipelineStage:
         torch.manual_seed(index)
@@ -108,10 +109,6 @@ class Variant:
         end = time.perf_counter()
         parameters = [one for stage in self.stages for one in stage.submod.parameters()]
         return (begin, end), [*losses, *(one.grad.clone() for one in parameters if one.grad is not None)]
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def same_blocks(plan: PipelinePlan) -> PipelinePlan:

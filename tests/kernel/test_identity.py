@@ -9,14 +9,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf
+from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf, same_or_not
 from tests.settings import without_collector
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.testing import count_recomputes
-
-
-def same_or_not(a, b):
-    return (a.square() if a is b else a * b * b).sin()
 
 
 def square(x):

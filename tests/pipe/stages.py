@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchckpt.pipe.microbatch import gather, scatter
 from torchckpt.pipe.partition import Layer, Stage, partition
@@ -24,3 +24,7 @@ def run(stages: Sequence[Stage], x: torch.Tensor, chunks: int, checkpointed: int
     micro_batches = scatter((x,), {}, chunks)
     outputs = run_pipeline(stages, micro_batches, checkpointed, lookahead, threads)
     return gather(outputs, [batch.rows for batch in micro_batches])
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from benchmarks.losses import mean_square
 from benchmarks.pipeline.cells.cell import Cell
 from benchmarks.pipeline.plain import Plain
 from benchmarks.pipeline.sleeping.block import Block, Costs
@@ -23,10 +24,6 @@ VARIANTS = ("none", "stock", "ours")
 MORE = (*VARIANTS, "unplaced", "torch")
 _CLASSES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ROWS, _WIDTH = 4, 16
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def model_costs(costs: Costs) -> tuple[StageCosts, Link]:
@@ -45,7 +42,7 @@ class Variant:
             checkpoint_module(module)
         self.wire = Wire(table, costs.link_seconds)
         self.stage = LinkedStage(module, rank, cell.p, self.wire)
-        live = _CLASSES[cell.schedule](self.stage, n_microbatches=cell.m, loss_fn=loss_of)
+        live = _CLASSES[cell.schedule](self.stage, n_microbatches=cell.m, loss_fn=mean_square)
         self.schedule = _ON_RUNTIME[name](live, costs)
         data = torch.Generator().manual_seed(cell.p)
         self._x, self._y = torch.randn(2, cell.m * _ROWS, _WIDTH, generator=data)
