@@ -3,14 +3,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.scripts import ROOT, run
 
 ROWS = [
     "loss after 2 steps",
@@ -23,11 +20,8 @@ ROWS = [
 ]
 
 
-def run(*arguments, **environment):
-    command = [sys.executable, str(ROOT / "examples/train_gpt.py"), *arguments]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def example(*arguments, **environment):
+    return run(str(ROOT / "examples/train_gpt.py"), *arguments, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +31,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(out):
-    done = run("--quick", "--out", str(out))
+    done = example("--quick", "--out", str(out))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -94,7 +88,7 @@ def test_gpt_draws_the_memory(printed, out):
 
 def test_gpt_without_matplotlib_says_how_to_get_the_picture(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MATPLOTLIB)
-    done = run("--quick", "--out", str(tmp_path), PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    done = example("--quick", "--out", str(tmp_path), PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith("pip install 'torchckpt[plot]'")
     assert not list(tmp_path.glob("*.svg"))
@@ -108,6 +102,6 @@ importlib.util.find_spec = lambda name, *rest: None if name == "matplotlib" else
 
 
 def test_gpt_names_a_device_that_there_is():
-    done = run("--quick", "--device", "abacus")
+    done = example("--quick", "--device", "abacus")
     assert done.returncode != 0
     assert "--device abacus: there is none here; --device " in done.stderr

@@ -4,8 +4,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpt.memory import Curve
-from gpt.table import MIB
+from .memory import Curve
+from .table import MIB
 
 __all__ = ["draw_memory"]
 

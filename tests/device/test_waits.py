@@ -26,12 +26,6 @@ DEVICES = ("sim:0", "sim:1")
 # one region -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def streams(sim):
-    """Two new streams of sim:0."""
-    return torch.Stream("sim:0"), torch.Stream("sim:0")
-
-
 def leaf(*shape):
     tensor = torch.randn(*shape, device="sim:0").requires_grad_()
     torch.accelerator.synchronize()

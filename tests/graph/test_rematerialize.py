@@ -16,6 +16,7 @@ from tests.distributed.ranks import on_ranks, one_rank
 from tests.graph.eager import assert_same, compare, measured_peak, step
 from tests.helpers import assert_equal, in_threads, leaf
 from tests.models import MODELS
+from tests.settings import without_collector
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.features import release_of
@@ -615,8 +616,7 @@ def test_threads_that_call_at_once():
 def test_inputs_and_outputs_die(model, backward):
     step = step_of(model)
     gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         for _ in range(2):
             x, mask = leaf(4, 6), torch.ones(6)
             outputs = step(x, mask={"keep": [mask]})
@@ -625,8 +625,6 @@ def test_inputs_and_outputs_die(model, backward):
             alive = [weakref.ref(x), weakref.ref(mask), weakref.ref(outputs)]
             del x, mask, outputs
             assert [one() for one in alive] == [None] * 3
-    finally:
-        gc.enable()
 
 
 class Tanh(nn.Module):

@@ -12,13 +12,14 @@ from torch import nn
 
 from tests.distributed.ranks import on_ranks
 from tests.helpers import plain
+from tests.settings import with_gloo
 from torchckpt import checkpoint, checkpoint_module, keep
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
 
 RANKS, STEPS = 2, 2
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Block(nn.Module):

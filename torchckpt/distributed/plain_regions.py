@@ -11,12 +11,12 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from torchckpt.distributed.private import is_compiled
 from torchckpt.errors import Fault, RegionError
 from torchckpt.kernel.flags import is_checkpointing
 from torchckpt.kernel.mixin import COMPILED
 from torchckpt.kernel.module import is_checkpointed
 from torchckpt.kernel.private import hooks_in_force
+from torchckpt.modules import is_compiled
 
 __all__ = ["plain_regions_refused", "raise_without_regions", "traced_faults", "warn_of_compiled_regions"]
 

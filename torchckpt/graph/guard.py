@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.runtime import hooks_of_all_modules, storage_of
+from torchckpt.modules import OF_EVERY_MODULE
+from torchckpt.tensors import tensors_in
 
 __all__ = [
     "CONSTANTS",
-    "OF_EVERY_MODULE",
     "WITHOUT_CACHE",
     "Guard",
     "argument_names",
@@ -37,7 +38,6 @@ CONSTANTS = (
 )
 WITHOUT_CACHE = "model(..., use_cache=False); or model.config.use_cache = False, once"
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _RETRACES = 8
 _OUTSIDE = "outside of the modules"
 _MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked through at each call
@@ -85,7 +85,7 @@ def guard_of(
     parts = list(model.modules())
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
-    given = list(_tensors(leaves))
+    given = tensors_in(leaves)
     places, aliases = places_of([*state.values(), *given]), _aliases(state, given)
     return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
 
@@ -206,10 +206,6 @@ def _differences(
             yield name, one[1], other[1]
         elif one != other and isinstance(one, Itself) and isinstance(other, Itself):
             yield name, f"a {type(one.value).__name__}", f"another {type(other.value).__name__}"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _around() -> Hashable:

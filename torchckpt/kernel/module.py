@@ -10,9 +10,10 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault
 from torchckpt.kernel.checkpointing import run
-from torchckpt.kernel.mixin import COMPILED, Mixin, is_compiled_module, plain_forward, put, take
+from torchckpt.kernel.mixin import COMPILED, Mixin, plain_forward, put, take
 from torchckpt.kernel.options import Options, checked
 from torchckpt.kernel.private import compiler_of
+from torchckpt.modules import is_compiled_class
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
 __all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
@@ -47,7 +48,7 @@ class _Checkpointed(Mixin):
         """As :meth:`torch.nn.Module.compile`. What is compiled is inside of the region, so that a replay may start
         before the gradient arrives; hooks of this module itself are outside of both."""
         module: Any = self
-        if _OPTIONS not in module.__dict__ or is_compiled_module(type(module)):
+        if _OPTIONS not in module.__dict__ or is_compiled_class(type(module)):
             super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
             return
         forward = torch.compile(plain_forward(module, _Checkpointed), *args, **kwargs)
@@ -141,7 +142,7 @@ def module_faults(module: object) -> list[Fault]:
         received = f"{name}, whose layers are called one by one"
         return [Fault("the module must be one that is called", received, works)]
     if isinstance(module, torch.jit.ScriptModule) or (
-        "forward" in module.__dict__ and not is_compiled_module(type(module))
+        "forward" in module.__dict__ and not is_compiled_class(type(module))
     ):
         received = f"{name}, whose forward is set on the instance or is a script"
         rule = "the forward must be a method of the module's class"

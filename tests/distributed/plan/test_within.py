@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import attempted, on_ranks
@@ -26,6 +25,7 @@ from tests.distributed.stages import (
     train,
 )
 from tests.helpers import doing
+from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
@@ -34,7 +34,7 @@ from torchckpt.model import plan as planning
 from torchckpt.model.plan import Choice, PipelinePlan, Stage, plan_pipeline
 from torchckpt.testing import count_recomputes
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 NAMES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED)
 ROWS = 64  # so that activations, not gradients, take most of the bytes
