@@ -23,7 +23,7 @@ def markdown(text: str) -> str:
     More.
     """
     text = _ROLE.sub(r"`\1`", text)
-    text = _LITERAL.sub(lambda found: f":\n\n```text\n{_dedented(found[1])}\n```\n", text + "\n").rstrip("\n")
+    text = _LITERAL.sub(lambda found: f":\n\n```text\n{_dedented(found[1])}\n```\n\n", text + "\n").rstrip("\n")
     lines: list[str] = []
     indent: str | None = None  # of the example that is being copied
     for line in [*text.split("\n"), ""]:
