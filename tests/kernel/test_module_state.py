@@ -330,7 +330,7 @@ def test_a_generator_that_is_found_twice_is_put_back_once(twice):
 
 
 def test_what_a_function_closes_over_is_not_seen_but_by_values():
-    """The limit that the README lists."""
+    """The limit that the page of limits lists."""
     module, x = Average(), torch.randn(3, 4)
     with pytest.raises(RecomputationError, match="with other values"):
         checkpoint(lambda x: module(x), x, determinism_check="values").sum().backward()
@@ -349,7 +349,7 @@ class Counter(nn.Module):
 
 
 def test_a_python_attribute_is_not_seen_but_by_values():
-    """The limit that the README lists, and its remedy."""
+    """The limit that the page of limits lists, and its remedy."""
     with pytest.raises(RecomputationError, match="with other values"):
         checkpoint(Counter(), torch.randn(3, 4), determinism_check="values").sum().backward()
 
