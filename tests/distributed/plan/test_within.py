@@ -517,7 +517,10 @@ def test_an_input_of_another_shape_that_gives_an_output_of_the_same():
     for length in (3, 3, 3, 3, 3, 4):
         x = torch.randn(8, length, 8)
         if length == 4:
-            with pytest.raises(ScheduleError, match=r"input \[2, 4, 8\], .* planned: 2 regions, input \[2, 3, 8\]"):
+            # Torch 2.11 looks at the shapes itself, before the stage runs.
+            ours = r"input \[2, 4, 8\], .* planned: 2 regions, input \[2, 3, 8\]"
+            torchs = r"shape mismatch: expected torch.Size\(\[2, 3, 8\]\) .* as a plan is for one shape"
+            with pytest.raises(ScheduleError, match=rf"(?s){ours}|{torchs}"):
                 step(schedule, stages, x, torch.randn(8, 8))
         else:
             step(schedule, stages, x, torch.randn(8, 8))
