@@ -98,7 +98,8 @@ def test_late_ranks_pass_over_the_turns_that_were_missed(patience):
         warnings.simplefilter("ignore")
         alone = [said("report()", Group(rank, 2, store)) for rank in (0, 0, 1)]
     pairs = ((0, 1), (0, 1), (1, 0))
-    assert alone == [refusal("report", f"report() on rank {a}, no such call on rank {b} within 0.01 s") for a, b in pairs]
+    late = "report() on rank {}, no such call on rank {} within 0.01 s"
+    assert alone == [refusal("report", late.format(*pair)) for pair in pairs]
     patience["seconds"] = 600.0
     assert together("timeline()", "timeline()", store=store) == ["met"] * 2
     assert sorted(store.list_keys()) == ["torchckpt/meeting/turn/0", "torchckpt/meeting/turn/1"]
