@@ -106,5 +106,5 @@ def draw(late: Timeline, ahead: Comparison, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = svg(none, late, ahead.measured, names=names, units=UNITS, title=title, lines=lines, subtitle=what)
     path.write_text(drawn, encoding="utf-8")
-    print(f"Recomputation changed no bit of the losses and parameters. Ahead of gradients the step took {after}, at their")
-    print(f"arrival {before}, and {UNITS.of_time(least)} without any, on paper. The picture of the steps is {path}")
+    print("Recomputation changed no bit of the losses and parameters.")
+    print(f"Ahead of gradients the step took {after}, at their arrival {before}. The picture of the steps is {path}")

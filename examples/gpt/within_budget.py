@@ -51,7 +51,8 @@ def show_planned(build: Callable[..., Trainer], budget: str, steps: int, path: P
     if planned.losses:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(plan.draw(), encoding="utf-8")
-        peak, limit = (UNITS.of_memory(max(each)) for each in (reports[-1].measured_peak_bytes, reports[-1].budget_bytes))
+        last = reports[-1]
+        peak, limit = (UNITS.of_memory(max(each)) for each in (last.measured_peak_bytes, last.budget_bytes))
         print("The plan changed no bit of the losses and parameters.")
         print(f"It took {peak} at most, of {limit}. The picture of the plan is {path}")
 

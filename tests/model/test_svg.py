@@ -99,7 +99,7 @@ def test_no_two_boxes_of_a_row_overlap(timeline: Timeline) -> None:
 def test_nothing_is_outside_the_frame(timeline: Timeline) -> None:
     picture = Picture(compare(timeline, timeline, budget_bytes=3))
     for box in picture.boxes():
-        assert 76 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
+        assert 84 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
         assert 0 <= box.y <= box.y + box.height <= picture.height
     for path in picture.root.iter(f"{SPACE}path"):
         across = [float(x) for x in re.findall(r"[MH]([-\d.]+)", path.attrib["d"])]
@@ -164,8 +164,8 @@ def test_gradient_arrivals_are_ticks_above_their_rows() -> None:
     timeline = step(2, 2, 0.25)
     picture = Picture(svg(timeline))
     arrived = [message.arrived_seconds for message in timeline.messages if message.to_stage == 0]
-    scale = (picture.width - 24 - 76) / timeline.step_seconds
-    assert [x for x, _ in picture.arrivals()] == [pytest.approx(76 + at * scale, abs=0.01) for at in arrived]
+    scale = (picture.width - 24 - 84) / timeline.step_seconds
+    assert [x for x, _ in picture.arrivals()] == [pytest.approx(84 + at * scale, abs=0.01) for at in arrived]
     top = min(picture.rows())
     assert all(y < top for _, y in picture.arrivals())
 
@@ -173,12 +173,12 @@ def test_gradient_arrivals_are_ticks_above_their_rows() -> None:
 def test_copies_stand_under_the_row_of_the_rank_that_sends_them() -> None:
     timeline = step(3, 3, 0.25)
     picture = Picture(svg(timeline, copies=True))
-    scale = (picture.width - 24 - 76) / timeline.step_seconds
+    scale = (picture.width - 24 - 84) / timeline.step_seconds
     rows = sorted(picture.rows())
     for message in timeline.messages:
         is_activation = message.action.kind is Kind.FORWARD
         top = rows[message.action.stage] + 24 + (1 if is_activation else 10)
-        start = pytest.approx(76 + message.sent_seconds * scale, abs=0.01)
+        start = pytest.approx(84 + message.sent_seconds * scale, abs=0.01)
         found = [box for box in picture.boxes(WIRES) if (box.x, box.y) == (start, top)]
         assert [box.kind for box in found] == ["there" if is_activation else "back"]
     assert len(picture.boxes(WIRES)) == len(timeline.messages) == 2 * 2 * 3
@@ -190,7 +190,7 @@ def test_copies_leave_everything_inside_the_frame_and_apart(timeline: Timeline) 
     picture = Picture(svg(timeline, timeline, copies=True))
     assert Picture(svg(timeline)).boxes(WIRES) == []
     for box in picture.boxes((*KINDS, *WIRES)):
-        assert 76 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
+        assert 84 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
     rows = sorted({(box.y, box.height) for box in picture.boxes((*KINDS, *WIRES))})
     assert all(y + height <= next_y for (y, height), (next_y, _) in pairwise(rows))
     words = [extent(word) for word in picture.words]
@@ -232,9 +232,9 @@ def test_lines_at_moments_have_names_that_nothing_crosses(moments: dict[str, flo
     timeline = step(4, 8, 0.25)
     picture = Picture(svg(timeline, timeline, lines=[moments, {}]))
     lines = picture.lines("moment")
-    scale = (picture.width - 24 - 76) / max(timeline.step_seconds, *moments.values())
+    scale = (picture.width - 24 - 84) / max(timeline.step_seconds, *moments.values())
     found = sorted(float(line.attrib["x1"]) for line in lines)
-    assert found == [pytest.approx(76 + at * scale, abs=0.01) for at in sorted(moments.values())]
+    assert found == [pytest.approx(84 + at * scale, abs=0.01) for at in sorted(moments.values())]
     names = [word for word in picture.words if word.text in {f"{name} {at:g}" for name, at in moments.items()}]
     assert len(lines) == len(names) == 2
     for left, top, right, bottom in map(extent, names):
@@ -262,7 +262,7 @@ def test_both_of_a_comparison_are_on_one_time_scale() -> None:
     picture = Picture(compare(before, after))
     rows = sorted(picture.rows().items())
     ends = [max(box.x + box.width for _, row in part for box in row) for part in (rows[:4], rows[4:])]
-    shares = [(end - 76) / (picture.width - 24 - 76) for end in ends]
+    shares = [(end - 84) / (picture.width - 24 - 84) for end in ends]
     assert shares == [pytest.approx(1, abs=0.01), pytest.approx(after.step_seconds / before.step_seconds, abs=0.01)]
 
 

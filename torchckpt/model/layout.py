@@ -11,7 +11,7 @@ from torchckpt.model.units import Units, label
 
 __all__ = ["ARRIVALS", "LEFT", "RIGHT", "WIDTH", "WIRE", "Layout", "box", "fits", "label_size", "layout_of"]
 
-WIDTH, LEFT, RIGHT = 960.0, 76.0, 24.0
+WIDTH, LEFT, RIGHT = 960.0, 84.0, 24.0
 ARRIVALS, WIRE = 5.0, 9.0  # ticks above a row; a row of messages in one direction
 _DIGITS = 3  # of a number in a picture
 

@@ -40,5 +40,5 @@ def headed(canvas: Canvas, x: float, title: str, subtitle: str) -> float:
     canvas.words(x, 28, clipped(title, int((canvas.width - x) / (18 * CHARACTER))), class_="title")
     if not subtitle:
         return 34.0
-    canvas.words(x, 50, clipped(subtitle, int((canvas.width - x) / (14 * CHARACTER))), class_="facts")
+    canvas.words(x, 50, clipped(subtitle, int((canvas.width - x) / (14 * 0.56))), class_="facts")
     return 58.0

@@ -15,10 +15,10 @@ def draw(plan: PlanFigures) -> str:
     before, after, units = plan.problem.keep_all, plan.timeline, replace(units_of(plan), digits=3)
     least, most = (max(of.peak_bytes) for of in (after, before))
     change = f"for {plan.overhead(plan.step_seconds) * 100:.1f} % more time"
-    title = f"{units.of_memory(least)} of memory in place of {units.of_memory(most)}, {change}"
+    title = f"Peak memory {units.of_memory(least)} in place of {units.of_memory(most)}, {change}"
     schedule = plan.schedule
     counts = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-    subtitle = f"{schedule.name}: {counts}; a plan within the budget of each rank, beside the step that keeps everything"
+    subtitle = f"{schedule.name}: {counts}; planned within the budget of each rank"
     return svg(
         before,
         after,
