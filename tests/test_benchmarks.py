@@ -72,3 +72,12 @@ def test_gradients_are_equal_to_the_bit_without_checkpointing_with_torchs_and_wi
 def test_a_split_backward_recomputes_each_block_once(forwards, schedule):
     assert forwards[schedule]["none"] == [8, 8]
     assert forwards[schedule]["ours"] == [16, 16]
+
+
+def test_the_first_picture_is_that_of_the_stored_results(tmp_path):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "benchmarks/pipeline/cost.py"), "--out", str(tmp_path / "cost.svg")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cost.svg").read_text() == (ROOT / "docs/cost.svg").read_text()
+    assert len(done.stdout.splitlines()) == 1 + 5

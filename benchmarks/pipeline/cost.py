@@ -7,6 +7,7 @@ are on paper, of the same stages.
 """
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,10 +129,13 @@ def _dot(canvas: Canvas, way: Way, x: float, y: float) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=PICTURE, help="file for the picture")
+    path = parser.parse_args().out
     stored = json.loads(RESULTS.read_text())
     row = next(row for row in stored["cases"] if row["case"] == _NAME)
-    PICTURE.write_text(drawn(row, row["rounds"]), encoding="utf-8")
-    print(f"The picture of {row['rounds']} rounds is {PICTURE}")
+    path.write_text(drawn(row, row["rounds"]), encoding="utf-8")
+    print(f"The picture of {row['rounds']} rounds is {path}")
     for way in ways(row):
         print(f"{' '.join(way.name.split()):60} {way.more_time:+.1%} time, {way.peak:.1%} memory")
 

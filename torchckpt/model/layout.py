@@ -75,7 +75,7 @@ def fits(text: str, width: float, height: float) -> bool:
 
 def label_size(height: float) -> float:
     """Of the font of labels in boxes."""
-    return min(12.0, height * 0.72)
+    return min(11.5, height * 0.72)
 
 
 def _most_labels_fit(timeline: TimelineFigures, time: Axis, height: float) -> bool:
