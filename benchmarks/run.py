@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,8 @@ import torch
 
 HERE = Path(__file__).parent
 NAMES = [file.parent.name for file in sorted(HERE.glob("*/bench.py"))]
+ON_PAPER = ("simulator",)
+"""They compute without a device, and take no options of it."""
 REHEARSED_ROUNDS = 2
 UNSIMULATED = (
     "bfloat16 (float32 in its place): a layer norm of it has statistics of another dtype on the CPU",
@@ -40,17 +41,11 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def is_of_devices(name: str) -> bool:
-    """Those that only compute on paper are the same on all."""
-    return "--device" in (HERE / name / "bench.py").read_text()
-
-
 def results_of(name: str, options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, str(HERE / name / "bench.py"), "--json", str(file), *options]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+        subprocess.run(command, check=True)
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
@@ -63,7 +58,7 @@ def run_all(names: list[str], options: list[str], file: Path) -> list[str]:
         print(f"== {name}", flush=True)
         began = perf_counter()
         try:
-            found = results_of(name, options if is_of_devices(name) else [])
+            found = results_of(name, [] if name in ON_PAPER else options)
         except subprocess.CalledProcessError as error:
             failed.append(f"{name} (exit status {error.returncode})")
             continue
@@ -93,12 +88,12 @@ def parsed() -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     arguments, options = parsed()
     device = arguments.device
-    names = arguments.only or [name for name in NAMES if device == "cpu" or is_of_devices(name)]
+    names = arguments.only or [name for name in NAMES if device == "cpu" or name not in ON_PAPER]
     with tempfile.TemporaryDirectory() as folder:
         out = arguments.out or (Path(folder) if arguments.rehearse else HERE / "results")
         failed = run_all(names, options, out / f"{slug(device)}.json")
     if arguments.rehearse:
-        left_out = [f"{name}: it only computes on paper" for name in NAMES if not is_of_devices(name)]
+        left_out = [f"{name}: it only computes on paper" for name in ON_PAPER]
         left_out += UNSIMULATED if device == "sim" else []
         print("not rehearsed:", *left_out, sep="\n  ")
     if failed:

@@ -1,6 +1,7 @@
 """The plain call and the region side by side: run both from one seed, compare every bit."""
 from __future__ import annotations
 
+import io
 import threading
 import warnings
 from typing import Any, NamedTuple
@@ -184,3 +185,15 @@ def compiles_anew_under_a_global_hook() -> bool:
         module(x)
     torch._dynamo.reset()
     return len(graphs) == 2
+
+
+def same_or_not(a, b):
+    """Tells one tensor given twice from two that are equal."""
+    return (a.square() if a is b else a * b * b).sin()
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

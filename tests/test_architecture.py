@@ -16,22 +16,25 @@ import torchckpt
 PACKAGE = Path(torchckpt.__file__).parent
 
 GROUND = ("errors", "typing", "version")
+SHARED = ("modules", "tensors")
+"""What of torch several parts ask."""
 MAY_IMPORT = {
     # floor 5: all below
-    "__init__": (*GROUND, "model", "kernel", "pipe", "distributed", "graph", "plan", "testing"),
+    "__init__": (*GROUND, *SHARED, "model", "kernel", "pipe", "distributed", "graph", "plan", "testing"),
     "__main__": (*GROUND, "command"),
-    "command": (*GROUND, "model", "kernel", "pipe", "distributed", "graph", "plan"),
-    "testing": (*GROUND, "model", "kernel", "pipe", "distributed", "graph", "plan"),
+    "command": (*GROUND, *SHARED, "model", "kernel", "pipe", "distributed", "graph", "plan"),
+    "testing": (*GROUND, *SHARED, "model", "kernel", "pipe", "distributed", "graph", "plan"),
     # floor 4
-    "pipe": (*GROUND, "model", "kernel"),
-    "distributed": (*GROUND, "features", "model", "kernel"),
-    "plan": (*GROUND, "model", "kernel"),
-    "graph": (*GROUND, "features", "model", "kernel.flags"),
+    "pipe": (*GROUND, *SHARED, "model", "kernel"),
+    "distributed": (*GROUND, *SHARED, "features", "model", "kernel"),
+    "plan": (*GROUND, *SHARED, "model", "kernel"),
+    "graph": (*GROUND, *SHARED, "features", "model", "kernel.flags", "kernel.mixin"),
     # floor 3
-    "kernel": (*GROUND, "features"),
+    "kernel": (*GROUND, *SHARED, "features"),
     # floor 2
     "model": GROUND,
     "features": GROUND,
+    **dict.fromkeys(SHARED, GROUND),
     # floor 1
     **dict.fromkeys(GROUND, ()),
 }
@@ -127,6 +130,7 @@ def test_import_that_goes_up_is_found(module, source, found):
         ("testing", "from torchckpt.kernel.frame import observers"),
         ("pipe.lane", "from torchckpt.kernel.frame import Frame\nfrom torchckpt.pipe.clock import clock_cycles"),
         ("graph.trace", "from torchckpt.kernel.flags import flags\nfrom torchckpt.kernel import flags\nimport torch"),
+        ("graph.in_place", "from torchckpt.kernel.mixin import Mixin"),
         ("kernel.frame", "import torch\nfrom torchckpt.errors import Fault\nfrom . import flags, slots"),
         ("kernel.__init__", "from .frame import Frame\nfrom torchckpt.kernel.call import Call"),
         ("model.schedule", "from torchckpt.errors import Fault\nimport dataclasses"),

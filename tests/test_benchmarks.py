@@ -1,36 +1,20 @@
 """The benchmark of the pipeline, its short version: counts and orders of events on real processes, no seconds."""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.distributed.stages import not_on_old_stages
-
-ROOT = Path(__file__).parents[1]
-
-
-def short(*arguments):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "benchmarks/pipeline/short.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.scripts import printed_by
 
 
 @pytest.fixture(scope="module")
 def cells():
-    return short()
+    return printed_by("pipeline/short.py", timeout=900)
 
 
 @pytest.fixture(scope="module")
 def forwards():
-    return short("forwards")
+    return printed_by("pipeline/short.py", "forwards", timeout=900)
 
 
 ORDERS = {

@@ -1,26 +1,16 @@
 """The benchmark of the graph level, its short version: bytes, FLOPs and bits, no seconds."""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.scripts import printed_by
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found():
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "benchmarks/graph/short.py")]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return printed_by("graph/short.py")
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids=["GPT", "ResNet", "perceptron"])

@@ -1,32 +1,15 @@
 """The benchmark of ``Pipe``, its short versions: counts, bytes, bits, and seconds of simulated devices."""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.device import why_not
-
-ROOT = Path(__file__).parents[1]
-
-
-def run(file, *arguments):
-    """What it prints, in a process of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "benchmarks/pipe" / file), *arguments]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.scripts import printed_by
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run("short.py")
+    return printed_by("pipe/short.py")
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["transformer stack", "conv net"])
@@ -96,7 +79,7 @@ def simulated():
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    return run("simulated.py", "--short")
+    return printed_by("pipe/simulated.py", "--short")
 
 
 def test_steps_on_simulated_devices_take_what_the_model_says(simulated):

@@ -5,14 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import run
 from tests.accelerator import TYPE
+from tests.scripts import ROOT
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.accelerator
 RUN = [sys.executable, str(ROOT / "benchmarks/run.py"), "--rehearse"]
 FOUND = {  # a part of what each writes

@@ -11,6 +11,7 @@ from torch import nn
 from tests.distributed.conftest import alone  # noqa: F401  # a fixture
 from tests.distributed.stages import SIZE, Blocks, ahead, batch, gradients_of, schedule_on, step
 from tests.distributed.stages import stages_of as stages_on
+from tests.settings import without_collector
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
@@ -43,15 +44,12 @@ def test_a_compiled_block_without_graph_breaks(exempt):
 def test_a_schedule_that_is_dropped_is_freed_without_the_collector(name):
     """The runtime kept bound methods of the schedule, and so the schedule, its stages and their gradients."""
     gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         schedule, stages = ahead(name)
         step(schedule, stages, *batch(4))
         alive = weakref.ref(stages[0].submod)
         del schedule, stages
         assert alive() is None
-    finally:
-        gc.enable()
 
 
 class Sparse(nn.Module):

@@ -1,15 +1,11 @@
 """The examples run from beginning to end, and say what they promise."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.scripts import ROOT, run
 
 ROWS = [
     "loss after 2 steps",
@@ -22,16 +18,13 @@ ROWS = [
 ]
 
 
-def run(*arguments, **environment):
-    command = [sys.executable, str(ROOT / "examples/train_gpt.py"), *arguments]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def example(*arguments, **environment):
+    return run(str(ROOT / "examples/train_gpt.py"), *arguments, **environment)
 
 
 @pytest.fixture(scope="module")
 def printed():
-    done = run("--quick")
+    done = example("--quick")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -88,6 +81,6 @@ def test_gpt_ends_with_what_was_shown(printed, cells):
 
 
 def test_gpt_names_a_device_that_there_is():
-    done = run("--quick", "--device", "abacus")
+    done = example("--quick", "--device", "abacus")
     assert done.returncode != 0
     assert "--device abacus: there is none here; --device " in done.stderr

@@ -5,22 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.distributed.stages import not_on_old_stages
+from tests.scripts import HOME, ROOT
 
-ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples/train_gpt_distributed.py")
 
 
 def run(*arguments, processes=2):
     """What the example prints under torchrun. Past the time, torchrun is asked to end, and ends its processes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**HOME, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*torchrun, EXAMPLE, "--quick", *arguments], env=environment, **pipes) as started:
         try:

@@ -1,30 +1,20 @@
 """The ResNet of the examples trains within its budget as it does without one."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.scripts import ROOT, run
 
 
-def python(*arguments):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
-
-
-def run(*arguments):
-    return python(str(ROOT / "examples/fit_resnet.py"), "--depth", "20", "--batch", "4", *arguments)
+def example(*arguments):
+    return run(str(ROOT / "examples/fit_resnet.py"), "--depth", "20", "--batch", "4", *arguments)
 
 
 @pytest.fixture(scope="module")
 def printed():
-    done = run("--steps", "3", "--budget", "3.5MB")
+    done = example("--steps", "3", "--budget", "3.5MB")
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -59,18 +49,18 @@ def test_it_tells_how_long_a_step_takes(printed):
 
 
 def test_a_budget_that_is_too_small_is_answered_by_one_that_is_not():
-    done = run("--budget", "1MB")
+    done = example("--budget", "1MB")
     assert done.returncode == 1
     assert re.search(r'works: +budget="2\.\d+MB" or more', done.stderr)
 
 
 def test_a_depth_that_no_such_network_has():
-    done = run("--depth", "21")
+    done = example("--depth", "21")
     assert done.returncode == 2
     assert "--depth is 6n + 2, such as 20, 56 or 110; received: 21" in done.stderr
 
 
 def test_the_command_finds_its_model_and_an_example():
     code = "from examples.fit_resnet import model; network, images = model(8, 2); print(network(images).shape)"
-    done = python("-c", code)
+    done = run("-c", code)
     assert (done.stdout, done.stderr) == ("torch.Size([2, 4])\n", "")

@@ -1,24 +1,17 @@
 """The U-Net of the examples trains in a pipeline as it does without one, and keeps less."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.scripts import ROOT, run
 
 
 @pytest.fixture(scope="module")
 def printed():
     # Rows that 4 micro-batches do not share evenly.
-    command = [sys.executable, str(ROOT / "examples/unet.py"), "--steps", "3", "--rows", "6", "--width", "4"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run(str(ROOT / "examples/unet.py"), "--steps", "3", "--rows", "6", "--width", "4")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

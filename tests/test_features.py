@@ -1,4 +1,4 @@
-"""What torch has for each feature: the table in the README, this torch, and one that lacks something or is newer."""
+"""What torch has for each feature: the table of the site, this torch, and one that lacks something or is newer."""
 from __future__ import annotations
 
 import importlib.util
@@ -14,12 +14,16 @@ from torchckpt import features
 from torchckpt.features import FEATURES, TESTED, Feature, release_of, table, warn_of_newer_torch
 from torchckpt.kernel import private
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
-def test_readme_has_the_table():
-    assert table() in README.read_text()
-    assert f"{', '.join(TESTED[:-1])} and {TESTED[-1]}" in README.read_text()
+def test_the_site_has_the_table():
+    assert table() in (ROOT / "docs" / "versions.md").read_text()
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/versions.md"])
+def test_the_tested_releases_are_told(file):
+    assert f"{', '.join(TESTED[:-1])} and {TESTED[-1]}" in (ROOT / file).read_text()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's modules that are imported for the first time

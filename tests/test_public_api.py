@@ -25,11 +25,13 @@ def test_names():
         "TransformError",
         "__version__",
         "checkpoint",
+        "checkpoint_layers",
         "checkpoint_module",
         "errors",
         "graph",
         "is_checkpointing",
         "is_recomputing",
+        "keep",
         "testing",
     ]
 
@@ -58,6 +60,7 @@ def test_names():
             [
                 "Frontier",
                 "Plan",
+                "RematerializeHandle",
                 "backend",
                 "frontier",
                 "gradient",
@@ -65,6 +68,7 @@ def test_names():
                 "mark",
                 "region",
                 "rematerialize",
+                "rematerialize_",
                 "separators",
                 "sequential",
                 "simplify",
@@ -115,6 +119,10 @@ SIGNATURES = {
         f"{OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True, **kwargs: 'Any') -> 'Any'"
     ),
     "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'CheckpointHandle'",
+    "checkpoint_layers": (
+        "(model: 'nn.Module', layers: 'Selector | Sequence[Selector]', *, every: 'int' = 1, "
+        f"{OPTIONS}early_stop: 'bool' = True) -> 'LayersHandle'"
+    ),
     "Checkpointing": (
         f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"
     ),
@@ -215,6 +223,12 @@ def test_handle_of_a_module_has_these_members_and_no_other():
     from torchckpt.kernel.module import CheckpointHandle
 
     assert [name for name in vars(CheckpointHandle) if not name.startswith("_")] == ["remove"]
+
+
+def test_handle_of_layers_has_these_members_and_no_other():
+    from torchckpt.kernel.layers import LayersHandle
+
+    assert [name for name in vars(LayersHandle) if not name.startswith("_")] == ["remove"]
 
 
 def test_every_public_function_is_documented():

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
         ScheduleError,
         TransformError,
     )
-    from torchckpt.kernel import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+    from torchckpt.kernel import (
+        Checkpointing,
+        checkpoint,
+        checkpoint_layers,
+        checkpoint_module,
+        is_checkpointing,
+        is_recomputing,
+        keep,
+    )
     from torchckpt.pipe import Pipe
 
 __all__ = [
@@ -34,11 +42,13 @@ __all__ = [
     "TransformError",
     "__version__",
     "checkpoint",
+    "checkpoint_layers",
     "checkpoint_module",
     "errors",
     "graph",
     "is_checkpointing",
     "is_recomputing",
+    "keep",
     "testing",
 ]
 
@@ -55,9 +65,11 @@ _HOMES = {
     "ScheduleError": "errors",
     "TransformError": "errors",
     "checkpoint": "kernel",
+    "checkpoint_layers": "kernel",
     "checkpoint_module": "kernel",
     "is_checkpointing": "kernel",
     "is_recomputing": "kernel",
+    "keep": "kernel",
 }
 
 if not TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchckpt.kernel.ambient import generators_of, put_back, random_state
 from torchckpt.kernel.checkpointing import checkpoint
@@ -25,6 +24,7 @@ from torchckpt.kernel.determinism import name_of
 from torchckpt.kernel.frame import observers
 from torchckpt.kernel.saved import SavedBytes, saved_bytes
 from torchckpt.kernel.streams import accelerators_among
+from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
 
     def observe(call: Function) -> dict[str, Tensor | None]:
         torch.clear_autocast_cache()  # it would make two plain calls differ
-        outputs = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(call(*args, **kwargs))
         seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
         leaves = _leaves_of(graded)

@@ -1,2 +1,2 @@
 """The version, read by the build without importing torch."""
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,23 +1,21 @@
 """What does the graph level cost, and what do torch's own ways? On a CPU all of it; on a GPU what depends on one."""
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import exactness
-import frontier
-import planning
-import policies
-import resnet200
 import torch
-from short import DEEP, SIZES
-from subjects import NAMES
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 from benchmarks.devices import chosen
-from benchmarks.pipe.bench import machine
+from benchmarks.graph import exactness, frontier, planning, policies, resnet200
+from benchmarks.graph.short import DEEP, SIZES
+from benchmarks.graph.subjects import NAMES
+from benchmarks.machine import machine
+from benchmarks.options import options, write
 
 
 class Work(NamedTuple):
@@ -107,20 +105,15 @@ PARTS: dict[str, Callable[[str, int, Work], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=20, help="at least 20 (default: 20)")
-    parser.add_argument("--rehearse", action="store_true", help="does all of it run? small models; no figures")
+    parser = options(__doc__, rounds=20)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; planning on the CPU only")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     device = chosen(arguments.device).type
     if device == "cpu":
         torch.set_num_threads(1)
     parts = arguments.parts or [part for part in PARTS if device == "cpu" or part != "planning"]
     found = measure(device, arguments.rounds, rehearsed(device) if arguments.rehearse else FULL, parts)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Exactness: bit-equality with eager, and the peak that was planned beside the peak that is measured.
 
-    PYTHONPATH=. python benchmarks/graph/exactness.py
+    python benchmarks/graph/exactness.py
 """
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from subjects import NAMES, Subject, is_same, subject
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+from benchmarks.graph.subjects import NAMES, Subject, is_same, subject
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 

@@ -1,20 +1,23 @@
 """Frontier: memory against recompute, ours beside torch's ``activation_memory_budget``, min-cut and checkpoints.
 
-    PYTHONPATH=. python benchmarks/graph/frontier.py
+    python benchmarks/graph/frontier.py
 """
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from subjects import NAMES, Call, Subject, flops, likeness, subject
 from torch import nn
-from torch_baselines import ROUTES, budgeted, by_block
-from turns import in_turn, ratios
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.graph.subjects import NAMES, Call, Subject, flops, likeness, subject
+from benchmarks.graph.torch_baselines import ROUTES, budgeted, by_block
+from benchmarks.turns import in_turn, ratios
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.model.remat.draw_frontier import draw_frontier
@@ -52,12 +55,11 @@ def measure(
     distinct = {id(variant): variant.step for variant in variants.values()}
     seconds = in_turn({"eager": one.step(), **distinct}, rounds)
     found = _counted(one, variants)
-    steps = ratios(seconds, "eager")
     for key, variant in variants.items():
-        found["variants"][key]["step"] = steps[id(variant)]
+        found["variants"][key]["step"] = ratios(seconds[id(variant)], seconds["eager"])
         other = variants.get(key.removeprefix("ours at "), variant)
         if other is not variant:
-            found["variants"][key]["step over torch's"] = ratios(seconds, id(other))[id(variant)]
+            found["variants"][key]["step over torch's"] = ratios(seconds[id(variant)], seconds[id(other)])
     return found
 
 

@@ -1,17 +1,19 @@
 """Planning: how long it takes to find separators, to plan a step, and to trace and plan a GPT of 24 layers.
 
-    PYTHONPATH=. python benchmarks/graph/planning.py
+    python benchmarks/graph/planning.py
 """
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from time import process_time
 from typing import Any
 
-from subjects import subject
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+from benchmarks.graph.subjects import subject
 from tests.model.remat import flows
 from torchckpt import graph
 from torchckpt.model.remat.dataflow import Dataflow

@@ -1,18 +1,21 @@
 """Policies: ours beside the 'speed' and 'memory' of TensorFlow's memory-saving gradients, on the same graphs.
 
-    PYTHONPATH=. python benchmarks/graph/policies.py
+    python benchmarks/graph/policies.py
 """
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from fewest import fewest_flops
-from subjects import NAMES, Subject, counted, subject, within
-from turns import in_turn, ratios
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+from benchmarks.graph.fewest import fewest_flops
+from benchmarks.graph.subjects import NAMES, Subject, counted, subject, within
+from benchmarks.turns import in_turn, ratios
 from torchckpt import graph
 from torchckpt.graph import Plan
 from torchckpt.model.remat.dataflow import Dataflow
@@ -46,8 +49,8 @@ def measure(name: str, rounds: int, device: str = "cpu", sizes: dict[str, Any] |
     rows = {key: counted(one, call) for key, call in made.items()}
     if rounds:
         runs = {"eager": one.step(), **{key: one.step(call) for key, call in made.items()}}
-        steps = ratios(in_turn(runs, rounds), "eager")
-        rows = {key: {**row, "step": steps[key]} for key, row in rows.items()}
+        seconds = in_turn(runs, rounds)
+        rows = {key: {**row, "step": ratios(seconds[key], seconds["eager"])} for key, row in rows.items()}
     fewest = _fewest(made["seed's memory"].plan)
     return {"model": name, "eager bytes": one.eager_peak_bytes, "fewest": fewest, "rows": rows}
 

@@ -1,16 +1,19 @@
 """ResNet-200 on CIFAR, batch 64, in a tenth of eager's bytes: what does the step cost, and what of it is what?
 
-    PYTHONPATH=. python benchmarks/graph/resnet200.py
+    python benchmarks/graph/resnet200.py
 """
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from subjects import Subject, counted, subject, within
-from turns import in_turn, ratios
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+from benchmarks.graph.subjects import Subject, counted, subject, within
+from benchmarks.turns import in_turn, ratios
 from torchckpt import graph
 from torchckpt.graph import Plan
 
@@ -27,8 +30,8 @@ def measure(
     rows = {name: {**counted(one, call), "repeats": repeats(call.plan)} for name, call in calls.items()}
     if rounds:
         runs = {"eager": one.step(), **{name: one.step(call) for name, call in calls.items()}}
-        steps = ratios(in_turn(runs, rounds), "eager")
-        rows = {name: {**row, "step": steps[name]} for name, row in rows.items()}
+        seconds = in_turn(runs, rounds)
+        rows = {name: {**row, "step": ratios(seconds[name], seconds["eager"])} for name, row in rows.items()}
     return {"eager bytes": one.eager_peak_bytes, "rows": rows}
 
 

@@ -1,17 +1,18 @@
 """The short version: what can be counted, of small models, on a CPU; no seconds. Prints it as JSON.
 
-    PYTHONPATH=. python benchmarks/graph/short.py
+    python benchmarks/graph/short.py
 """
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
-import exactness
-import frontier
-import planning
-import policies
-import resnet200
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.graph import exactness, frontier, planning, policies, resnet200
 
 GPT = {"layers": 2, "width": 16, "heads": 2, "length": 32, "words": 17, "batch": 8}
 RESNET = {"depth": 8, "width": 4, "side": 16, "batch": 16}

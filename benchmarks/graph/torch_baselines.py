@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from functorch.compile import aot_function, min_cut_rematerialization_partition
-from subjects import Call, Subject
 from torch import Tensor, fx, nn
 from torch._functorch import config
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.graph.subjects import Call, Subject
+from benchmarks.stock import Stock
 from tests.models.image import Basic, Bottleneck, UNet
 from tests.models.sequence import Block
 from torchckpt.graph.private.trace import Boxed
@@ -70,30 +70,19 @@ def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
     return run
 
 
-class Checkpointed(nn.Module):
-    """``torch.utils.checkpoint`` around a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return checkpoint(self.module, *inputs, use_reentrant=False)
-
-
 def by_block(subject: Subject) -> nn.Module:
     """A copy of the subject's module with a checkpoint around each block; of a long perceptron, around five layers."""
     module: Any = copy.deepcopy(subject.module)
     if isinstance(module.model, nn.Sequential) and not any(map(_is_block, module.model)):
         parts = [nn.Sequential(*list(module.model)[start : start + 10]) for start in range(0, len(module.model), 10)]
-        module.model = nn.Sequential(*map(Checkpointed, parts))
+        module.model = nn.Sequential(*map(Stock, parts))
         return module
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if _is_block(child) or (isinstance(parent, nn.ModuleList) and isinstance(child, nn.Sequential)):
-                setattr(parent, name, Checkpointed(child))
+                setattr(parent, name, Stock(child))
             elif isinstance(parent, UNet) and name == "bottom":
-                parent.bottom = Checkpointed(child)
+                parent.bottom = Stock(child)
     return module
 
 

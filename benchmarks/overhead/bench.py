@@ -1,15 +1,10 @@
 """What a region costs: time per call, FLOPs recomputed, bytes kept, import time. Each beside its alternatives."""
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
-import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,13 +12,16 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 import torchckpt
-
-sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
-
-from benchmarks.devices import chosen, name_of, synchronize
+from benchmarks.devices import chosen, name_of
+from benchmarks.machine import machine, processor
+from benchmarks.options import options, write
+from benchmarks.transformer import Block, written_out
+from benchmarks.turns import in_turn, spread
 
 stock = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 reentrant = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
@@ -41,12 +39,6 @@ VARIANTS: dict[str, Callable[..., Any]] = {
 }
 
 REQUIRED_OVERHEAD = {"torch.utils.checkpoint": 0.40, "torch.utils.checkpoint, reentrant": 1.00}
-
-
-def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 10th, the median, the 90th."""
-    tenths = statistics.quantiles(values, n=10)
-    return tenths[0], statistics.median(values), tenths[-1]
 
 
 # time ---------------------------------------------------------------------------------------------------------------
@@ -68,22 +60,12 @@ def steps(device: torch.device) -> dict[str, Callable[[], None]]:
 
 def time_rounds(device: torch.device, rounds: int, calls: int = 200) -> dict[str, list[float]]:
     """Microseconds a call: ``rounds`` rounds, the variants in turn in each."""
-    runs = steps(device)
-    for run in runs.values():
-        _synchronised(run, calls, device)
-    microseconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        gc.collect()
-        for name, run in runs.items():
-            timer = timeit.Timer(partial(_synchronised, run, calls, device))
-            microseconds[name].append(timer.timeit(1) / calls * 1e6)
-    return microseconds
-
-
-def _synchronised(run: Callable[[], None], calls: int, device: torch.device) -> None:
-    for _ in range(calls):
-        run()
-    synchronize()
+    gc.disable()  # but between rounds
+    try:
+        seconds = in_turn(steps(device), rounds, calls, warm_up=1)
+    finally:
+        gc.enable()
+    return {name: [one * 1e6 for one in values] for name, values in seconds.items()}
 
 
 def overhead(microseconds: dict[str, list[float]], over: str) -> list[float]:
@@ -95,25 +77,6 @@ def overhead(microseconds: dict[str, list[float]], over: str) -> list[float]:
 
 
 # FLOPs and bytes ----------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A transformer block without dropout: attention and MLP, each behind a LayerNorm, with residuals."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        # Written out: the fused kernels are not in torch's table of FLOPs on every device.
-        weights = (query @ key.mT / query.size(-1) ** 0.5).softmax(-1)
-        x = x + self.out((weights @ value).transpose(1, 2).flatten(2))
-        hidden: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
-        return hidden
 
 
 SHAPES = [(2, 64, 128, 4), (4, 256, 256, 8), (1, 512, 512, 8)]
@@ -130,7 +93,7 @@ def count_flops(device: torch.device) -> list[dict[str, Any]]:
     """FLOPs recomputed, as a share of the block's forward."""
     rows = []
     for batch, sequence, width, heads in SHAPES:
-        block = Block(width, heads).to(device)
+        block = Block(width, heads, written_out).to(device)
         x = torch.randn(batch, sequence, width, device=device, requires_grad=True)
         with torchckpt.testing.flops() as forward, torch.no_grad():
             block(x)
@@ -144,7 +107,7 @@ def count_bytes(device: torch.device) -> list[dict[str, Any]]:
     """Bytes kept between forward and backward, beside those of the boundary."""
     rows = []
     for batch, sequence, width, heads in SHAPES:
-        block = Block(width, heads).to(device)
+        block = Block(width, heads, written_out).to(device)
         x = torch.randn(batch, sequence, width, device=device)
         row: dict[str, Any] = {"shape": f"{batch} x {sequence} x {width}", "boundary": x.nbytes}
         for name, call in VARIANTS.items():
@@ -169,7 +132,8 @@ _IMPORT = (  # a collection of torch's own objects falls where it falls, and tak
 def import_milliseconds(rounds: int) -> list[float]:
     """What importing all of torchckpt adds to ``import torch``, each in a fresh interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    run = partial(subprocess.run, [sys.executable, "-c", _IMPORT], stdout=subprocess.PIPE, check=True, env=environment)
+    options = {"env": environment, "cwd": Path(__file__).parents[2]}
+    run = partial(subprocess.run, [sys.executable, "-c", _IMPORT], stdout=subprocess.PIPE, check=True, **options)
     run()  # compiles it
     return [float(run().stdout) * 1e3 for _ in range(rounds)]
 
@@ -177,33 +141,16 @@ def import_milliseconds(rounds: int) -> list[float]:
 # report -------------------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    name = _processor() if device.type == "cpu" else name_of(device)
-    return {
-        "device": name,
-        "processor": _processor(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
 def measure(device: torch.device, rounds: int, imports: int) -> dict[str, Any]:
     microseconds = time_rounds(device, rounds)
     return {
-        "machine": machine(device),
+        "machine": {"device": processor() if device.type == "cpu" else name_of(device), **machine()},
         "rounds": rounds,
-        "microseconds a call": {name: percentiles(values) for name, values in microseconds.items()},
-        "overhead": {over: percentiles(overhead(microseconds, over)) for over in REQUIRED_OVERHEAD},
+        "microseconds a call": {name: spread(values) for name, values in microseconds.items()},
+        "overhead": {over: spread(overhead(microseconds, over)) for over in REQUIRED_OVERHEAD},
         "FLOPs recomputed, share of a forward": count_flops(device),
         "bytes kept": count_bytes(device),
-        "import torchckpt, ms": percentiles(import_milliseconds(imports)),
+        "import torchckpt, ms": spread(import_milliseconds(imports)),
     }
 
 
@@ -233,19 +180,13 @@ def _show_rows(title: str, results: dict[str, Any], form: str, required: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu or an accelerator, such as cuda (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=40, help="rounds of timing, at least 20 (default: 40)")
-    parser.add_argument("--rehearse", action="store_true", help="does all of it run? few imports; no figures")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, rounds=40).parse_args()
     device = chosen(arguments.device)
     torch.set_num_threads(1)
     imports = 2 if arguments.rehearse else max(20, arguments.rounds // 2)
     results = measure(device, arguments.rounds, imports)
     show(results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,26 +11,21 @@ are measured one after the other, each alone on the devices: of some only one fi
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from large import SMALL, gpt, resnet, unet
 from torch import Tensor
-from turns import in_turn, spread
-from variants import Job, Variant, accumulated, late_pipe_of, of_pipe, of_step, pipe_of, whole
-
-from torchckpt.pipe import balance_by_time, links
-
-sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
 
 from benchmarks.devices import Pace, half, module_of, name_of, synchronize
+from benchmarks.pipe.large import SMALL, gpt, resnet, unet
+from benchmarks.pipe.variants import Job, Variant, accumulated, late_pipe_of, of_pipe, of_step, pipe_of, whole
+from benchmarks.turns import in_turn, spread
+from torchckpt.pipe import balance_by_time, links
 
 __all__ = ["JOBS", "Cell", "Work", "hidden", "measure", "placed", "rehearse", "throttled", "variants_of"]
 
@@ -116,7 +111,7 @@ def measured(make: Callable[[], Variant], samples: int, rounds: int) -> dict[str
         synchronize()
         for device in _gpus():
             module_of().reset_peak_memory_stats(device)
-        seconds = in_turn({"": variant.step}, rounds, wait=synchronize)[""]
+        seconds = in_turn({"": variant.step}, rounds)[""]
         peaks = [module_of().max_memory_allocated(device) for device in _gpus()]
     except torch.OutOfMemoryError:
         return {"out of memory": True}
@@ -196,7 +191,7 @@ def _forward_seconds(cell: Cell) -> float:
     stage = cell.job.copied()[: cell.balance[0]]
     x = cell.job.x[: max(1, len(cell.job.x) // cell.m)]
     with torch.no_grad():
-        return median(in_turn({"": partial(stage, x)}, rounds=5, wait=synchronize)[""])
+        return median(in_turn({"": partial(stage, x)}, rounds=5)[""])
 
 
 # copies that take a set time ----------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, interpolate, scaled_dot_product_attention
-from variants import Job
+from torch.nn.functional import cross_entropy, interpolate
 
+from benchmarks.losses import next_token
+from benchmarks.pipe.variants import Job
+from benchmarks.transformer import Block, Embedding
 from torchckpt.pipe.skip import Namespace, pop, stash
 
 __all__ = ["SMALL", "gpt", "resnet", "unet"]
@@ -122,38 +123,7 @@ def gpt(
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
     model = nn.Sequential(Embedding(vocabulary, length, width), *(Block(width, heads) for _ in range(blocks)), head)
     text = torch.randint(vocabulary, (rows, length + 1), device=device)
-    return Job(model.to(dtype), text[:, :-1], text[:, 1:], _next_token)
-
-
-def _next_token(logits: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-class Embedding(nn.Module):
-    def __init__(self, vocabulary: int, length: int, width: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x: Tensor = self.tokens(text) + self.places.weight
-        return x
-
-
-class Block(nn.Module):
-    """Causal attention and MLP, each behind a LayerNorm, with residuals."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Any:
-        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(gelu(self.up(self.norm_2(x))))
+    return Job(model.to(dtype), text[:, :-1], text[:, 1:], next_token)
 
 
 # for a CPU ----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from turns import Spread, in_turn, ratios, spread
-from twin import Twin
 
+from benchmarks.pipe.twin import Twin
+from benchmarks.turns import Spread, in_turn, ratios, spread
 from torchckpt import Pipe
 
 __all__ = ["CELLS", "REQUIRED", "Cell", "gradients_equal", "measure", "show"]

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from alive import Alive
-from small import BLOCKS, JOBS
-from turns import Spread, in_turn, ratios
-from variants import Job, Variant, variants
 
+from benchmarks.pipe.small import BLOCKS, JOBS
+from benchmarks.pipe.variants import Job, Variant, variants
+from benchmarks.turns import Spread, in_turn, ratios
+from examples.gpt.memory import LiveBytes
 from torchckpt.testing import count_recomputes
 
 __all__ = ["CELLS", "count", "measure", "show"]
@@ -61,14 +61,14 @@ def _counted(variant: Variant) -> dict[str, int | None]:
     variant.forget()
     gc.collect()
     kept = None
-    with Alive() as alive, count_recomputes() as replays:
+    with LiveBytes() as alive, count_recomputes() as replays:
         if variant.forward is None:
             variant.both()
         else:
             loss = variant.forward()
-            kept = alive.bytes
+            kept = alive.alive_bytes
             loss.backward()
-    return {"kept": kept, "peak": alive.peak_bytes, "replays": replays.total}
+    return {"kept": kept, "peak": max(alive.curve), "replays": replays.total}
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -5,17 +5,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
-import gpu
-import machinery
-import ratios
 import torch
-from large import SMALL
-from small import JOBS
-from turns import Spread
-from variants import Variant
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.pipe import gpu, machinery, ratios
+from benchmarks.pipe.large import SMALL
+from benchmarks.pipe.small import JOBS
+from benchmarks.pipe.variants import Variant
+from benchmarks.turns import Spread
 from torchckpt.pipe import links
 from torchckpt.testing import count_recomputes
 

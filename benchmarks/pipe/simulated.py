@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2]))  # tests.device
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 from tests.device import load, why_not
 
 SIM = None if why_not() else load(8)  # before the first backward
 
-from simulation.machines import H100, LAPTOP  # noqa: E402
-from simulation.staged import VARIANTS  # noqa: E402
-from simulation.trials import Cell, Trial, classic_seconds, hidden, replays_ahead, timelines, trials  # noqa: E402
-
+from benchmarks.pipe.simulation.machines import H100, LAPTOP  # noqa: E402
+from benchmarks.pipe.simulation.staged import VARIANTS  # noqa: E402
+from benchmarks.pipe.simulation.trials import Cell, Trial, classic_seconds, hidden, replays_ahead, timelines, trials  # noqa: E402
 from torchckpt.model.svg import svg  # noqa: E402
 from torchckpt.model.units import Units  # noqa: E402
 

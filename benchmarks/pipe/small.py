@@ -3,30 +3,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, mse_loss
-from variants import Job
+from torch.nn.functional import mse_loss
+
+from benchmarks.pipe.variants import Job
+from benchmarks.transformer import Block, written_out
 
 __all__ = ["JOBS", "conv_net", "transformer_stack"]
 
 BLOCKS = 8
-
-
-class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm, with residuals."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        weights = (query @ key.mT / query.size(-1) ** 0.5).softmax(-1)
-        x = x + self.out((weights @ value).transpose(1, 2).flatten(2))
-        y: Tensor = x + self.down(gelu(self.up(self.norm_2(x))))
-        return y
 
 
 class Convolution(nn.Module):
@@ -44,7 +28,7 @@ class Convolution(nn.Module):
 
 def transformer_stack(rows: int = 16, length: int = 32, width: int = 64) -> Job:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width, heads=4) for _ in range(BLOCKS)))
+    model = nn.Sequential(*(Block(width, 4, written_out) for _ in range(BLOCKS)))
     return Job(model, *torch.randn(2, rows, length, width), mse_loss)
 
 

@@ -1,43 +1,35 @@
 """For ``benchmarks/run.py``: the measurement that fits the device. On the CPU the four named cells, else ``gpu.py``."""
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 from benchmarks.devices import chosen
+from benchmarks.machine import machine
+from benchmarks.options import options, write
 
 
 def measure(device: torch.device, rounds: int, rehearsed: bool = False) -> dict[str, Any]:
     if device.type == "cpu":
-        from cells import NAMED
-        from rounds import Settings
-        from run import measure_cells
-        from table import machine
+        from benchmarks.pipeline.cells.cell import NAMED
+        from benchmarks.pipeline.cells.rounds import Settings
+        from benchmarks.pipeline.run import measure_cells
 
         settings = Settings(rounds, 2, 0.01)
         return {"machine": machine(), "settings": vars(settings), "cells": measure_cells(NAMED, settings)}
-    import gpu
+    from benchmarks.pipeline import gpu
 
     return (gpu.rehearse if rehearsed else gpu.measure)(device, rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=20, help="at least 20 (default: 20)")
-    parser.add_argument("--rehearse", action="store_true", help="on a GPU: does it all run? small models; no figures")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    arguments = parser.parse_args()
-    results = measure(chosen(arguments.device), arguments.rounds, arguments.rehearse)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    arguments = options(__doc__, rounds=20).parse_args()
+    write(measure(chosen(arguments.device), arguments.rounds, arguments.rehearse), arguments.json)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,25 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import on_processes
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.utils.checkpoint import checkpoint
-from variants import Plain
 
+from benchmarks.losses import next_token
+from benchmarks.pipeline.plain import Plain
+from benchmarks.pipeline.processes import on_processes
+from benchmarks.stock import Stock
+from examples.gpt.model import Size, gpt
+from examples.gpt.text import VOCABULARY
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.model import Kind, Timeline
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-from gpt.model import Size, gpt
-from gpt.text import VOCABULARY
 
 __all__ = ["on_two_cores", "show_cores"]
 
@@ -33,17 +29,6 @@ _FIRST = 3
 """Layers of the first stage, the embedding and 2 blocks: with 4 of them, the last stage sets the pace, and the first
 one has to wait for its gradients. Where it has not, nothing can be recomputed while it waits."""
 _SHARE = 0.95
-
-
-class Region(nn.Module):
-    """A block of the model as a region of ``torch.utils.checkpoint``."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
 
 
 def on_two_cores(rounds: int) -> dict[str, Any]:
@@ -85,14 +70,10 @@ def _schedule(variant: str, rank: int) -> tuple[PipelineStage, Any]:
         for block in blocks:
             checkpoint_module(block)
     elif variant == "stock":
-        own = [Region(layer) if layer in blocks else layer for layer in own]
+        own = [Stock(layer) if layer in blocks else layer for layer in own]
     stage = PipelineStage(nn.Sequential(*own), rank, 2, torch.device("cpu"))
-    schedule: Any = Schedule1F1B(stage, n_microbatches=_SIZE.chunks, loss_fn=_loss)
+    schedule: Any = Schedule1F1B(stage, n_microbatches=_SIZE.chunks, loss_fn=next_token)
     return stage, recompute_ahead(schedule) if variant == "ours" else Plain(schedule, schedule_of(schedule))
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _step(stage: PipelineStage, schedule: Any, turn: int) -> tuple[float, list[Tensor]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import on_processes
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -19,8 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from variants import Plain
 
+from benchmarks.losses import mean_square
+from benchmarks.pipeline.plain import Plain
+from benchmarks.pipeline.processes import on_processes
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.testing import saved_bytes
@@ -78,10 +79,6 @@ def _step(schedule: Any, stages: list[PipelineStage], m: int) -> list[Tensor]:
     return losses + [grad for grad in grads if grad is not None]
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def _gathered(mine: Any, ranks: int) -> list[Any]:
     said: list[Any] = [None] * ranks
     dist.all_gather_object(said, mine)
@@ -118,7 +115,7 @@ def _count_forwards(rank: int, tell: Callable[[Any], None]) -> None:
 def _forwards(rank: int, make: Any, is_folded: bool, variant: str) -> tuple[int, list[Tensor]]:
     own = (rank, 3 - rank if is_folded else rank + 2)
     stages = [PipelineStage(_blocks(variant, 1, index), index, 4, torch.device("cpu")) for index in own]
-    schedule = make(stages, n_microbatches=4, loss_fn=_loss)
+    schedule = make(stages, n_microbatches=4, loss_fn=mean_square)
     if variant == "ours":
         schedule = recompute_ahead(schedule, exempt="none")
     _step(schedule, stages, 4)  # runs the blocks once more, for their shapes
@@ -178,7 +175,7 @@ def _count_peaks(rank: int, tell: Callable[[Any], None]) -> None:
 
 def _peak(rank: int, variant: str, blocks: int, segments: int | None) -> int:
     stage = PipelineStage(_blocks(variant, blocks, rank), rank, 4, torch.device("cpu"))
-    schedule: Any = Schedule1F1B(stage, n_microbatches=8, loss_fn=_loss)
+    schedule: Any = Schedule1F1B(stage, n_microbatches=8, loss_fn=mean_square)
     if variant == "ours":
         schedule = recompute_ahead(schedule, segments=segments)
     else:

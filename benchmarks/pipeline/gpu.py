@@ -13,10 +13,8 @@ its gradient: R stands before it in the stream, so it runs while the copy is on 
 """
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -24,9 +22,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.devices import Pace, half, module_of, name_of, seconds_of
+from benchmarks.transformer import Block, Embedding
 from torchckpt import Checkpointing
 from torchckpt.model import (
     Action,
@@ -41,10 +41,6 @@ from torchckpt.model import (
     with_recompute,
 )
 from torchckpt.model.exempt import free_to_keep
-
-sys.path.append(str(Path(__file__).parents[2]))  # benchmarks.devices
-
-from benchmarks.devices import Pace, half, module_of, name_of, seconds_of
 
 __all__ = ["measure", "rehearse"]
 
@@ -285,42 +281,13 @@ class Sizes(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-class Block(nn.Module):
-    """Of GPT-2: attention and MLP, each behind a LayerNorm, with residuals."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y: Tensor = x + self.down(gelu(self.up(self.norm_2(x))))
-        return y
-
-
-class Embedding(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.places = nn.Embedding(sizes.length, sizes.width)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x: Tensor = self.tokens(text.long()) + self.places.weight
-        return x
-
-
 def gpt_stages(sizes: Sizes, device: torch.device) -> list[nn.Sequential]:
     """Half of the blocks each; of one dtype throughout."""
     torch.manual_seed(0)
     width = sizes.width
     first, last = ([Block(width, sizes.heads) for _ in range(sizes.blocks // 2)] for _ in range(2))
     head = nn.LayerNorm(width), nn.Linear(width, sizes.vocabulary)
-    stages = nn.Sequential(Embedding(sizes), *first), nn.Sequential(*last, *head)
+    stages = nn.Sequential(Embedding(sizes.vocabulary, sizes.length, width), *first), nn.Sequential(*last, *head)
     return [stage.to(device, sizes.dtype) for stage in stages]
 
 

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
+import sys
 from collections.abc import Sequence
-from statistics import quantiles
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from variants import Plain
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.pipeline.plain import Plain
+from benchmarks.turns import in_turn, quartiles
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.model import Action, Kind, Schedule
@@ -69,13 +73,9 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     names = ("plain", "recompute_ahead", "planned, early", "planned, late", "planned, kept")
     schedules = {name: schedule_with(name) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     x = torch.randn(4 * _MICRO_BATCHES, _WIDTH)
-    for turn in range(rounds + 4):
-        for name, schedule in schedules.items():
-            start = time.perf_counter()
-            schedule.step(x, target=x, return_outputs=False)
-            seconds[name] += [time.perf_counter() - start] if turn >= 4 else []
+    runs = {name: partial(one.step, x, target=x, return_outputs=False) for name, one in schedules.items()}
+    seconds = in_turn(runs, rounds, warm_up=4)
     count = _BLOCKS * _MICRO_BATCHES
     for name, values in seconds.items():
         over = [1e6 * (own - plain) / count for own, plain in zip(values, seconds["plain"])]
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def shown(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.2f}" for value in quantiles(values, n=4, method="inclusive"))
+    return " ".join(f"{value:.2f}" for value in quartiles(values))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import on_processes
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -20,13 +19,14 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.losses import next_token
+from benchmarks.pipeline.processes import on_processes
+from examples.gpt.model import Block, Size, gpt
+from examples.gpt.text import VOCABULARY
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-from gpt.model import Block, Size, gpt
-from gpt.text import VOCABULARY
 
 _SIZE = Size(blocks=8, width=64, heads=4, length=64, rows=32, chunks=8)
 _SCHEDULES: dict[str, tuple[Any, list[list[int]]]] = {
@@ -49,7 +49,7 @@ def _measure(rank: int, tell: Callable[[Any], None], name: str, budget: str) -> 
     ends = [0, *(1 + each * stage for stage in range(1, count)), len(layers)]
     stages = [_stage(layers[ends[index] : ends[index + 1]], index, count) for index in placed[rank]]
     one_or_all = stages[0] if len(stages) == 1 else stages
-    schedule = recompute_ahead(make(one_or_all, n_microbatches=_SIZE.chunks, loss_fn=_loss), budget=budget)
+    schedule = recompute_ahead(make(one_or_all, n_microbatches=_SIZE.chunks, loss_fn=next_token), budget=budget)
     for turn in range(_STEPS):
         text = torch.randint(VOCABULARY, (_SIZE.rows, _SIZE.length), generator=torch.Generator().manual_seed(turn))
         for stage in stages:
@@ -67,10 +67,6 @@ def _stage(layers: list[nn.Module], index: int, count: int) -> PipelineStage:
         if isinstance(layer, Block):
             checkpoint_module(layer)
     return PipelineStage(nn.Sequential(*layers), index, count, torch.device("cpu"))
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def main() -> int:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from load import ROW, Embedding, Load, Loaded
-from rounds import on_processes
-from table import machine
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -32,6 +28,14 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.losses import mean_square
+from benchmarks.machine import machine
+from benchmarks.options import write
+from benchmarks.pipeline.processes import on_processes
+from benchmarks.pipeline.sleeping.load import ROW, Embedding, Load, Loaded
+from benchmarks.turns import quartiles
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.model.plan import Choice, PipelinePlan
@@ -77,7 +81,7 @@ class Variant:
         data = torch.Generator().manual_seed(1)
         self._x, self._y = torch.randn(2, case.micro_batches * _ROWS, ROW, generator=data)
         live = self.stages[0] if len(self.stages) == 1 else self.stages
-        self.schedule: Any = case.make(live, n_microbatches=case.micro_batches, loss_fn=_loss)
+        self.schedule: Any = case.make(live, n_microbatches=case.micro_batches, loss_fn=mean_square)
 
     def _stage(self, index: int, seconds: float, has_regions: bool) -> PipelineStage:
         torch.manual_seed(index)
@@ -105,10 +109,6 @@ class Variant:
         end = time.perf_counter()
         parameters = [one for stage in self.stages for one in stage.submod.parameters()]
         return (begin, end), [*losses, *(one.grad.clone() for one in parameters if one.grad is not None)]
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def same_blocks(plan: PipelinePlan) -> PipelinePlan:
@@ -156,11 +156,11 @@ def row_of(name: str, steps: dict[str, list[float]], equal: bool, report: Any) -
     ratios = {one: [a / b for a, b in zip(steps["ours"], steps[one])] for one in ("all", "same")}
     return {
         "case": name,
-        "seconds": {one: _quartiles(each) for one, each in steps.items()},
+        "seconds": {one: quartiles(each) for one, each in steps.items()},
         "planned": plan.step_seconds,
         "bound": plan.bound_seconds,
         "deviation": median(steps["ours"]) / plan.step_seconds - 1,
-        "ratios": {one: _quartiles(each) for one, each in ratios.items()},
+        "ratios": {one: quartiles(each) for one, each in ratios.items()},
         "planned ratios": {"all": _over(plan, plan.all_recomputed), "same": _over(plan, plan.same_recomputed)},
         "same blocks": plan.same_recomputed.blocks,
         "budget_bytes": report.budget_bytes,
@@ -173,10 +173,6 @@ def row_of(name: str, steps: dict[str, list[float]], equal: bool, report: Any) -
 
 def _over(plan: PipelinePlan, rule: Any) -> float:
     return float(plan.step_seconds / rule.step_seconds)
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    return quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
 def failures(row: dict[str, Any]) -> list[str]:
@@ -224,9 +220,8 @@ def main() -> int:
         rows.append(row_of(*said))
         print(line(rows[-1]), flush=True)
     wrong = [fault for row in rows for fault in failures(row)]
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     settings = {"rounds": arguments.rounds, "block_ms": arguments.block_ms}
-    arguments.json.write_text(json.dumps({"machine": machine(), "settings": settings, "cases": rows}, indent=1) + "\n")
+    write({"machine": machine(), "settings": settings, "cases": rows}, arguments.json)
     print("\n".join(wrong) or "all of what is required holds")
     return 1 if wrong else 0
 

@@ -9,19 +9,22 @@ A cell is SCHEDULE-p-m-tc: p stages on as many processes, m micro-batches, a mes
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from cells import FULL, NAMED, Cell
-from cores import on_two_cores, show_cores
-from counts import count_forwards, count_peaks, show_counts
-from rounds import Settings, run_cells
-from table import HEAD, failures, line, machine, row_of
-from variants import MORE
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.machine import machine
+from benchmarks.options import write
+from benchmarks.pipeline.cells.cell import FULL, NAMED, Cell
+from benchmarks.pipeline.cells.rounds import Settings, run_cells
+from benchmarks.pipeline.cells.table import HEAD, failures, line, row_of
+from benchmarks.pipeline.cells.variants import MORE
+from benchmarks.pipeline.cores import on_two_cores, show_cores
+from benchmarks.pipeline.counts import count_forwards, count_peaks, show_counts
 
 RESULTS = Path(__file__).parents[1] / "results" / "pipeline-cpu.json"
 
@@ -76,8 +79,7 @@ def main() -> int:
     began = perf_counter()
     results = measure(arguments)
     results["minutes"] = (perf_counter() - began) / 60
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, arguments.json)
     print(f"\n{results['minutes']:.1f} minutes; wrote {arguments.json}")
     print("\n".join(results["failures"]) or "all of what is required holds")
     return 1 if results["failures"] else 0

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
-from cells import Cell
-from counts import count_forwards
-from rounds import Measured, Settings, run_cells
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
+from benchmarks.pipeline.cells.cell import Cell
+from benchmarks.pipeline.cells.rounds import Measured, Settings, run_cells
+from benchmarks.pipeline.counts import count_forwards
 
 CELLS = (Cell("gpipe", 2, 4, 10.0), Cell("1f1b", 2, 4, 10.0))
 SETTINGS = Settings(rounds=1, warm_up=1, forward_seconds=0.005)

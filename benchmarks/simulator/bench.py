@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.placement import ahead, with_recompute
 from torchckpt.model.schedule import Schedule

@@ -11,10 +11,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt.variants import Variant
 from torchckpt.testing import saved_bytes
 
-__all__ = ["Curve", "bytes_alive", "kept_bytes"]
+from .variants import Variant
+
+__all__ = ["Curve", "LiveBytes", "bytes_alive", "kept_bytes"]
 
 
 def kept_bytes(variant: Variant, x: Tensor) -> list[int]:
@@ -61,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.curve: list[int] = []
-        self._alive = 0
+        self.alive_bytes = 0
         self._known: set[int] = set()  # ids of the storages that live, and are counted or were there before
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
         self._meet((args, kwargs), counted=False)
         outputs = operation(*args, **kwargs)
         self._meet(outputs, counted=True)
-        self.curve.append(self._alive)
+        self.curve.append(self.alive_bytes)
         return outputs
 
     def _meet(self, values: Any, counted: bool) -> None:
@@ -80,12 +81,12 @@ class LiveBytes(TorchDispatchMode):
     def _enter(self, storage: torch.UntypedStorage, counted: bool) -> None:
         number, size = id(storage), storage.nbytes() if counted else 0
         self._known.add(number)
-        self._alive += size
+        self.alive_bytes += size
         weakref.finalize(storage, self._leave, number, size)
 
     def _leave(self, number: int, size: int) -> None:
         self._known.remove(number)
-        self._alive -= size
+        self.alive_bytes -= size
 
 
 class AllocatedBytes(TorchDispatchMode):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gpt.text import VOCABULARY
+from .text import VOCABULARY
 
 __all__ = ["Block", "Size", "cut", "gpt"]
 

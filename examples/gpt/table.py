@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpt.memory import Curve
+from .memory import Curve
 
 __all__ = ["MIB", "Measured", "table"]
 

@@ -10,8 +10,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gpt.model import Size, gpt
 from torchckpt import Pipe
+
+from .model import Size, gpt
 
 __all__ = ["DEFAULT", "NONE", "STOCK", "TORCHCKPT", "Variant", "variants"]
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpt.side_by_side import Course, is_equal
 from torchckpt.model.plan import Choice, PipelinePlan
 from torchckpt.model.units import Units, aligned
+
+from .side_by_side import Course, is_equal
 
 if TYPE_CHECKING:
     from train_gpt_distributed import Trainer

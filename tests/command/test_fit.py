@@ -140,7 +140,7 @@ def test_the_table_of_the_plan_and_the_line_to_paste(capsys: pytest.CaptureFixtu
         ("batch", "model, example"),
         ("mlp --budget 1.5MiB", 'model, example, budget="1.5MiB"'),
         ("mlp --budget 12500", "model, example, budget=12500"),
-        ("mlp --budget 90%", "model, example, budget=0.9"),
+        ("mlp --budget 90%", 'model, example, budget="90%"'),
         ("mlp --budget 0.9 --exact", "model, example, budget=0.9, exact=True"),
         ("mlp --keep speed", 'model, example, keep="speed"'),
         ("mlp --keep 1,3", 'model, example, keep=["1", "3"]'),

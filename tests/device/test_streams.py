@@ -9,12 +9,6 @@ import torch
 from tests.helpers import in_thread
 
 
-@pytest.fixture
-def streams(sim):
-    """Two new streams of sim:0."""
-    return torch.Stream("sim:0"), torch.Stream("sim:0")
-
-
 def ones(*shape, device="sim:0"):
     tensor = torch.ones(*shape, device=device)
     torch.accelerator.synchronize(tensor.device)

@@ -26,12 +26,6 @@ DEVICES = ("sim:0", "sim:1")
 # one region -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def streams(sim):
-    """Two new streams of sim:0."""
-    return torch.Stream("sim:0"), torch.Stream("sim:0")
-
-
 def leaf(*shape):
     tensor = torch.randn(*shape, device="sim:0").requires_grad_()
     torch.accelerator.synchronize()
@@ -108,6 +102,41 @@ def test_what_a_replay_on_another_stream_made_is_kept_until_the_backward_has_run
         del loss, region
         second.synchronize()
     assert torch.equal(gradient, expected)
+
+
+def test_a_replay_waits_for_the_stream_that_made_what_is_kept(sim, streams):
+    first, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    with ExitStack() as stack:
+
+        def late(x):  # the inputs of the region are there before
+            stack.enter_context(sim.held(first))
+            return x + 1
+
+        with first:
+            region = torchckpt.Checkpointing(lambda x: torchckpt.keep(late, x).exp(), x * 2)
+            output = region.checkpoint()
+        with second:
+            region.prefetch()
+        assert not second.query()
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+def test_what_is_kept_stays_until_a_replay_on_another_stream_has_run(sim, streams):
+    first, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    with first:
+        region = torchckpt.Checkpointing(lambda x: torchckpt.keep(lambda x: x + 1, x).exp(), x * 2)
+        output = region.checkpoint()
+    with sim.held(second):
+        with second:
+            region.prefetch()  # after which nothing holds what is kept
+        first.synchronize()
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
 
 
 # a pipeline -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Fixtures of the pipelines: this process as a group of one."""
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.distributed.ranks import one_rank
@@ -13,3 +15,12 @@ def alone():
     events.clear()
     with one_rank():
         yield
+
+
+@pytest.fixture
+def quiet():
+    """torch prints the schedule where a step fails."""
+    logger = logging.getLogger("torch.distributed.pipelining")
+    logger.disabled = True
+    yield
+    logger.disabled = False

@@ -23,6 +23,7 @@ from tests.distributed.stages import (
     stages_of,
     step,
 )
+from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.distributed.ahead import MEASURED_STEPS
@@ -31,7 +32,7 @@ from torchckpt.model import Kind, Link, StageCosts
 from torchckpt.model.exempt import free_to_keep
 from torchckpt.testing import count_recomputes
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 # what is recomputed ---------------------------------------------------------------------------------------------------

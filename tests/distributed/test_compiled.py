@@ -1,7 +1,6 @@
 """Compiled blocks under ``recompute_ahead``, in every order: regions first, and then compile, is torchtitan's."""
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import pytest
@@ -96,15 +95,6 @@ def test_compiled_blocks_are_recomputed_ahead(order, options):
     assert all(map(torch.equal, received, expected))
     assert recomputes == (16 if "exempt" in options or "segments" in options else 8)
     assert backend.runs == 2 * 2 * COUNT + recomputes
-
-
-@pytest.fixture
-def quiet():
-    """torch prints the schedule where a step fails."""
-    logger = logging.getLogger("torch.distributed.pipelining")
-    logger.disabled = True
-    yield
-    logger.disabled = False
 
 
 @pytest.mark.usefixtures("quiet")

@@ -1,7 +1,6 @@
 """A step that fails on this rank: what is raised, and that the next one is as if it had not been."""
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -13,6 +12,8 @@ from torchckpt import is_recomputing
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RecomputationError, ScheduleError
 from torchckpt.kernel.flags import thread
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NAME, M = "ScheduleInterleaved1F1B", 4
 
@@ -61,15 +62,6 @@ def prepared(when="", error=None, **options):
     static = torch.zeros(2, 8, requires_grad=True)
     stages = stages_of(NAME, lambda stage: faulty(stage, when, error), input_args=static, output_args=static)
     return recompute_ahead(schedule_on(stages, NAME, M), **options), stages
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """torch prints the schedule where a step fails."""
-    logger = logging.getLogger("torch.distributed.pipelining")
-    logger.disabled = True
-    yield
-    logger.disabled = False
 
 
 def seen_in_a_step(schedule, stages):

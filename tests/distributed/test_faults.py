@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from tests.settings import with_gloo
 from torchckpt import checkpoint_module, is_recomputing
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
@@ -23,7 +24,7 @@ RANKS, MICRO_BATCHES, FAULTY = 3, 6, 1
 TIMEOUT_SECONDS = 8.0
 CASES = ("forward", "recompute", "backward", "stays", "dies")  # the last one ends its process
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Backward(torch.autograd.Function):

@@ -1,10 +1,7 @@
 """Memory: how much is alive at the peak of a step, and that nothing is afterwards."""
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.distributed.stages import NAMES, SINGLE, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
+from tests.settings import without_collector
 from torchckpt.distributed import recompute_ahead
 from torchckpt.kernel.flags import thread
 
@@ -130,16 +128,6 @@ def test_a_replay_that_stands_before_a_pair_is_alive_in_the_forward_of_that():
 
 
 # afterwards -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("alone")

@@ -3,18 +3,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules
 
 from tests.distributed.ranks import on_ranks
 from tests.distributed.stages import Stage
+from tests.settings import with_gloo
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.testing import count_recomputes
 
 RANKS, MICRO_BATCHES, STEPS, BLOCKS = 4, 4, 6, 2  # costs are measured in four steps
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Block(nn.Module):

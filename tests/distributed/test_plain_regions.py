@@ -1,7 +1,6 @@
 """Regions that a stage must not have: those of ``torch.utils.checkpoint`` are named, with the change of one line."""
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -15,6 +14,8 @@ from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions
 from torchckpt.errors import RegionError
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
 LINEAR = "Linear '1'"
 NON_REENTRANT = (
@@ -25,15 +26,6 @@ REENTRANT = (
     "a stage that is to be recomputed has a region\n"
     f"  received: stage {{}}, with regions of torch.utils.checkpoint(use_reentrant=True)\n  works:    {WORKS}"
 )
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """torch prints the schedule where a step fails."""
-    logger = logging.getLogger("torch.distributed.pipelining")
-    logger.disabled = True
-    yield
-    logger.disabled = False
 
 
 def error_of_a_step(make, **options):

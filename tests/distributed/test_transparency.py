@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import attempted, on_ranks
@@ -30,13 +29,14 @@ from tests.distributed.stages import (
     step,
     train,
 )
+from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.features import release_of
 from torchckpt.model import Link, StageCosts
 from torchckpt.testing import count_recomputes
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 MODES = {
     "default": {},

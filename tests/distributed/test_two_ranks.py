@@ -21,12 +21,13 @@ from tests.distributed.stages import (
     schedule_on,
     stages_of,
 )
+from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.ahead import MEASURED_STEPS
 from torchckpt.model import Kind
 from torchckpt.model.gantt import gantt
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Arrival(torch.autograd.Function):

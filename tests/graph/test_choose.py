@@ -91,7 +91,12 @@ def test_refusal_says_what_there_is():
     assert least - 64 == plan.peak_bytes == plan.lower_bound == 12_004
     assert str(caught.value) == (
         "rematerialize(): a budget holds what the step cannot do without\n"
-        "  received: 8kB; the least found is 12.07kB, no schedule needs less than 12.07kB, eager 40.08kB\n"
+        "  received: 8000, which is 8kB; the least found is 12.07kB, no schedule needs less than 12.07kB, "
+        "eager 40.08kB\n"
+        "            nobody can free, at the end of the step: gradients of inputs 4kB, outputs 4B\n"
+        "            nobody can free, at the peak of the least: what tanh_1 reads and writes 8kB, outputs 4B\n"
+        "            beside that, at that peak, 4kB is kept for operations that follow\n"
+        "            parameters, buffers and inputs, 4kB, are there before the step and count for nothing\n"
         '  works:    budget="12.07kB" or more (nothing can be below the lower bound: a smaller batch can)'
     )
     assert plan_of(chain, leaf(1000), budget=least).peak_bytes == 12_004
@@ -124,7 +129,7 @@ def test_least_bytes_that_are_named_are_held(monkeypatch):
 
 
 def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
-    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned: planner.solution(flow, flow.eager))
+    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager))
     plan = plan_of(chain, leaf(1000), budget=0.6, exact=True)
     assert plan.peak_bytes <= plan.budget_bytes - 64
     with pytest.raises(BudgetInfeasible, match=r"the least found is 40\.08kB"):

@@ -12,15 +12,10 @@ from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
 from torchckpt.graph.partial import Partial
-from torchckpt.model.remat import planner
 
+pytestmark = pytest.mark.usefixtures("quick_planner")
 A_LOSS_BYTES = 64
 """Of the caller's: a few scalars."""
-
-
-@pytest.fixture(autouse=True)
-def quick_planner(monkeypatch):
-    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
 
 
 def gradients(outputs, used, wanted):

@@ -5,6 +5,7 @@ import copy
 import gc
 import inspect
 import pickle
+import types
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from tests.distributed.ranks import on_ranks, one_rank
 from tests.graph.eager import assert_same, compare, measured_peak, step
 from tests.helpers import assert_equal, in_threads, leaf
 from tests.models import MODELS
+from tests.settings import without_collector
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.features import release_of
@@ -174,6 +176,68 @@ def test_sequential_is_called_as_one():
 
 def test_wrapped_twice(model):
     compare(model, step_of(step_of(model)), torch.randn(4, 6))
+
+
+# signatures -----------------------------------------------------------------------------------------------------------
+
+
+def test_signature_is_that_of_the_model(model):
+    step = graph.rematerialize(model)
+    assert inspect.signature(step.forward) == inspect.signature(model.forward)
+    assert inspect.signature(type(step).forward) == inspect.signature(Block.forward)
+    assert inspect.signature(step) == inspect.signature(model)
+    assert step.forward.__wrapped__ is Block.forward
+    assert type(step) is type(graph.rematerialize(build()))
+    twice = graph.rematerialize(step)
+    assert inspect.signature(twice.forward) == inspect.signature(model.forward)
+
+
+def test_signature_of_a_forward_that_is_set_on_the_instance(model):
+    plain = model.forward
+    model.forward = lambda x, *, times=1: plain(x, times=times)
+    step = graph.rematerialize(model)
+    assert str(inspect.signature(step.forward)) == "(x, *, times=1)"
+    assert inspect.signature(graph.rematerialize(build()).forward) == inspect.signature(build().forward)
+    x = torch.randn(4, 6)
+    compare(model, step, x, times=2)
+
+
+def test_forward_that_is_put_around_the_steps_own_stays_with_it(model):
+    """As accelerate does for mixed precision: on the model, it would call itself without end."""
+    step, calls = graph.rematerialize(model), []
+
+    def around(self, *args, **kwargs):
+        calls.append(len(args))
+        return self._original_forward(*args, **kwargs)
+
+    step._original_forward = step.forward
+    step.forward = types.MethodType(around, step)
+    step(torch.randn(4, 6)).sum().backward()
+    assert calls == [1]
+    assert not {"forward", "_original_forward"} & {*model.__dict__}
+    assert len(step.plans) == 1
+
+
+def test_keywords_in_any_order_are_one_call(model, traces):
+    mask = {"keep": [torch.ones(4, 6)]}
+    step = graph.rematerialize(model, torch.randn(4, 6), example_kwargs={"mask": mask, "times": 2})
+    x = torch.randn(4, 6)
+    for kwargs in ({"times": 2, "mask": mask}, {"mask": mask, "times": 2}):
+        compare(model, step, x, **kwargs)
+    step(times=2, mask=mask, x=x)
+    assert len(traces) == 2
+
+
+def test_keywords_that_the_forward_does_not_name_keep_their_order():
+    class Named(nn.Linear):
+        def forward(self, **named):
+            first, second = named.values()
+            return super().forward(first).sum() + second.sum()
+
+    step = graph.rematerialize(Named(2, 2))
+    ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
+    for named in ({"a": ones, "b": zeros}, {"b": zeros, "a": ones}):
+        assert torch.equal(step(**named), step.original(**named))
 
 
 # plans ----------------------------------------------------------------------------------------------------------------
@@ -552,8 +616,7 @@ def test_threads_that_call_at_once():
 def test_inputs_and_outputs_die(model, backward):
     step = step_of(model)
     gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         for _ in range(2):
             x, mask = leaf(4, 6), torch.ones(6)
             outputs = step(x, mask={"keep": [mask]})
@@ -562,8 +625,6 @@ def test_inputs_and_outputs_die(model, backward):
             alive = [weakref.ref(x), weakref.ref(mask), weakref.ref(outputs)]
             del x, mask, outputs
             assert [one() for one in alive] == [None] * 3
-    finally:
-        gc.enable()
 
 
 class Tanh(nn.Module):
@@ -661,8 +722,26 @@ def test_faults_of_the_call_are_listed_at_once():
         graph.rematerialize(lambda x: x, engine="triton")
     text = str(caught.value)
     assert text.startswith("rematerialize(): 2 faults\nthe first argument is a module\n  received: <function")
-    assert "works:    graph.rematerialize(model, inputs)" in text
+    assert "works:    graph.rematerialize(model, inputs), of a module whose forward calls the function" in text
     assert 'engine is "eager" or "inductor"\n  received: \'triton\'\n  works:    engine="eager"' in text
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "text"),
+    [
+        (({"x": torch.ones(4, 6)},), {}, "works:    graph.rematerialize(model, example_kwargs=example)"),
+        (((torch.ones(4, 6),),), {}, "works:    graph.rematerialize(model, *example)"),
+        ((torch.ones(4, 6), "50%"), {}, "works:    graph.rematerialize(model, inputs, budget='50%')"),
+        (((4, 6),), {}, "works:    graph.rematerialize(model, torch.randn(4, 6))"),
+        ((), {"example_kwargs": [1]}, "example_kwargs is a dict of the keywords that the model is called with\n"
+                                      "  received: list"),
+        ((), {"example_kwargs": {1: 2}}, "example_kwargs is a dict of the keywords"),
+    ],
+)
+def test_examples_that_are_given_another_way(model, example, options, text):
+    with pytest.raises(ArgumentError) as caught:
+        graph.rematerialize(model, *example, **options)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(

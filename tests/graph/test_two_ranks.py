@@ -5,17 +5,17 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.ranks import on_ranks
+from tests.settings import with_gloo
 from torchckpt import graph
 
 STEPS = 3
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Model(nn.Module):

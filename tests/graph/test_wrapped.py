@@ -3,16 +3,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import one_rank
 from tests.graph.eager import compare
+from tests.settings import with_gloo
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CheckpointError
 
 fsdp_of_one = pytest.mark.filterwarnings("ignore:FSDP is switching to use")
-with_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 
 def plain():

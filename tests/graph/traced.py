@@ -31,7 +31,7 @@ def plan_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Pl
 
 
 def joint_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Joint:
-    (call,) = traced(function, *inputs, **options)._calls.values()
+    (call,) = traced(function, *inputs, **options)._calls.known.values()
     return call._capture.joint
 
 

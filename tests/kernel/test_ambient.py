@@ -7,18 +7,9 @@ import pytest
 import torch
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, by_hand, in_thread, leaf, plain
+from tests.settings import default_dtype
 from torchckpt import Checkpointing, checkpoint, is_checkpointing, is_recomputing
 from torchckpt.testing import count_recomputes
-
-
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from tests.helpers import Block, assert_equal, assert_transparent, by_hand, doing, leaf, plain
 from torchckpt import Checkpointing, checkpoint, is_recomputing
-from torchckpt.errors import ArgumentError, RegionError
+from torchckpt.errors import ArgumentError
 from torchckpt.testing import count_recomputes
 
 
@@ -178,37 +178,6 @@ def test_options_change_no_gradient(device, early_stop, determinism_check):
 
     assert_transparent(pair, block, x, modules=[block])
     assert_transparent(plain, block, x, modules=[block])
-
-
-MUST_HAVE_RUN = (
-    "a region must run its forward first\n"
-    "  received: {} before checkpoint()\n"
-    "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
-)
-
-
-def test_recompute_before_checkpoint():
-    with pytest.raises(RegionError) as caught:
-        Checkpointing(torch.exp, leaf(3)).recompute(leaf(3))
-    assert str(caught.value) == MUST_HAVE_RUN.format("recompute(outputs)")
-
-
-def test_prefetch_before_checkpoint():
-    with pytest.raises(RegionError) as caught:
-        Checkpointing(torch.exp, leaf(3)).prefetch()
-    assert str(caught.value) == MUST_HAVE_RUN.format("prefetch()")
-
-
-def test_second_checkpoint():
-    region = Checkpointing(torch.exp, leaf(3))
-    region.checkpoint()
-    with pytest.raises(RegionError) as caught:
-        region.checkpoint()
-    assert str(caught.value) == (
-        "a region runs its forward once\n"
-        "  received: a second checkpoint()\n"
-        "  works:    torchckpt.Checkpointing(function, *args).checkpoint(), a new region for each forward"
-    )
 
 
 def test_reentrant_and_debug_are_refused_in_one_error():

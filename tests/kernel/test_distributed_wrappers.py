@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import on_ranks
-from torchckpt import checkpoint, checkpoint_module
+from tests.helpers import plain
+from tests.settings import with_gloo
+from torchckpt import checkpoint, checkpoint_module, keep
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
 
 RANKS, STEPS = 2, 2
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
 class Block(nn.Module):
@@ -25,10 +27,13 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second, self.unused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
-        self.uses_all = True
+        self.uses_all, self.kept = True, plain
+
+    def mixed(self, x):
+        return self.second(nn.functional.dropout(nn.functional.gelu(self.first(x)), 0.2))
 
     def forward(self, x):
-        h = x + nn.functional.dropout(self.second(nn.functional.gelu(self.first(self.norm(x)))), 0.2)
+        h = x + nn.functional.dropout(self.kept(self.mixed, self.norm(x)), 0.2)
         return self.unused(h).tanh() if self.uses_all else h.tanh()
 
 
@@ -85,6 +90,12 @@ def by_call(model, **options):
     model.call = functools.partial(checkpoint, **options)
 
 
+def with_a_kept_part(model):
+    for block in model.blocks:
+        block.kept = keep
+        checkpoint_module(block)
+
+
 def whole(model, **options):
     checkpoint_module(model, **options)
 
@@ -128,6 +139,7 @@ WAYS = {
     "checkpoint": (by_call, 3),
     "checkpoint values": (functools.partial(by_call, determinism_check="values"), 3),
     "whole model": (whole, 1),
+    "with a kept part": (with_a_kept_part, 3),
     "no early stop": (functools.partial(by_module, early_stop=False), 3),
 }
 

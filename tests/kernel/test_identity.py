@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf
+from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf, same_or_not
+from tests.settings import without_collector
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.testing import count_recomputes
-
-
-def same_or_not(a, b):
-    return (a.square() if a is b else a * b * b).sin()
 
 
 def square(x):
@@ -272,14 +268,11 @@ def test_an_input_whose_graph_leads_through_its_region_is_freed(requires_grad, c
     x = leaf(4)
     h = x * 1 if requires_grad else torch.ones(4)
     gone = weakref.ref(h)
-    gc.disable()
-    try:
+    with without_collector():
         y = call(lambda h, x: square(h) * x, h, x)
         h += y
         del y, h
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_block_keeps_only_its_boundary_when_the_input_is_given_twice(call):

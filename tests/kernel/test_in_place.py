@@ -55,7 +55,7 @@ def test_error_of_a_changed_input_shows_its_shape_versions_and_the_fix():
     assert str(caught.value) == (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         "an input of a checkpointed region, [torch.FloatTensor [2, 3]], is at version 1; expected version 0 instead. "
-        "The replay would start from the changed input.\n"
+        "The replay would start from the changed tensor.\n"
         "  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
     )
 

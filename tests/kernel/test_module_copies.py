@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import threading
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import in_threads
+from tests.helpers import in_threads, saved_and_loaded
 from tests.kernel.modules import Block, Model, assert_recomputes_to_equal, checkpointed, step
 from torchckpt import checkpoint_module
 
@@ -22,13 +21,6 @@ def model():
 
 def pickled(module):
     return pickle.loads(pickle.dumps(module))
-
-
-def saved_and_loaded(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def loaded_from_state_dict(module):

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as spectral_norm_hook
 
 from tests.helpers import in_threads
+from tests.settings import without_collector
 from torchckpt import checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError
 from torchckpt.kernel import layout, module_state
@@ -329,7 +330,7 @@ def test_a_generator_that_is_found_twice_is_put_back_once(twice):
 
 
 def test_what_a_function_closes_over_is_not_seen_but_by_values():
-    """The limit that the README lists."""
+    """The limit that the page of limits lists."""
     module, x = Average(), torch.randn(3, 4)
     with pytest.raises(RecomputationError, match="with other values"):
         checkpoint(lambda x: module(x), x, determinism_check="values").sum().backward()
@@ -348,7 +349,7 @@ class Counter(nn.Module):
 
 
 def test_a_python_attribute_is_not_seen_but_by_values():
-    """The limit that the README lists, and its remedy."""
+    """The limit that the page of limits lists, and its remedy."""
     with pytest.raises(RecomputationError, match="with other values"):
         checkpoint(Counter(), torch.randn(3, 4), determinism_check="values").sum().backward()
 
@@ -359,13 +360,10 @@ def test_a_layout_does_not_keep_its_module():
     for module in Average(), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)):
         checkpoint(module, torch.randn(3, 4)).sum().backward()
     gone = weakref.ref(module)
-    gc.disable()
-    try:
+    with without_collector():
         del module
         assert gone() is None
         assert len(layout._layouts) == count
-    finally:
-        gc.enable()
 
 
 def test_replays_of_several_threads_leave_the_buffers_of_the_module():

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.helpers import assert_equal, in_threads, leaf, plain, run
+from tests.settings import without_collector
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 
 LAYERS = {
@@ -272,9 +272,6 @@ def test_layer_is_not_kept_alive(device):
     layer = nn.BatchNorm1d(4).to(device)
     alive = weakref.ref(layer)
     checkpoint(layer, leaf(5, 4, device=device)).sum().backward()
-    gc.disable()
-    try:
+    with without_collector():
         del layer
         assert alive() is None
-    finally:
-        gc.enable()

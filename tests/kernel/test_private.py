@@ -271,6 +271,40 @@ def profiler_is_on():
     assert not private.profiler_is_on()
 
 
+def frame_of_torch():
+    found = []
+
+    def function(x):
+        found.append(private.frame_of_torch(private.hooks_in_force(True)[0]))
+        return x.sin().cos()
+
+    def pack(tensor):
+        return tensor
+
+    assert private.frame_of_torch(pack) is None
+    torch.utils.checkpoint.checkpoint(function, leaf(3), use_reentrant=False).sum().backward()
+    (frame, is_replayed), again = found
+    assert not is_replayed
+    assert again == (frame, True)
+
+
+def without_selective_modes():
+    def policy(_, operator, *args, **kwargs):
+        seen.append(operator)
+        return False
+
+    seen = []
+    selective, _ = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+    x, multiply = torch.ones(2, 2), torch.ops.aten.mm.default
+    with FlopCounterMode(display=False) as around, selective, FlopCounterMode(display=False) as inside:
+        torch.mm(x, x)
+        with private.without_selective_modes():
+            torch.mm(x, x)
+        torch.mm(x, x)
+    assert seen == [multiply, multiply]
+    assert around.get_total_flops() == inside.get_total_flops() == 3 * 16
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "alive": alive,
@@ -279,6 +313,7 @@ COUNTERPARTS = {
     "compiler_of": compiler_of,
     "dispatch_modes_are_active": dispatch_modes_are_active,
     "forward_ad": level_of_forward_ad,
+    "frame_of_torch": frame_of_torch,
     "function_modes": function_modes,
     "functorch_is_active": functorch_is_active,
     "global_forward_hooks": global_forward_hooks,
@@ -294,6 +329,7 @@ COUNTERPARTS = {
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
     "storage_key": storage_key,
+    "without_selective_modes": without_selective_modes,
 }
 
 

@@ -98,6 +98,16 @@ class Meeting:
             self.replaying.set()
             assert self.met.wait(30)
 
+    def loss(self, x):
+        """Of a region that holds in the middle of its replay."""
+
+        def function(x):
+            y = x.sin()
+            self.hold()
+            return y.exp()
+
+        return checkpoint(function, x).sum()
+
     def run(self, holding, meeting):
         """``holding()`` in a thread of its own, and ``meeting()`` in the middle of its replay."""
 
@@ -114,24 +124,14 @@ class Meeting:
 def test_flags_of_a_replay_are_not_seen_in_another_thread():
     meeting, x = Meeting(), torch.randn(4, requires_grad=True)
 
-    def function(x):
-        y = x.sin()
-        meeting.hold()
-        return y.exp()
-
-    loss = checkpoint(function, x).sum()
+    loss = meeting.loss(x)
     assert meeting.run(loss.backward, lambda: (is_checkpointing(), is_recomputing())) == (False, False)
 
 
 def test_saved_tensors_of_another_thread_are_not_taken_for_the_replays():
     meeting, x = Meeting(), torch.randn(4, requires_grad=True)
 
-    def function(x):
-        y = x.sin()
-        meeting.hold()
-        return y.exp()
-
-    loss = checkpoint(function, x).sum()
+    loss = meeting.loss(x)
     others = meeting.run(loss.backward, lambda: torch.autograd.grad(x.cos().exp().sum(), x)[0])
     assert torch.equal(others, torch.autograd.grad(x.cos().exp().sum(), x)[0])
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])

@@ -6,6 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.placement import ahead
 
 BOUNDARY = 1 / 16
 
@@ -45,3 +46,7 @@ class Cell(NamedTuple):
 
 
 CELLS = [Cell(p, p * times, tc) for p, times, tc in product([2, 4, 8, 16], [1, 2, 4, 8], [0.0, 0.25, 1.0])]
+
+
+def greedy(cell, k=1, exempt=()):
+    return ahead(k, exempt, costs=cell.costs, link=cell.link)

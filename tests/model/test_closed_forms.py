@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.closed_forms import BOUNDARY, CELLS, Cell
+from tests.model.closed_forms import BOUNDARY, CELLS, Cell, greedy
 from torchckpt.model.bound import bound
 from torchckpt.model.placement import ahead, arrival, with_recompute
 from torchckpt.model.schedules import gpipe, one_f_one_b
@@ -19,10 +19,6 @@ def run(schedule, cell):
 
 def step(schedule, cell):
     return run(schedule, cell).step_seconds
-
-
-def greedy(cell, k=1, exempt=()):
-    return ahead(k, exempt, costs=cell.costs, link=cell.link)
 
 
 @every_cell

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.closed_forms import CELLS, Cell
+from tests.model.closed_forms import CELLS, Cell, greedy
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.placement import ahead, arrival, partial, with_recompute
 from torchckpt.model.schedules import (
@@ -25,10 +25,6 @@ small_cells = pytest.mark.parametrize("cell", SMALL, ids=lambda cell: f"p{cell.p
 def run(schedule, cell, policy=None):
     schedule = schedule if policy is None else with_recompute(schedule, policy)
     return simulate(schedule, cell.costs, cell.link, exposed=False)
-
-
-def greedy(cell, k=1, exempt=()):
-    return ahead(k, exempt, costs=cell.costs, link=cell.link)
 
 
 def gain(schedule, cell, k, exempt=()):

@@ -1,13 +1,11 @@
 """Stages without a ``Pipe``: what its parts are tested with."""
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchckpt.pipe.microbatch import gather, scatter
 from torchckpt.pipe.partition import Layer, Stage, partition
@@ -28,12 +26,5 @@ def run(stages: Sequence[Stage], x: torch.Tensor, chunks: int, checkpointed: int
     return gather(outputs, [batch.rows for batch in micro_batches])
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """What is freed inside is freed without the garbage collector."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import torchckpt
 from tests.accelerator import TYPE, module_of
 from tests.pipe.skips import Pop, Stash
+from tests.pipe.stages import gradients
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk, WithDevice, links
 
@@ -138,10 +139,6 @@ def skipping() -> nn.Sequential:
 
 def four() -> list[str]:
     return devices() * 2
-
-
-def gradients(module: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in module.parameters()]
 
 
 def assert_equal(ours: list[Tensor | None], expected: list[Tensor | None]) -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import copy
 import doctest
-import gc
-import io
 import pickle
 import threading
 import weakref
@@ -18,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import torchckpt
-from tests.helpers import in_thread, in_threads
+from tests.helpers import in_thread, in_threads, saved_and_loaded
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import DeferredBatchNorm, batchnorm
 
@@ -304,12 +303,9 @@ def test_after_a_mini_batch_nothing_is_kept() -> None:
     layer = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
     by_parts(layer, torch.randn(12, 3))
     alive = weakref.ref(layer)
-    gc.disable()
-    try:
+    with without_collector():
         del layer
         assert alive() is None
-    finally:
-        gc.enable()
     assert not batchnorm._under_way
 
 
@@ -535,14 +531,7 @@ def test_other_layers_are_left_alone(make: Any) -> None:
     assert vars(layer) == before
 
 
-def loaded(module: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), loaded])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded])
 def test_a_copy_is_converted_and_takes_along_nothing_that_was_tracked(copied: Any) -> None:
     module = DeferredBatchNorm.convert(model())
     with mini_batch(module):

@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers import same_or_not
 from torchckpt import Pipe
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.skip import pop, stash
 
 MODES = ["never", "except_last", "always"]
-
-
-def same_or_not(a: Tensor, b: Tensor) -> Tensor:
-    return (a.square() if a is b else a * b * b).sin()
 
 
 class Two(nn.Linear):

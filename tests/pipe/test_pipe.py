@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from tests.pipe.stages import run, stages_of, without_collector
+from tests.pipe.stages import gradients, run, stages_of
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.kernel.frame import Frame
 from torchckpt.pipe import NoChunk
@@ -27,10 +28,6 @@ from torchckpt.pipe.skip import Carrier, Skips
 def layers() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-
-
-def gradients(module: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in module.parameters()]
 
 
 def all_equal(ours: list[Any], plain: list[Any]) -> bool:

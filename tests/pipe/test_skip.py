@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import re
 import weakref
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 import torchckpt
 from tests.helpers import in_threads
 from tests.pipe.skips import Pop, Stash
-from tests.pipe.stages import run, stages_of, without_collector
+from tests.pipe.stages import run, stages_of
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.pipe import pipeline, step
 from torchckpt.pipe.links import Place
@@ -468,9 +468,6 @@ def test_a_layer_that_stashes_and_is_a_region_by_itself_leaves_nothing_after_its
 
     layers = nn.Sequential(Stashes(4, 4), Pop("h"))
     torchckpt.checkpoint_module(layers[0], early_stop=early_stop)
-    gc.disable()
-    try:
+    with without_collector():
         layers(torch.randn(2, 4)).sum().backward()
         assert [reference() for reference in freed] == [None, None]
-    finally:
-        gc.enable()

@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from tests.pipe.stages import without_collector
+from tests.pipe.stages import gradients
+from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk
@@ -27,10 +28,6 @@ def layers(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(3)
     first = [nn.Linear(6, 8), nn.GELU(), nn.Dropout(dropout), Stash()]
     return nn.Sequential(*first, nn.Linear(8, 8), nn.LayerNorm(8), Pop(), nn.Dropout(dropout), nn.Linear(8, 3))
-
-
-def gradients(module: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in module.parameters()]
 
 
 def assert_same(ours: Any, expected: Any) -> None:

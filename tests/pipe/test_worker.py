@@ -1,7 +1,6 @@
 """Workers: threads that raise what their stages raise, carry the caller's state, and leave nothing behind."""
 from __future__ import annotations
 
-import gc
 import signal
 import subprocess
 import sys
@@ -24,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchckpt
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import run as run_stages
-from tests.pipe.stages import stages_of, without_collector
+from tests.pipe.stages import stages_of
+from tests.settings import default_dtype, without_collector
 from torchckpt.kernel import flags, private
 from torchckpt.kernel.scope import Scope
 from torchckpt.pipe.worker import in_caller, workers
@@ -92,16 +92,6 @@ def test_the_next_call_works_after_a_failure() -> None:
 
 
 VARIABLE: ContextVar[str] = ContextVar("variable", default="none")
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -305,14 +295,11 @@ def test_the_exception_of_a_worker_holds_nothing_in_a_cycle() -> None:
             weakref.finalize(local, freed.append, "local")
             raise ValueError("why")
 
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(ValueError, match="why") as raised:
             run([Fails()], torch.ones(2, 2), threads=True, chunks=1)
         del raised
         assert freed == ["local"]
-    finally:
-        gc.enable()
 
 
 def test_gradients_are_those_of_the_caller_s_thread() -> None:

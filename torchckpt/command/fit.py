@@ -177,9 +177,7 @@ def _budget(text: str) -> Budget:
 
 
 def _amount(text: str) -> Budget:
-    if text.endswith("%"):
-        return float(text[:-1]) / 100
-    if text[-1:].isalpha():
+    if text.endswith("%") or text[-1:].isalpha():
         return text
     return int(text) if text.isdecimal() else float(text)
 

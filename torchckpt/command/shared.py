@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchckpt.model.remat.budget import budget_bytes
+from torchckpt.model.amount import read
 
 __all__ = [
     "Parser",
@@ -137,13 +137,10 @@ def positive(text: str) -> float:
 
 def size(text: str) -> float:
     """Bytes, such as ``80GB``."""
-    try:
-        found = float(text) if text.replace(".", "", 1).isdecimal() else float(budget_bytes(text, 0))
-    except ValueError:
-        found = 0.0
-    if not found:
+    found = read(float(text) if text.replace(".", "", 1).isdecimal() else text)
+    if found is None or found.is_share:
         raise argparse.ArgumentTypeError(f"a size such as 80GB or 60GiB; received: {text}")
-    return found
+    return float(found.number)
 
 
 def file_or_counts(

@@ -9,9 +9,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.live import schedule_of
+from torchckpt.distributed.plain_regions import traced_faults
 from torchckpt.distributed.plan.given import Plan, check_budget, plan_for, use_faults
 from torchckpt.distributed.plan.within import RecomputeWithin
-from torchckpt.distributed.private import Live
+from torchckpt.distributed.private import Live, stages_of
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model import Link, Schedule, StageCosts
 from torchckpt.model.exempt import free_to_keep
@@ -89,7 +90,8 @@ def recompute_ahead(
         ``budget`` or ``plan`` also ``plan``.
 
     Raises:
-        ArgumentError: all faults of the call in one message.
+        ArgumentError: all faults of the call in one message; among them a stage of ``pipeline()``, torch's tracer, that
+            has no region: one that was set before the trace is not in it.
         CheckpointError: this version of torch has no runtime that could do it.
         BudgetInfeasible: after the fourth step, ``budget`` is below the least; it says how much that is.
         RegionError: at the first step, a stage that enters no region, or one of ``torch.utils.checkpoint``.
@@ -106,16 +108,28 @@ def recompute_ahead(
         *use_faults(budget, plan, _given(segments, exempt, costs, link)),
     )
     raise_faults(_CALLER, faults)
+    is_planned = budget is not None or plan is not None
+    kept = frozenset() if is_planned else _kept(exempt, segments, plain)
+    raise_faults(_CALLER, _traced_faults(schedule, plain, kept))
     if budget is not None:
         check_budget(_CALLER, budget, len(plain.ranks))
         return RecomputeWithin(schedule, plain, budget, None)
     if plan is not None:
         return RecomputeWithin(schedule, plain, None, plan_for(_CALLER, plan, plain))
-    if isinstance(exempt, str):
-        kept = free_to_keep(plain) if exempt == "auto" and segments is None else frozenset()
-    else:
-        kept = frozenset(exempt)
     return RecomputeAhead(schedule, plain, segments, kept, costs, link or Link())
+
+
+def _kept(exempt: str | Collection[Visit], segments: int | None, schedule: Schedule) -> frozenset[Visit]:
+    if isinstance(exempt, str):
+        return free_to_keep(schedule) if exempt == "auto" and segments is None else frozenset()
+    return frozenset(exempt)
+
+
+def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> Iterator[Fault]:
+    """Of the stages of this rank that are to be recomputed."""
+    for stage in stages_of(live):
+        if any((stage.stage_index, i) not in kept for i in range(schedule.micro_batches)):
+            yield from traced_faults(stage.stage_index, stage.submod)
 
 
 def _given(segments: object, exempt: object, costs: object, link: object) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Regions that a stage must not have: those of ``torch.utils.checkpoint``, and none at all."""
+"""Regions that a stage must not have: those of ``torch.utils.checkpoint``, and none at all, as after a trace."""
 from __future__ import annotations
 
 import warnings
@@ -8,16 +8,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from torchckpt.distributed.private import is_compiled
-from torchckpt.errors import RegionError
+from torchckpt.errors import Fault, RegionError
 from torchckpt.kernel.flags import is_checkpointing
 from torchckpt.kernel.mixin import COMPILED
 from torchckpt.kernel.module import is_checkpointed
 from torchckpt.kernel.private import hooks_in_force
+from torchckpt.modules import is_compiled
 
-__all__ = ["plain_regions_refused", "raise_without_regions", "warn_of_compiled_regions"]
+__all__ = ["plain_regions_refused", "raise_without_regions", "traced_faults", "warn_of_compiled_regions"]
 
 _WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
 
@@ -82,6 +83,35 @@ def _in_graphs(module: nn.Module, name: str) -> Iterator[str]:
         yield from _in_graphs(child, f"{name}.{path}".lstrip("."))
 
 
+_TRACERS = ("torch.fx.", "torch.export.", "torch.nn.modules.")
+"""Where the classes are of what ``torch.distributed.pipelining.pipeline()`` makes of a model."""
+
+
+def traced_faults(stage: int, module: nn.Module) -> Iterator[Fault]:
+    """The fault of a stage that was traced, with no region in it: those that were set before are not in a trace.
+
+    A class of the user's own that was put into the stage may enter regions by itself: the first step tells.
+    """
+    if not isinstance(module, GraphModule) or any(is_checkpointed(child) for child in module.modules()):
+        return
+    if all(type(child).__module__.startswith(_TRACERS) for child in module.modules()):
+        yield Fault(
+            "regions of a traced stage are set after the trace, which leaves out those that were set before",
+            f"stage {stage}, a GraphModule as pipeline() makes one, without a region",
+            _traced_works(stage, module),
+        )
+
+
+def _traced_works(stage: int, module: nn.Module) -> str:
+    names = [name for name, _ in module.named_modules()]
+    repeated = next((name.rpartition(".")[0] for name in names if name.rpartition(".")[2].isdigit()), None)
+    pattern = next(iter(names[1:]), "layers.*") if repeated is None else f"{repeated}.*".lstrip(".")
+    return (
+        f'torchckpt.checkpoint_layers(pipe.get_stage_module({stage}), "{pattern}"), '
+        f"and then pipe.build_stage({stage}, device)"
+    )
+
+
 def raise_without_regions(stage: int, module: nn.Module, outputs: object) -> NoReturn:
     """Raise ``RegionError``: the forward of ``stage`` that made ``outputs`` entered no region."""
     if inside := list(_in_graphs(module, "")):
@@ -89,6 +119,8 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object) -> NoR
     elif any(_is_reentrant(leaf) for leaf in pytree.tree_leaves(outputs)):
         received = f"stage {stage}, with regions of torch.utils.checkpoint(use_reentrant=True)"
         works = _WORKS
+    elif traced := list(traced_faults(stage, module)):
+        received, works = traced[0].received, traced[0].works
     else:
         received = f"stage {stage}, whose forward entered none"
         works = (

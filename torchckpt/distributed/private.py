@@ -11,7 +11,6 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias
 
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -31,7 +30,6 @@ __all__ = [
     "Stage",
     "TorchDispatchMode",
     "in_backward",
-    "is_compiled",
     "micro_batches_of",
     "order_of",
     "raise_unless_supported",
@@ -42,7 +40,6 @@ Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
 Stage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
 
 try:
-    from torch._dynamo import OptimizedModule  # which the schedules import, too
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
@@ -308,11 +305,6 @@ def _forwards_of(actions: Sequence[Any]) -> list[Any]:
         found.append(part)
         found += [_Action(stage, _ComputationType.RESHARD, None)] if part is last[stage] else []
     return found
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or ``module.compile()``, with the regions inside."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 @contextmanager

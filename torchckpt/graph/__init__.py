@@ -13,6 +13,7 @@ from torchckpt.graph.backend import backend
 from torchckpt.graph.frontier import Frontier, frontier
 from torchckpt.graph.gradient import gradient
 from torchckpt.graph.gradients import gradients
+from torchckpt.graph.in_place import RematerializeHandle, rematerialize_
 from torchckpt.graph.inspect import separators, simulate
 from torchckpt.graph.marks import mark, region, sequential
 from torchckpt.graph.rematerialize import rematerialize
@@ -22,6 +23,7 @@ from torchckpt.model.remat.plan import Plan
 __all__ = [
     "Frontier",
     "Plan",
+    "RematerializeHandle",
     "backend",
     "frontier",
     "gradient",
@@ -29,6 +31,7 @@ __all__ = [
     "mark",
     "region",
     "rematerialize",
+    "rematerialize_",
     "separators",
     "sequential",
     "simplify",

@@ -8,12 +8,12 @@ its input, in place, counts twice in that peak: it is a bound, and near where pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
@@ -30,6 +30,7 @@ from torchckpt.graph.notes import hide_marks, restore_marks
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.trace import require
+from torchckpt.graph.progress import Stopwatch, Watch, log
 from torchckpt.graph.updates import Updates
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.dataflow import Schedule
@@ -49,6 +50,8 @@ class Planner(Protocol):
 
     plan: Plan
     replay: bool
+    inputs: Collection[int]
+    watch: Watch
 
     def cost(self, node: fx.Node) -> Cost: ...
 
@@ -87,7 +90,7 @@ def backend(
         rule = "graph.backend() returns a backend, and is none"
         works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
         return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
-    return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner)
+    return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner, told=True)
 
 
 class Backend:
@@ -96,9 +99,10 @@ class Backend:
     Args:
         planner: makes what plans a graph.
         inner: what runs it.
+        told: whether each graph is a line in the log.
     """
 
-    def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor") -> None:
+    def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor", told: bool = False) -> None:
         if inner not in ("inductor", "eager"):
             raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
         require(GRAPH)
@@ -107,11 +111,13 @@ class Backend:
         planner()  # its arguments are checked at once
         self.__name__ = "torchckpt"  # what torch.compile's messages call it
         self.plans: list[Plan] = []
-        self._planner, self._inner = planner, inner
+        self.planning_seconds = 0.0  # of the last graph
+        self._planner, self._inner, self._told = planner, inner, told
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Raise at the first call what compiling raised: Dynamo would wrap it in an error of its own."""
-        planner = self._planner()
+        watch, planner = Stopwatch(), self._planner()
+        planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
         try:
             _refuse_break(module)
             _refuse_symbols(module)
@@ -120,8 +126,13 @@ class Backend:
                 run = make(module, inputs, planner)
         except CheckpointError as error:
             return _raising(error)
-        if hasattr(planner, "plan"):  # where nothing is differentiated, nothing is planned
-            self.plans.append(planner.plan)
+        self.planning_seconds = planner.watch.planning_seconds
+        plan = getattr(planner, "plan", None)  # where nothing is differentiated, nothing is planned
+        if plan is not None:
+            self.plans.append(plan)
+        if self._told:
+            number = f"graph {len(self.plans)} of torch.compile"
+            log("backend()", module, number, watch.seconds, self.planning_seconds, plan)
         return run
 
 

@@ -23,22 +23,25 @@ __all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
 
 
 class Call:
-    """The module's call, traced for one kind of inputs."""
+    """The call of ``run``, traced for one kind of inputs: ``model``, or a module with what it holds."""
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], chooser: Chooser
+        self, model: nn.Module, run: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any],
+        chooser: Chooser,
     ) -> None:
-        self._model, self._names = model, names
+        self._model, self._run, self._names = model, run, names
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
         tensors = tensors_of(state_of(model), leaves)
         self._places = places_of(tensors)
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
+        chooser.inputs = frozenset(data)
         with leaving_no_tensors(model):
             self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
         self._capture.witness.refuse_left()
         self.plan: Plan | None = getattr(chooser, "plan", None)
+        self.planning_seconds = chooser.watch.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``tensors`` are those of the model, then those of the arguments."""
@@ -56,8 +59,8 @@ class Call:
         leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         replaced: dict[str, Tensor] = {}
-        with named_modules(self._model, lambda: replaced.update(_replaced(self._model, state))):
-            return torch.func.functional_call(self._model, state, args, kwargs), replaced
+        with named_modules(self._run, lambda: replaced.update(_replaced(self._run, state))):
+            return torch.func.functional_call(self._run, state, args, kwargs), replaced
 
 
 class CompiledCall:
@@ -72,6 +75,7 @@ class CompiledCall:
             for buffer, before in buffers.items():
                 buffer.copy_(before)
         self.plan: Plan | None = backend.plans[-1]
+        self.planning_seconds = backend.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)

@@ -16,7 +16,7 @@ from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
 from torchckpt.graph.costs import CostOf
 from torchckpt.graph.emit import emit
-from torchckpt.graph.guard import constant_of
+from torchckpt.graph.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.joint import Joint, joint_of
 from torchckpt.graph.notes import Tracing
 from torchckpt.graph.partial import Backward, Partial
@@ -80,6 +80,9 @@ class Capture:
             leaves = [tracing.unmarked(leaf) for leaf in leaves]
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
         opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and constant_of(leaf) is None]
+        if any(map(is_cache, opaque)):
+            rule = "a step that is differentiated returns no cache of keys and values: it would hold them all"
+            raise CaptureError(str(Fault(rule, f"an output of {type(opaque[0])}", WITHOUT_CACHE)))
         if opaque:
             raise CaptureError(str(Fault(
                 "outputs are tensors and constants, in containers that torch can look into", f"a {type(opaque[0])}",

@@ -1,18 +1,20 @@
 """Choose: from what the user asks for, to the schedule of a joint graph and the plan that tells of it."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from torch import fx
 
-from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
+from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.costs import Cost, given, measured, profiled, roofline
 from torchckpt.graph.joint import Joint
 from torchckpt.graph.keep import Keep, check_keep, kept_by, schedule_of
 from torchckpt.graph.measure import Measure
+from torchckpt.graph.progress import Watch
+from torchckpt.graph.refusal import infeasible, kinds_of
 from torchckpt.graph.values import Values
-from torchckpt.model.remat.budget import Budget, budget_bytes, check_budget, written
+from torchckpt.model.remat.budget import Budget, budget_bytes, check_budget
 from torchckpt.model.remat.dataflow import Dataflow, Schedule
 from torchckpt.model.remat.memory import simulate
 from torchckpt.model.remat.plan import Plan
@@ -48,7 +50,9 @@ class Chooser:
         raise_faults(caller, _faults(costs, rng, exact, budget))
         self._caller, self._keep, self._budget, self._exact = caller, keep, budget, exact
         self._costs, self._measure = costs, Measure(rounds=3 if costs == "profile" else 0)
+        self.watch = Watch()
         self.replay = rng == "replay"
+        self.inputs: Collection[int] = ()  # of what is traced, the places of those that are no parameters
         self._bytes: int | None = None  # of the first graph: a call that is planned again is not given more
 
     def cost(self, node: fx.Node) -> Cost:
@@ -64,14 +68,16 @@ class Chooser:
         if self._bytes is None and self._budget is not None:
             self._bytes = budget_bytes(self._budget, eager_peak_bytes)
         budget = self._bytes
-        schedule = tuple(self._schedule(joint, budget))
+        with self.watch.planning(len(flow.operations)) as tell:
+            schedule = tuple(self._schedule(joint, budget, tell))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
-            self._refuse(budget)
+            kinds = kinds_of(joint, self.inputs)
+            raise infeasible(self._caller, self._budget, budget, self.plan, kinds, _RESERVED_BYTES)
         return schedule
 
-    def _schedule(self, joint: Joint, budget: int | None) -> Schedule:
+    def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:
         flow = joint.flow
         if isinstance(self._keep, Plan):
             return _planned(self._caller, self._keep, flow)
@@ -79,26 +85,16 @@ class Chooser:
             return schedule_of(joint, self._keep)
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
         room = budget - _RESERVED_BYTES
-        found = fit(flow, room, pinned)
+        found = fit(flow, room, pinned, tell)
         if not self._exact:
             return found.schedule
         from torchckpt.model.remat.exact import Infeasible, optimum
 
+        tell("the proof")
         try:
             return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
         except Infeasible:
             return found.schedule
-
-    def _refuse(self, budget: int) -> None:
-        """With what the caller's loss takes in every figure, so that each is a budget that could be given."""
-        plan = self.plan
-        sizes = [size + _RESERVED_BYTES for size in (plan.peak_bytes, plan.lower_bound, plan.eager_peak_bytes)]
-        least, lower, eager = map(written, sizes)
-        works = f'budget="{least}" or more'
-        works += " (nothing can be below the lower bound: a smaller batch can)" if budget < sizes[1] else ""
-        rule = f"{self._caller}: a budget holds what the step cannot do without"
-        received = f"{written(budget)}; the least found is {least}, no schedule needs less than {lower}, eager {eager}"
-        raise BudgetInfeasible(str(Fault(rule, received, works)), sizes[0], plan)
 
 
 def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:

@@ -1,15 +1,15 @@
 """Costs: what an operation takes: counted from its shapes, measured, or given."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchckpt.graph.measure import Measure
 from torchckpt.graph.private.operators import branches_of
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Cost", "CostOf", "flops_of", "given", "measured", "profiled", "roofline"]
 
@@ -45,9 +45,9 @@ def roofline(node: fx.Node) -> Cost:
     one gigabyte a second: pointwise operations are bound by memory, products of matrices by arithmetic.
     """
     values = [value.meta.get("val") for value in node.all_input_nodes]
-    moved_bytes = sum(_bytes(tensor) for value in [*values, node.meta.get("val")] for tensor in _tensors(value))
+    moved_bytes = sum(_bytes(tensor) for value in [*values, node.meta.get("val")] for tensor in tensors_in(value))
     flops = flops_of(node)
-    device = next((tensor.device.type for tensor in _tensors(node.meta.get("val"))), "cpu")
+    device = next((tensor.device.type for tensor in tensors_in(node.meta.get("val"))), "cpu")
     seconds = max(moved_bytes, flops / _FLOPS_PER_BYTE.get(device, 20.0)) * 1e-9
     return Cost(seconds, flops)
 
@@ -90,10 +90,6 @@ def flops_of(node: fx.Node) -> int:
     values = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     arguments, named = cast(tuple[Any, Any], values)
     return int(count(*arguments, **named, out_val=node.meta["val"]))
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    return (part for part in pytree.tree_leaves(value) if isinstance(part, Tensor))
 
 
 def _bytes(tensor: Tensor) -> int:

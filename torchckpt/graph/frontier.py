@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +11,13 @@ from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose import Costs
+from torchckpt.graph.progress import Watch
 from torchckpt.graph.rematerialize import rematerialize
 from torchckpt.model.remat.draw_frontier import draw_frontier
 from torchckpt.model.remat.frontier import frontier as solutions_of
+from torchckpt.model.remat.notebook import page
+from torchckpt.model.remat.scale import memory_units
+from torchckpt.model.units import aligned
 
 __all__ = ["Frontier", "frontier"]
 
@@ -32,10 +37,24 @@ class Frontier(list[tuple[int, float]]):
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    def __str__(self) -> str:
+        """A row for each plan."""
+        of_memory = memory_units(self[0][0]).of_memory
+        rows = [(of_memory(peak), f"+{share:.1%}", f"{peak / self[0][0]:.0%}") for peak, share in self]
+        return aligned([("peak", "recompute", "of eager's"), *rows])
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.draw()
+
+    def _repr_html_(self) -> str:
+        return page(self.draw(), f"Frontier of {len(self)} plans", str(self))
+
 
 def frontier(
     model: nn.Module,
     *example: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
     points: int = 20,
     costs: Costs = "roofline",
     rng: Literal["keep", "replay"] = "keep",
@@ -45,7 +64,8 @@ def frontier(
     >>> graph.frontier(model, inputs).draw("frontier.svg")
 
     Args:
-        model, example, costs, rng: as of :func:`~torchckpt.graph.rematerialize`. Nothing is run, and nothing changes.
+        model, example, example_kwargs, costs, rng: as of :func:`~torchckpt.graph.rematerialize`. Nothing is run, and
+            nothing changes.
         points: at most so many, from 2 on.
 
     Raises:
@@ -53,11 +73,12 @@ def frontier(
         CaptureError: the call cannot be traced.
     """
     faults = []
-    if points < 2:
-        faults.append(Fault("a frontier has two points at least", f"points={points}", "points=20"))
-    if not example:
+    if isinstance(points, bool) or not isinstance(points, Integral) or points < 2:
+        faults.append(Fault("a frontier has two points at least", f"points={points!r}", "points=20"))
+    if not (example or example_kwargs):
         faults.append(Fault("a frontier is that of one call", "no example", "graph.frontier(model, inputs)"))
     raise_faults("frontier()", faults)
-    flow = rematerialize(model, *example, costs=costs, rng=rng).plan.flow
-    found = solutions_of(flow, points)
+    flow = rematerialize(model, *example, example_kwargs=example_kwargs, costs=costs, rng=rng).plan.flow
+    with Watch().planning(len(flow.operations)) as tell:
+        found = solutions_of(flow, int(points), tell=tell)
     return Frontier((one.peak_bytes, max(0.0, one.seconds / flow.seconds - 1.0)) for one in found)

@@ -15,15 +15,18 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.runtime import hooks_of_all_modules, storage_of
+from torchckpt.modules import OF_EVERY_MODULE
+from torchckpt.tensors import tensors_in
 
 __all__ = [
     "CONSTANTS",
-    "OF_EVERY_MODULE",
+    "WITHOUT_CACHE",
     "Guard",
     "argument_names",
     "changed",
     "constant_of",
     "guard_of",
+    "is_cache",
     "places_of",
     "warn_of_retraces",
 ]
@@ -33,8 +36,8 @@ CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, slice, range, enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType,
 )
+WITHOUT_CACHE = "model(..., use_cache=False); or model.config.use_cache = False, once"
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _RETRACES = 8
 _OUTSIDE = "outside of the modules"
 _MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked through at each call
@@ -82,7 +85,7 @@ def guard_of(
     parts = list(model.modules())
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
-    given = list(_tensors(leaves))
+    given = tensors_in(leaves)
     places, aliases = places_of([*state.values(), *given]), _aliases(state, given)
     return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
 
@@ -93,10 +96,18 @@ def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoR
         rule = "a parameter has a shape when the call is traced"
         raise CaptureError(str(Fault(rule, f"{lazy} has none yet", "model(*inputs), once, before rematerialize()")))
     path, leaf = next((path, leaf) for path, leaf in argument_names(args, kwargs) if _kind(leaf) is None)
+    if is_cache(leaf):
+        rule = "a step that is differentiated takes no cache of keys and values"
+        raise CaptureError(str(Fault(rule, f"{path} is a {type(leaf)}", WITHOUT_CACHE)))
     raise CaptureError(str(Fault(
         "arguments are tensors and constants, in containers that torch can look into", f"{path} is a {type(leaf)}",
         "torch.from_numpy(array); torch.export.register_dataclass(Batch); its tensors, one by one",
     )))
+
+
+def is_cache(value: object) -> bool:
+    """Whether ``value`` is what a model of transformers keeps from token to token, such as a ``DynamicCache``."""
+    return type(value).__name__.endswith("Cache")
 
 
 def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
@@ -195,10 +206,6 @@ def _differences(
             yield name, one[1], other[1]
         elif one != other and isinstance(one, Itself) and isinstance(other, Itself):
             yield name, f"a {type(one.value).__name__}", f"another {type(other.value).__name__}"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _around() -> Hashable:

@@ -8,7 +8,7 @@ graphs of a schedule of them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -250,19 +250,18 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
 
 def reached(sources: Iterable[fx.Node]) -> set[fx.Node]:
     """``sources`` and every node that depends on one of them."""
-    stack, found = list(sources), set[fx.Node]()
-    while stack:
-        if (node := stack.pop()) not in found:
-            found.add(node)
-            stack.extend(node.users)
-    return found
+    return _closed(sources, lambda node: node.users)
 
 
 def needed(targets: Iterable[fx.Node]) -> set[fx.Node]:
     """``targets`` and every node that one of them depends on."""
-    stack, found = list(targets), set[fx.Node]()
+    return _closed(targets, lambda node: node.all_input_nodes)
+
+
+def _closed(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    stack, found = list(nodes), set[fx.Node]()
     while stack:
         if (node := stack.pop()) not in found:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(following(node))
     return found

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.guard import CONSTANTS, OF_EVERY_MODULE
+from torchckpt.graph.guard import CONSTANTS
+from torchckpt.modules import OF_EVERY_MODULE
+from torchckpt.tensors import tensors_in
 
 __all__ = ["leaving_no_tensors"]
 
@@ -80,7 +81,7 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
 def _tensors_of(model: nn.Module) -> _Tensors:
     """By module and attribute: its value, and the tensors in it; not of parameters and buffers."""
     return {
-        (place, name): (copy.copy(value) if isinstance(value, _CONTAINERS) else value, tuple(_tensors(_parts(value))))
+        (place, name): (copy.copy(value) if isinstance(value, _CONTAINERS) else value, tuple(tensors_in(_parts(value))))
         for place, module in model.named_modules()
         for name, value in module.__dict__.items()
         if name not in OF_EVERY_MODULE and not isinstance(value, (*CONSTANTS, nn.Module))
@@ -95,7 +96,3 @@ def _parts(value: Any) -> Any:
     if isinstance(value, (set, frozenset, collections.deque)):
         return list(value)
     return value if isinstance(value, (Tensor, list, tuple, dict)) else list(getattr(value, "__dict__", {}).values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

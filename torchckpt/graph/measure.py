@@ -18,6 +18,7 @@ from torchckpt.graph.private.operators import is_branching, is_check, is_collect
 from torchckpt.graph.private.runtime import allocations, parts_of, storage_of, without_modes
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.rng import generator_state, replayed
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Measure", "Measured"]
 
@@ -98,7 +99,7 @@ class Measure:
         arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
         if node.target is replayed:
             arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
-        given = set(map(storage_of, _tensors((arguments, named))))
+        given = set(map(storage_of, tensors_in((arguments, named))))
         target = cast(Callable[..., Any], node.target)
         runs = [_bound(target, those, named) for those in _ways(node, arguments)]
         return [self._measured(run, given, _device(node)) for run in runs]
@@ -109,7 +110,7 @@ class Measure:
         seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
         workspace_bytes, made = _allocated(run, device)
         known, sizes = set(given), []
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             parts = parts_of(tensor)
             is_new = any(storage_of(part) not in known for part in parts)
             sizes.append(sum(map(_storage_bytes, parts)) if is_new else 0)
@@ -187,7 +188,7 @@ def _drawn(like: Tensor, whole: int) -> Tensor:
 
 def _may_be_ones(node: fx.Node) -> bool:
     """Whether integers among its inputs may be 1 where they are places: a kernel need not look whether there is one."""
-    tensors = [tensor for used in node.all_input_nodes for tensor in _tensors(_likely(used))]
+    tensors = [tensor for used in node.all_input_nodes for tensor in tensors_in(_likely(used))]
     has_integers = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
     sizes = [size for tensor in tensors for size in tensor.shape]
     counts = [value for value in pytree.tree_leaves((node.args, node.kwargs)) if type(value) is int]
@@ -195,7 +196,7 @@ def _may_be_ones(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(node.meta.get("val")))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(node.meta.get("val")))
 
 
 def _bound(target: Callable[..., Any], arguments: Any, named: Any) -> Callable[[], Any]:
@@ -207,10 +208,6 @@ def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
     results: list[Any] = []
     changes = allocations(lambda: results.append(run()), device)
     return max(accumulate(changes), default=0) - sum(changes), pytree.tree_leaves(results)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [part for part in pytree.tree_leaves(value) if isinstance(part, Tensor)]
 
 
 def _storage_bytes(tensor: Tensor) -> int:
@@ -254,7 +251,7 @@ def _kind(tensor: Tensor) -> Hashable:
 
 
 def _device(node: fx.Node) -> str:
-    return next((tensor.device.type for tensor in _tensors(node.meta.get("val"))), "cpu")
+    return next((tensor.device.type for tensor in tensors_in(node.meta.get("val"))), "cpu")
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchckpt.graph.guard import OF_EVERY_MODULE, Itself, constant_of
+from torchckpt.graph.guard import Itself, constant_of
+from torchckpt.modules import OF_EVERY_MODULE
 
 __all__ = ["Outside"]
 

@@ -1,26 +1,19 @@
 """rematerialize(): a module that trains within a byte budget, or with what it is told to keep."""
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal, cast
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from torchckpt.errors import CheckpointError, Fault, raise_faults
-from torchckpt.graph.backend import Backend
-from torchckpt.graph.call import Call, CompiledCall, state_of, tensors_of
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.calls import Calls, module_faults, option_faults
 from torchckpt.graph.choose import Chooser, Costs
-from torchckpt.graph.guard import changed, guard_of, warn_of_retraces
 from torchckpt.graph.keep import Keep
-from torchckpt.graph.notes import is_tracing
-from torchckpt.graph.outside import Outside
-from torchckpt.graph.private.runtime import is_transformed
-from torchckpt.graph.turns import TURNS
 from torchckpt.graph.wrapped import check_bare, refuse_copies
 from torchckpt.model.remat.budget import Budget
 from torchckpt.model.remat.plan import Plan
@@ -31,6 +24,7 @@ __all__ = ["Rematerialized", "rematerialize"]
 def rematerialize(
     model: nn.Module,
     *example: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
     keep: Keep | Plan = None,
     budget: Budget | None = None,
     engine: Literal["eager", "inductor"] = "eager",
@@ -56,10 +50,14 @@ def rematerialize(
     >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs
     >>> loss_of(step(inputs)).backward()    # as ever
 
+    Each trace is a line in the log ``torchckpt``, with its reason. To change a part of a module in place, see
+    :func:`~torchckpt.graph.rematerialize_`.
+
     Args:
         model: stays as it is; the result shares its parameters, buffers and mode.
         example: inputs to plan for, at once. Nothing is run on them (by Inductor a forward, which leaves no trace);
             but each kind of operation once, on made-up numbers. Without an example the first call plans.
+        example_kwargs: those of the example's inputs that the model is called with by name.
         keep: what to save for the backward. ``"collection"``: what is marked by :func:`mark`. ``"speed"``: outputs of
             convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
             inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
@@ -68,8 +66,8 @@ def rematerialize(
             :func:`region`; under a budget, what the planner says.
         budget: bytes that a forward and its backward may allocate above what is there before them: activations and
             gradients. What a loss outside of the model allocates comes beside it: let the model return its loss.
-            ``"6GiB"``; an int; or a float, a share of the peak that keeps everything. What ``keep`` names is
-            kept beside. Default: none.
+            ``"6GiB"``; an int; or a share of the peak that keeps everything: ``"50%"``, or a float. What ``keep``
+            names is kept beside. Default: none.
         engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
             may change the last bits.
         costs: ``"roofline"`` counts, ``"profile"`` runs each kind of operation and takes its time; or seconds by
@@ -79,7 +77,7 @@ def rematerialize(
         exact: prove the least time under the budget (OR-tools; ``pip install 'torchckpt[exact]'``); for small steps.
 
     Returns:
-        A module with the call, the ``state_dict`` and the parameters of ``model``, and a ``plan``.
+        A module with the call, its signature, the ``state_dict`` and the parameters of ``model``, and a ``plan``.
 
     Raises:
         ArgumentError: an argument breaks a rule; the message lists them all.
@@ -87,35 +85,11 @@ def rematerialize(
         CaptureError: the call cannot be traced: it depends on the values of tensors, or changes its inputs.
     """
     caller = "rematerialize()"
-    faults = []
-    if not isinstance(model, nn.Module):
-        faults.append(Fault("the first argument is a module", repr(model), "graph.rematerialize(model, inputs)"))
-    if engine not in ("eager", "inductor"):
-        faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
-    if engine == "inductor" and rng == "replay":
-        faults.append(Fault("Inductor draws random numbers its own way", 'rng="replay"', 'engine="eager"; rng="keep"'))
-    raise_faults(caller, faults)
+    raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(caller, model)
     made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
-    if example:
-        with _blaming(example):
-            made.prepare(*example)
+    made._calls.prepare_example(example, example_kwargs)
     return made
-
-
-@contextmanager
-def _blaming(example: tuple[Any, ...]) -> Iterator[None]:
-    """Where the model raises on an example in parentheses of its own, say that it is called with what is in them."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        if len(example) == 1 and isinstance(example[0], (tuple, list)):
-            rule = "an example is what the model is called with, one argument after the other"
-            received = f"one {type(example[0]).__name__}, of which the model says: {str(error).splitlines()[0]}"
-            raise_faults("rematerialize()", [Fault(rule, received, "graph.rematerialize(model, *example)")])
-        raise
 
 
 _SHARED = (
@@ -124,51 +98,40 @@ _SHARED = (
 )
 
 
-_NEW = object()
-"""In place of a call that is to be traced first."""
-
-
 class Rematerialized(nn.Module):
     """What :func:`rematerialize` returns."""
+
+    _calls: Calls
+
+    def __new__(cls, model: nn.Module, *_: Any) -> Rematerialized:
+        return super().__new__(_class_for(model))
 
     def __init__(self, model: nn.Module, chooser: Callable[[], Chooser], engine: str) -> None:
         super().__init__()
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
-        self.__dict__.update(original=model, _chooser=chooser, _engine=engine, _calls={}, _latest=None, _outside=None)
-        self.__dict__.update(_backend=Backend(chooser), _compiling=threading.Lock())  # it checks chooser's arguments
-        self.__dict__["_ignored"] = set[tuple[str, str]]()  # attributes that the forward itself sets
+        self.__dict__.update(original=model, _chooser=chooser, _engine=engine)
+        self.__dict__["_calls"] = Calls("rematerialize()", model, model, chooser, engine)
 
     @property
     def plan(self) -> Plan:
         """Of the inputs that came last; of the example, before the first call."""
-        if self._latest is None:
-            rule = "there is a plan when there are inputs to plan for"
-            raise_faults("plan", [Fault(rule, "no example, and no call yet", "graph.rematerialize(model, inputs)")])
-        return cast(Plan, self._latest.plan)
+        return self._calls.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One for each kind of inputs so far: shapes, dtypes, mode."""
-        return tuple(call.plan for call in self._calls.values() if call.plan is not None)
+        return self._calls.plans
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call, and run nothing of it."""
-        if self._call(args, kwargs) is None:
-            rule = "a step is planned where something is differentiated"
-            works = "model.requires_grad_(), and no torch.no_grad() around"
-            raise_faults("rematerialize()", [Fault(rule, "a call in which nothing requires a gradient", works)])
-        return self.plan
+        return self._calls.prepare(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             from torchckpt.graph.outside_graph import outside_graph  # imports Dynamo
 
             return outside_graph(self.forward, args, kwargs)
-        call = self._call(args, kwargs)
-        if call is not None:
-            return call()
-        with TURNS.calling():
-            return self.original(*args, **kwargs)
+        return self._calls.run(self.original, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         rule = "a rematerialized module has graphs of its own, which nothing else compiles"
@@ -189,11 +152,15 @@ class Rematerialized(nn.Module):
         original = self.__dict__.get("original")
         if original is None or name == "original":
             return super().__getattr__(name)
+        if name == "__signature__":  # of inspect.signature(step), which looks at the class after it
+            return inspect.signature(original)
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set is set on the original, whose forward reads it; see there for what a trace has read before."""
-        if "original" in self.__dict__ and name not in self.__dict__ and name not in ("training", "__class__"):
+        """What is set is set on the original, whose forward reads it; see there for what a trace has read before. What
+        is put around this module's own forward, as accelerate does for autocast, stays with it."""
+        is_own = name in ("training", "__class__", "forward") or _is_bound_to(self, value)
+        if "original" in self.__dict__ and name not in self.__dict__ and not is_own:
             setattr(self.original, name, value)
         else:
             super().__setattr__(name, value)
@@ -227,52 +194,31 @@ class Rematerialized(nn.Module):
     def _replicate_for_data_parallel(self) -> None:
         refuse_copies()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """The call on these inputs, by the trace that fits them. None where it saves nothing: no derivative is wanted,
-        or it is traced, or transformed by torch.func."""
-        if is_tracing() or is_transformed():
-            return None
-        with TURNS.calling():
-            call = self._known(args, kwargs)
-        if call is not _NEW:
-            return cast("Callable[[], Any] | None", call)
-        with TURNS.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
-            call = self._known(args, kwargs)  # another thread may have traced it meanwhile
-            return self._trace(args, kwargs) if call is _NEW else cast("Callable[[], Any] | None", call)
 
-    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | object | None:
-        """The call, or that it is to be traced first."""
-        state = state_of(self.original)
-        tensors = tensors_of(state, pytree.tree_leaves((args, kwargs)))
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            return None
-        try:
-            guard = guard_of(self.original, state, args, kwargs, self._outside.now() if self._outside else ())
-        except Exception:
-            check_bare("rematerialize()", self.original)
-            raise
-        call = self._calls.get(guard.without(self.original, self._ignored) if self._ignored else guard, _NEW)
-        return call if call is _NEW else self._bound(call, tensors, args, kwargs)
+def _is_bound_to(module: nn.Module, value: Any) -> bool:
+    return isinstance(value, types.MethodType) and value.__self__ is module
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        check_bare("rematerialize()", self.original)
-        state = state_of(self.original)
-        self.__dict__["_outside"] = outside = Outside(self.original)  # anew: objects may be others
-        guard = guard_of(self.original, state, args, kwargs, outside.now())
-        if self._engine == "eager":
-            call: Call | CompiledCall = Call(self.original, tuple(state), args, kwargs, self._chooser())
-        else:
-            call = CompiledCall(self.original, self._backend, args, kwargs)
-        after = guard_of(self.original, state, args, kwargs, outside.now())
-        self._ignored.update(changed(self.original, guard, after))
-        self._calls[guard.without(self.original, self._ignored)] = call
-        warn_of_retraces(self.original, tuple(self._calls), args, kwargs)
-        return self._bound(call, tensors_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
 
-    def _bound(
-        self, call: Call | CompiledCall, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], Any] | None:
-        if call.plan is None:  # no output has a derivative
-            return None
-        self.__dict__["_latest"] = call
-        return partial(call, tensors, args, kwargs)
+def _class_for(model: nn.Module) -> type[Rematerialized]:
+    """A subclass whose forward has the signature of the model's: tools read there which inputs a model takes."""
+    own: Any = getattr(type(model), "forward", None)
+    noted: dict[str, object] = {"__wrapped__": own}
+    try:
+        signature = inspect.signature(model.forward)
+    except (AttributeError, TypeError, ValueError):
+        return Rematerialized
+    if "forward" in model.__dict__:
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        noted["__signature__"] = signature.replace(parameters=[first, *signature.parameters.values()])
+    name = f"Rematerialized{type(model).__name__}"
+    for made in Rematerialized.__subclasses__():
+        if made.__name__ == name and made.forward.__dict__ == {**own.__dict__, **noted}:
+            return made
+
+    @wraps(own)
+    def forward(self: Rematerialized, *args: Any, **kwargs: Any) -> Any:
+        return Rematerialized.forward(self, *args, **kwargs)
+
+    forward.__dict__.update(noted)
+    names = {name: getattr(Rematerialized, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(name, (Rematerialized,), {**names, "forward": forward})

@@ -23,15 +23,16 @@ import copy
 import heapq
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.private.runtime import storage_of
+from torchckpt.tensors import tensors_in
 
 __all__ = ["simplify"]
 
@@ -331,28 +332,20 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
     return tuple(value.shape), value.stride(), value.storage_offset()
 
 
-def _storage(value: Tensor) -> int:
-    return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
-
-
 def _place(value: Tensor) -> tuple[Any, ...]:
-    return _layout(value), _storage(value)
+    return _layout(value), storage_of(value)
 
 
 def _is_settled(node: fx.Node, result: Any, moved: Mapping[fx.Node, Any]) -> bool:
     """Whether ``node`` keeps its value: ``result`` is laid out like it, in a storage of its own."""
-    storages = {_storage(tensor) for argument in node.all_input_nodes for tensor in _tensors(moved.get(argument))}
-    pairs = zip(_tensors(node.meta["val"]), _tensors(result))
-    return all(_layout(old) == _layout(new) and _storage(new) not in storages for old, new in pairs)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    storages = {storage_of(tensor) for argument in node.all_input_nodes for tensor in tensors_in(moved.get(argument))}
+    pairs = zip(tensors_in(node.meta["val"]), tensors_in(result))
+    return all(_layout(old) == _layout(new) and storage_of(new) not in storages for old, new in pairs)
 
 
 def _mode_of(graph: fx.Graph) -> Any:
     """The one mode of all fake tensors of the graph."""
-    values = (tensor for node in graph.nodes for tensor in _tensors(node.meta.get("val")))
+    values = (tensor for node in graph.nodes for tensor in tensors_in(node.meta.get("val")))
     modes = {id(mode): mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None}
     if len(modes) != 1:
         raise_faults("simplify", [Fault(

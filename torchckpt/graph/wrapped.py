@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.private.dynamo import is_compiled
 from torchckpt.graph.private.parallel import is_flattened, replicated_kinds, sharded_kinds
+from torchckpt.modules import is_compiled
 
 __all__ = ["check_bare", "refuse_copies"]
 

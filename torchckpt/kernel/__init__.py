@@ -20,6 +20,7 @@ Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a pai
        function(*args, **kwargs), in grad mode                   [3] its nodes run, and take their slots.
           │    pack:   drop the tensor, hand out a slot              A slot that nobody has filled yet
           │    unpack: take what the slot holds                      recomputes here: late, never wrong
+          │    keep:   save as autograd does, note the result        The replay hands out what was noted
           ▼
         fork ─ ─ phony ─ ─► Recompute                            [2] Recompute.backward: frame.recompute()
           ▼                     ┆
@@ -42,6 +43,16 @@ buffers, ``ambient`` the same settings and random numbers, ``norms`` statistics 
 """
 from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing
+from torchckpt.kernel.keep import keep
+from torchckpt.kernel.layers import checkpoint_layers
 from torchckpt.kernel.module import checkpoint_module
 
-__all__ = ["Checkpointing", "checkpoint", "checkpoint_module", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "Checkpointing",
+    "checkpoint",
+    "checkpoint_layers",
+    "checkpoint_module",
+    "is_checkpointing",
+    "is_recomputing",
+    "keep",
+]

@@ -30,6 +30,8 @@ class Boundary:
 
     __slots__ = ("_leaves", "spec")
 
+    _whose = "an input of a checkpointed region"
+
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.spec: pytree.TreeSpec | None
         """Of the arguments; None where all are tensors and atoms, given by position."""
@@ -57,7 +59,7 @@ class Boundary:
             if type(leaf) is Input:
                 tensor = tensors.get(id(leaf))
                 if tensor is None:
-                    tensor = tensors[id(leaf)] = leaf.again()
+                    tensor = tensors[id(leaf)] = leaf.again(self._whose)
                 leaf = tensor
             leaves.append(leaf)
         if self.spec is None:
@@ -102,14 +104,14 @@ class Input:
                 self._kept = hooks[0](tensor)
             self._unpack = hooks[1]
 
-    def again(self) -> Tensor:
-        """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place."""
+    def again(self, whose: str) -> Tensor:
+        """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; ``whose`` says what it is."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
         original = kept if self._original is None else alive(self._original)
         if original is not None and self._is_as_it_was(original, kept):
-            return original if original._version == self._version else self._changed(original)
+            return original if original._version == self._version else self._changed(original, whose)
         if self._unpack is None and kept._version != self._version:
-            return self._changed(kept)
+            return self._changed(kept, whose)
         return self._twin(kept if original is not kept and self._unpack is None else kept.detach())
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
@@ -137,11 +139,11 @@ class Input:
             twin.__dict__.update(self._attributes)
         return set_version(twin, self._version)
 
-    def _changed(self, tensor: Tensor) -> NoReturn:
+    def _changed(self, tensor: Tensor, whose: str) -> NoReturn:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: an input "
-            f"of a checkpointed region, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; "
-            f"expected version {self._version} instead. The replay would start from the changed input.\n"
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{whose}, [{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; "
+            f"expected version {self._version} instead. The replay would start from the changed tensor.\n"
             "  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
         )
 

@@ -53,7 +53,7 @@ class Call:
     and without context managers, which would be a tenth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "_seen", "devices", "function")
+    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "seen")
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
@@ -63,7 +63,7 @@ class Call:
         self._boundary = Boundary(args, kwargs)
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry = Trail(self.devices) if self.devices else None
-        self._seen: Seen | None = None
+        self.seen: Seen | None = None
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
@@ -78,7 +78,7 @@ class Call:
         try:
             if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
                 return function(*args, **kwargs)
-            self._seen = seen
+            self.seen = seen
             ambient.append((settings(), self._random_state(seen)))
             push_hooks(pack, unpack)
             thread.flags = True, recomputing, borrowers
@@ -117,14 +117,14 @@ class Call:
             named = [*named, *owned]
         return random_state(generators_of(self.devices, named))
 
-    def replay(self, ambient: Ambient, pack: Pack) -> None:
+    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> None:
         """Run the function again, to its end or until ``pack``, which gets what autograd saves, raises Stop."""
         # The arguments come first: inside an outer region they are slots themselves, and reading them replays that one.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
             self._entry.followed(tensors)
         function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
-        loans = None if self._seen is None else self._seen.loans(self.function)
+        loans = None if self.seen is None else self.seen.loans(self.function)
         if loans is not None:
             function = _inside(lent(loans, self.function), function)
         then, random = ambient
@@ -133,7 +133,7 @@ class Call:
         borrowers = Replay()
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
-        push_hooks(pack, _same)  # the only step that may raise: where hooks are disabled
+        push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
         try:
             random_after = exchanged(random)
             set_grad_enabled(True)
@@ -150,10 +150,6 @@ class Call:
             set_grad_enabled(graded)
             pop_hooks()
             put_back(random_after)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _inside(context: AbstractContextManager[Any], function: Function) -> Function:

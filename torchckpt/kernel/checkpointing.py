@@ -38,6 +38,8 @@ _DEBUG = Fault(
 
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """``function(*args, **kwargs)`` as a region."""
+    if torch.compiler.is_exporting():  # what is exported has no backward of its own, and torch.export no regions
+        return function(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):

@@ -6,7 +6,7 @@ import functools
 from torchckpt.errors import RecomputationError
 from torchckpt.typing import Function
 
-__all__ = ["differs", "name_of"]
+__all__ = ["differs", "keeps_differently", "name_of"]
 
 _CAUSES = """\
 Likely causes, each with its fix:
@@ -24,6 +24,16 @@ def differs(function: Function, place: int, total: int, forward: str, replay: st
         f"  first to differ: saved tensor {place + 1} of {total}\n"
         f"  forward saved:   {forward}\n"
         f"  replay saved:    {replay}\n{_CAUSES}"
+    )
+
+
+def keeps_differently(function: Function, number: int, forward: str, replay: str) -> RecomputationError:
+    """The error for call ``number`` (from 0) of ``keep``, with what the forward kept there and the replay."""
+    return RecomputationError(
+        f"the replay of region {name_of(function)} did not call torchckpt.keep as its forward did\n"
+        f"  first to differ: call {number + 1} of keep\n"
+        f"  forward kept:    {forward}\n"
+        f"  replay keeps:    {replay}\n{_CAUSES}"
     )
 
 

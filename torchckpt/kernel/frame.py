@@ -16,9 +16,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
-from torchckpt.kernel.ambient import Ambient
+from torchckpt.kernel.ambient import Ambient, Generator
 from torchckpt.kernel.call import Call, Stop
 from torchckpt.kernel.determinism import differs, name_of
+from torchckpt.kernel.kept import Kept
+from torchckpt.kernel.module_state import Seen
 from torchckpt.kernel.options import Options
 from torchckpt.kernel.private import keep_from_dynamo, look_through
 from torchckpt.kernel.slots import Slot, describe
@@ -55,6 +57,7 @@ class Frame:
         "_trail",
         "ambient",
         "around",
+        "kept",
         "recomputed",
     )
 
@@ -71,15 +74,41 @@ class Frame:
         """Of one element, from the replay to the backward: what the function saved when it ran again."""
         self.around: Around | None = None
         """Entered around the replay, with ``recomputed``, which it fills."""
+        self.kept: Kept | None = None
+        """What ``keep`` has recorded in the forward, for the replay (keep.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack)
         self._returned = True
         if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
-            self._call, self._slots = None, []
+            self._call, self._slots, self.kept = None, [], None
             self.ambient.clear()
         return outputs
+
+    @property
+    def saved(self) -> int:
+        """How many tensors the forward has saved so far."""
+        return len(self._slots)
+
+    @property
+    def seen(self) -> Seen | None:
+        """What the call found on its modules."""
+        return None if self._call is None else self._call.seen
+
+    @property
+    def generators(self) -> list[Generator]:
+        """Those that a replay puts back."""
+        return [generator for generator, _ in self.ambient[0][1]]
+
+    def replays(self, generator: Generator, _: Tensor) -> bool:
+        """Whether the replay that is under way has put ``generator`` back."""
+        return any(generator is one for one in self.generators)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the replay is held to what the forward did."""
+        return self._options.determinism_check != "none"
 
     @property
     def is_recomputed(self) -> bool:
@@ -105,7 +134,7 @@ class Frame:
             if call.devices:
                 self._trail = Trail(call.devices)  # before the slots are filled, which are read without the lock
             if self._returned:
-                self._call = None
+                self._call = self.kept = None
                 self.ambient.clear()
             for observer in observers:
                 observer(name_of(call.function))
@@ -135,6 +164,10 @@ class Frame:
             self._trail.followed((tensor,))
         return tensor
 
+    def _same(self, tensor: Tensor) -> Tensor:
+        # What unpacks in a replay: a method, so that hooks in force tell of which frame.
+        return tensor
+
     def _replay(self, call: Call, slots: list[Slot]) -> Fresh:
         """What the function saves when it runs again, in the order of ``slots``, each with its version then."""
         total = len(slots)
@@ -161,12 +194,18 @@ class Frame:
             raise Stop
 
         look_through(pack)
+        if self.kept is not None:
+            self.kept.begin(fresh)
         try:
-            call.replay(self.ambient[0], pack)
+            call.replay(self.ambient[0], pack, self._same)
         except Exception:
             if different or len(fresh) < total or not stops:
+                if self.kept is not None:
+                    self.kept.begin(None)
                 raise
             # Or else the function caught a Stop, and this is what it made of it.
+        if self.kept is not None and not different:
+            self.kept.end(call.function, checked)
         if different or len(fresh) < total:  # the function caught the error, or ended before its time
             raise _error(call, slots, len(fresh), different)
         return fresh
@@ -178,5 +217,5 @@ def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> R
     return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
 
 
-keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay)
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._same)
 look_through(Frame._pack)

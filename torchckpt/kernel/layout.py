@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.kernel.norms import updates
 from torchckpt.kernel.private import norm_layer, set_version
+from torchckpt.modules import OF_EVERY_MODULE
 from torchckpt.typing import Function
 
 __all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "lengths_of", "values_of", "version_of"]
@@ -230,16 +231,13 @@ def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(len, tables))
 
 
-_OF_ALL = frozenset(vars(nn.Module()))
-
-
 def _names_of(kind: type, module: nn.Module) -> list[str]:
     """Of attributes that hold one of ``kind``, or may come to: those that are None, but for torch's own layers."""
     may_come = not _is_of_torch(module)
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, kind) or (value is None and may_come and name not in _OF_ALL)
+        if isinstance(value, kind) or (value is None and may_come and name not in OF_EVERY_MODULE)
     ]
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
-__all__ = ["COMPILED", "Mixin", "is_compiled_module", "plain_forward", "put", "take"]
+from torchckpt.modules import is_compiled_class
+
+__all__ = ["COMPILED", "Mixin", "plain_forward", "put", "take"]
 
 COMPILED = "_torchckpt_compiled"
 """The attribute of the instance that holds what ``module.compile()`` made of the plain forward."""
@@ -76,12 +77,6 @@ def plain_forward(module: Any, mixin: type[Mixin]) -> Callable[..., Any]:
     return forward
 
 
-def is_compiled_module(cls: type[Any]) -> bool:
-    """Whether ``cls`` is that of what ``torch.compile(module)`` makes."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and issubclass(cls, dynamo.OptimizedModule)
-
-
 def _front(cls: type[Any]) -> type[Mixin] | None:
     """The mixin of ``cls``, if that was made here."""
     first = cls.__bases__[0] if cls.__bases__ else object
@@ -108,7 +103,7 @@ def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
 
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # The forward of what torch.compile(module) makes is set on the instance.
-    namespace.update({"__call__": call} if is_compiled_module(base) else {"forward": forward})
+    namespace.update({"__call__": call} if is_compiled_class(base) else {"forward": forward})
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = functools.partialmethod(_deepcopy, mixin)
     metaclass: Any = type(base)

@@ -10,12 +10,13 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault
 from torchckpt.kernel.checkpointing import run
-from torchckpt.kernel.mixin import COMPILED, Mixin, is_compiled_module, plain_forward, put, take
+from torchckpt.kernel.mixin import COMPILED, Mixin, plain_forward, put, take
 from torchckpt.kernel.options import Options, checked
 from torchckpt.kernel.private import compiler_of
+from torchckpt.modules import is_compiled_class
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
-__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed"]
+__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
 
 _OPTIONS = "_torchckpt_options"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -47,7 +48,7 @@ class _Checkpointed(Mixin):
         """As :meth:`torch.nn.Module.compile`. What is compiled is inside of the region, so that a replay may start
         before the gradient arrives; hooks of this module itself are outside of both."""
         module: Any = self
-        if _OPTIONS not in module.__dict__ or is_compiled_module(type(module)):
+        if _OPTIONS not in module.__dict__ or is_compiled_class(type(module)):
             super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
             return
         forward = torch.compile(plain_forward(module, _Checkpointed), *args, **kwargs)
@@ -105,7 +106,7 @@ def checkpoint_module(
         ArgumentError: not a module, checkpointed already, or a ``forward`` that is set on the instance.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    checked("checkpoint_module", checkpoint_module, options, _faults(module))
+    checked("checkpoint_module", checkpoint_module, options, module_faults(module))
     put(module, _Checkpointed, options)
     if module._compiled_call_impl is not None:
         _compile_inside(module)
@@ -129,7 +130,8 @@ def _compile_inside(module: Any) -> None:
     module._compiled_call_impl = None
 
 
-def _faults(module: object) -> list[Fault]:
+def module_faults(module: object) -> list[Fault]:
+    """Why ``module`` cannot be checkpointed."""
     works = "for layer in model.layers: checkpoint_module(layer)"
     if not isinstance(module, nn.Module):
         return [Fault("the module must be an nn.Module", type(module).__name__, f"{works}; or checkpoint(function, x)")]
@@ -140,7 +142,7 @@ def _faults(module: object) -> list[Fault]:
         received = f"{name}, whose layers are called one by one"
         return [Fault("the module must be one that is called", received, works)]
     if isinstance(module, torch.jit.ScriptModule) or (
-        "forward" in module.__dict__ and not is_compiled_module(type(module))
+        "forward" in module.__dict__ and not is_compiled_class(type(module))
     ):
         received = f"{name}, whose forward is set on the instance or is a script"
         rule = "the forward must be a method of the module's class"

@@ -10,7 +10,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.ambient import Generator
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
-__all__ = ["DEFAULT", "Options", "checked"]
+__all__ = ["DEFAULT", "Options", "checked", "shown"]
 
 _CHECKS: tuple[str, ...] = get_args(DeterminismCheck)
 
@@ -35,26 +35,27 @@ def checked(caller: str, function: object, options: Options, others: Iterable[Fa
 def _faults(function: object, options: Options) -> Iterator[Fault]:
     if not callable(function):
         works = "checkpoint(block, x), not checkpoint(block(x))"
-        yield Fault("the function must be callable", _shown(function), works)
+        yield Fault("the function must be callable", shown(function), works)
     for name, value in (("preserve_rng_state", options.preserve_rng_state), ("early_stop", options.early_stop)):
         if not isinstance(value, bool):
-            yield Fault(f"{name} must be a bool", _shown(value), f"{name}=False")
+            yield Fault(f"{name} must be a bool", shown(value), f"{name}=False")
     if not _are_generators(options.generators):
         works = "generators=(generator,)"
-        yield Fault("generators must be a sequence of torch.Generator", _shown(options.generators), works)
+        yield Fault("generators must be a sequence of torch.Generator", shown(options.generators), works)
     if options.determinism_check not in _CHECKS:
-        received, works = _shown(options.determinism_check), 'determinism_check="values"'
+        received, works = shown(options.determinism_check), 'determinism_check="values"'
         yield Fault(f"determinism_check must be one of {_CHECKS}", received, works)
     if options.context_fn is not None and not callable(options.context_fn):
         works = "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
-        yield Fault("context_fn must be callable, and return two context managers", _shown(options.context_fn), works)
+        yield Fault("context_fn must be callable, and return two context managers", shown(options.context_fn), works)
 
 
 def _are_generators(given: Any) -> bool:
     return isinstance(given, Sequence) and all(isinstance(generator, torch.Generator) for generator in given)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """``value``, for a message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "compiler_of",
     "dispatch_modes_are_active",
     "forward_ad",
+    "frame_of_torch",
     "function_modes",
     "functorch_is_active",
     "global_forward_hooks",
@@ -42,12 +44,14 @@ __all__ = [
     "set_grad_enabled",
     "set_version",
     "storage_key",
+    "without_selective_modes",
 ]
 
 try:
     from torch._C import (
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
+    from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -114,6 +118,53 @@ def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
     closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
     compiler: Callable[..., Any] | None = closure.get("self")
     return compiler if hasattr(compiled, "_torchdynamo_orig_callable") and callable(compiler) else None
+
+
+_FRAMES = {
+    "_checkpoint_hook.__init__.<locals>.pack_hook": ("frame", False),
+    "_recomputation_hook.__init__.<locals>.pack_hook": ("target_frame_ref", True),
+}
+
+
+def frame_of_torch(pack: Callable[..., Any]) -> tuple[Any, bool] | None:
+    """What non-reentrant checkpointing of torch's has of a forward, and whether it is replayed, where ``pack`` is its
+    hook. No public form: it stands in the hook's closure."""
+    if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
+        return None
+    pack = inspect.unwrap(pack)
+    name, is_replayed = _FRAMES.get(pack.__qualname__, ("", False))
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
+    found = cells[name].cell_contents if name in cells else None
+    frame = found() if is_replayed and found is not None else found
+    return None if frame is None else (frame, is_replayed)
+
+
+_SELECTIVE: tuple[type, ...] = tuple(
+    getattr(torch.utils.checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(torch.utils.checkpoint, name)
+)
+
+
+@contextmanager
+def without_selective_modes() -> Iterator[None]:
+    """Inside, torch's selective contexts do not see operators, which they count; other modes do. No public form."""
+    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    first = next((place for place, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
+    above = modes[first:]
+    others = [mode for mode in above if not isinstance(mode, _SELECTIVE)]
+    _exchange_modes(above, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, above)
+
+
+def _exchange_modes(old: list[Any], new: list[Any]) -> None:
+    for _ in old:
+        _pop_torch_dispatch_stack(None)
+    for mode in new:
+        _push_on_torch_dispatch_stack(mode)
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:

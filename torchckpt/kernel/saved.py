@@ -39,8 +39,9 @@ def saved_bytes() -> Iterator[SavedBytes]:
     """Count the bytes of the storages that autograd saves in this thread until the end of the block.
 
     Each storage counts once, whole; those of parameters and of their views do not. Inputs do, whoever else holds them.
-    Inside a region nothing is saved, so of it only the boundary counts; what a selective policy (``context_fn``) keeps
-    is no saved tensor, and does not count. Sparse tensors do not count.
+    Inside a region nothing is saved but by what ``torchckpt.keep`` keeps, so of it only the boundary counts and that,
+    with its results; what a selective policy (``context_fn``) keeps is no saved tensor, and does not count. Sparse
+    tensors do not count.
     """
     saved = SavedBytes()
     with saved_tensors_hooks(saved._pack, lambda tensor: tensor):

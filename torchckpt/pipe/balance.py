@@ -22,6 +22,7 @@ from torchckpt.model.counts import whole
 from torchckpt.model.partition import balanced, count_faults
 from torchckpt.model.units import aligned, number, percent
 from torchckpt.pipe.partition import Layer, layers_of
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Balance", "balance_by_bytes", "balance_by_time"]
 
@@ -196,7 +197,7 @@ def _timed(
     begin = _now(devices)
     outputs = layer(*args, **kwargs)
     forward = _now(devices) - begin
-    graded = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     gradients = [torch.ones_like(tensor) for tensor in graded]
     begin = _now(devices)
     if graded and leaves:
@@ -207,7 +208,7 @@ def _timed(
 def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
     """Of what the layer is called with and saves, but for its own tensors and its outputs; and the outputs."""
     (args, kwargs), _ = _fresh((args, kwargs))
-    kept = _tensors((args, kwargs))
+    kept = tensors_in((args, kwargs))
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor.detach())
@@ -216,7 +217,7 @@ def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     look_through(pack)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = layer(*args, **kwargs)
-    return bytes_of(kept, but=(*layer.parameters(), *layer.buffers(), *_tensors(outputs))), outputs
+    return bytes_of(kept, but=(*layer.parameters(), *layer.buffers(), *tensors_in(outputs))), outputs
 
 
 def _fresh(arguments: Any) -> tuple[Any, list[Tensor]]:
@@ -262,10 +263,6 @@ def _replace(buffers: dict[str, Tensor | None], by: dict[str, Tensor | None]) ->
         del buffers[name]
     for name, buffer in by.items():
         buffers[name] = buffer
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _names(layers: Sequence[Layer]) -> list[str]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CheckpointError, Fault, raise_faults
-from torchckpt.plan.count import Counted, counted, tensors_of
+from torchckpt.plan.count import Counted, counted
 from torchckpt.plan.kernels import kernels_of
 from torchckpt.plan.ledger import SecondsOf
 from torchckpt.plan.parts import repeated_children, watched
 from torchckpt.plan.private import VALUES_ASKED, is_unallocated, unallocated
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Build", "counted_chain"]
 
@@ -89,7 +90,7 @@ def _made(build: Build) -> _Made:
     if not isinstance(stages, (list, tuple)) or not stages or not all(isinstance(one, nn.Module) for one in stages):
         _refuse(rule, f"stages={_kind(stages)}")
     inputs = example if isinstance(example, tuple) else (example,)
-    if not tensors_of(inputs):
+    if not tensors_in(inputs):
         _refuse(rule, f"an example of {_kind(example)}")
     if loss is not None and not callable(loss):
         _refuse("the loss is a function of what the last stage returns", _kind(loss))

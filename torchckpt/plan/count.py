@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from torchckpt.plan.holdings import Held, Holdings
 from torchckpt.plan.ledger import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, Ledger, SecondsOf, Tally
 from torchckpt.plan.parts import watched
 from torchckpt.plan.private import sequence_now, sequence_of
 from torchckpt.plan.static import Static, static_of
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Counted", "Part", "counted"]
 
@@ -69,7 +69,7 @@ class _Forward:
         self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = tensors_of((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         self.inputs += [one for one in tensors if one.requires_grad and not isinstance(one, nn.Parameter)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
         self._turn(len(self.holdings.given))
@@ -110,9 +110,9 @@ def counted(
     with ledger:
         with saved_tensors_hooks(forward.pack, _same), watched(forward, children), _phase(ledger, FORWARD):
             outputs = call()
-        graded = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+        graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         parameters = [one for one in stage.parameters() if one.requires_grad]
-        leaves = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+        leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         _follow(graded, forward)
         _backward(ledger, INPUT_GRAD, graded, [*leaves, *forward.inputs])
         _backward(ledger, BOTH_GRADS, graded, [*leaves, *forward.inputs, *parameters])
@@ -128,12 +128,8 @@ def counted(
         return Part(ahead, inner, both - inner, replay, held[at], shares.get(at, Static()), at in forward.changing)
 
     blocks = tuple(map(part, range(len(forward.holdings.given))))
-    message = sum(one.numel() * one.element_size() for one in tensors_of(inputs) if one.is_floating_point())
+    message = sum(one.numel() * one.element_size() for one in tensors_in(inputs) if one.is_floating_point())
     return Counted(part(BEFORE), blocks, part(AFTER), message), outputs
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
 
 
 def _follow(outputs: Sequence[Tensor], forward: _Forward) -> None:

@@ -1,15 +1,15 @@
 """Operation: what one call of an operator computes and moves, counted from its shapes."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchckpt.plan.private import is_view
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Operation", "operation_of"]
 
@@ -24,7 +24,7 @@ class Operation(NamedTuple):
 def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operation:
     """Products and convolutions by torch's flop counter, others have no FLOPs. Every tensor is read or written once; a
     view moves nothing."""
-    name, read, written = operator.overloadpacket, list(_tensors((args, kwargs))), list(_tensors(outputs))
+    name, read, written = operator.overloadpacket, tensors_in((args, kwargs)), tensors_in(outputs)
     moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
     if moved_bytes:
         moved_bytes += min(sum(map(_bytes, read)), 2 * moved_bytes if str(name) in _PICKS else _EVERYTHING)
@@ -68,10 +68,6 @@ _ATTENTION: dict[str, Callable[[Any], int]] = {
     for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 """The kernel of the CPU is not in torch's registry before 2.15."""
-
-
-def _tensors(values: Any) -> Iterable[Tensor]:
-    return (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
 
 
 def _bytes(tensor: Tensor) -> int:

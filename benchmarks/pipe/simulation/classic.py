@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from twin import Region, Worker, fork, join
 
+from benchmarks.pipe.twin import Region, Worker, fork, join
 from torchckpt.pipe.clock import clock_cycles
 from torchckpt.pipe.links import Place, copy, on, wait
 

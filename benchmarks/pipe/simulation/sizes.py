@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, accelerator
-from variants import Job
 
-from simulation.staged import Variant, called
+from benchmarks.pipe.simulation.staged import Variant, called
+from benchmarks.pipe.variants import Job
 
 __all__ = ["Sizes"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from large import gpt
 from torch import Tensor, nn
-from variants import Job, Region
 
-from simulation.observed import Marked
+from benchmarks.pipe.large import gpt
+from benchmarks.pipe.simulation.observed import Marked
+from benchmarks.pipe.variants import Job, Region
 from torchckpt import Pipe
 from torchckpt.model import Schedule, ahead, arrival, gpipe, one_f_one_b, with_recompute
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import accelerator
-from variants import Job
 
-from simulation.classic import Classic
-from simulation.machines import Machine
-from simulation.observed import MARKS, busy_seconds, done_by, step_seconds, timeline_of
-from simulation.sizes import Sizes
-from simulation.staged import BOUNDARY_BYTES, VARIANTS, Variant, marked, schedule_of, staged, stepper
+from benchmarks.pipe.simulation.classic import Classic
+from benchmarks.pipe.simulation.machines import Machine
+from benchmarks.pipe.simulation.observed import MARKS, busy_seconds, done_by, step_seconds, timeline_of
+from benchmarks.pipe.simulation.sizes import Sizes
+from benchmarks.pipe.simulation.staged import BOUNDARY_BYTES, VARIANTS, Variant, marked, schedule_of, staged, stepper
+from benchmarks.pipe.variants import Job
 from tests.device import Ran, Simulator
 from torchckpt.model import Kind, Link, StageCosts, Timeline, simulate
 

@@ -1,11 +1,13 @@
 """What a stage consists of: bytes by region and beside them, seconds by region."""
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
 from tests.helpers import leaf
-from torchckpt import checkpoint
+from torchckpt import checkpoint, keep
 from torchckpt.distributed.plan.parts import Counted, Parts, Seconds, stage_of
 from torchckpt.kernel.saved import storage_of
 from torchckpt.model import StageCosts
@@ -79,6 +81,18 @@ def test_a_region_inside_of_a_region_is_part_of_it():
     x = leaf(8)
     parts = counted(lambda: checkpoint(lambda h: checkpoint(torch.exp, h.exp()).exp(), x), x)
     assert len(parts.boundary_bytes) == len(parts.inner_bytes) == 1
+
+
+def test_what_is_kept_is_in_memory_where_a_region_is_recomputed():
+    x = leaf(8)
+
+    def block(kept, x):
+        return kept(lambda h: h.exp().sin(), x.tanh()).cos().sin()
+
+    plain = counted(lambda: checkpoint(functools.partial(block, lambda function, x: function(x)), x), x)
+    assert (plain.boundary_bytes, plain.inner_bytes) == ([0.0], [4 * ROW])  # what each operator made
+    parts = counted(lambda: checkpoint(functools.partial(block, keep), x), x)
+    assert (parts.boundary_bytes, parts.inner_bytes) == ([2 * ROW], [2 * ROW])
 
 
 def test_seconds_are_medians():

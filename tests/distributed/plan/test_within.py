@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import attempted, on_ranks
@@ -26,6 +25,7 @@ from tests.distributed.stages import (
     train,
 )
 from tests.helpers import doing
+from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
@@ -34,7 +34,7 @@ from torchckpt.model import plan as planning
 from torchckpt.model.plan import Choice, PipelinePlan, Stage, plan_pipeline
 from torchckpt.testing import count_recomputes
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 NAMES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED)
 ROWS = 64  # so that activations, not gradients, take most of the bytes
@@ -517,7 +517,10 @@ def test_an_input_of_another_shape_that_gives_an_output_of_the_same():
     for length in (3, 3, 3, 3, 3, 4):
         x = torch.randn(8, length, 8)
         if length == 4:
-            with pytest.raises(ScheduleError, match=r"input \[2, 4, 8\], .* planned: 2 regions, input \[2, 3, 8\]"):
+            # Torch 2.11 looks at the shapes itself, before the stage runs.
+            ours = r"input \[2, 4, 8\], .* planned: 2 regions, input \[2, 3, 8\]"
+            torchs = r"shape mismatch: expected torch.Size\(\[2, 3, 8\]\) .* as a plan is for one shape"
+            with pytest.raises(ScheduleError, match=rf"(?s){ours}|{torchs}"):
                 step(schedule, stages, x, torch.randn(8, 8))
         else:
             step(schedule, stages, x, torch.randn(8, 8))

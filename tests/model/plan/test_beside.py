@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchckpt.model import Action, Kind, Schedule
+from tests.model.plan.by_hand import actions, one_rank
+from torchckpt.model import Action, Kind
 from torchckpt.model.plan import Block, Choice, Fixed, Stage
 from torchckpt.model.plan.beside import Beside, Took, peak_bytes
 from torchckpt.model.plan.replay import Level, levels
@@ -18,18 +19,10 @@ LATE, KEPT, LAST, FIRST, EARLY = (
 )
 
 
-def actions(text):
-    return tuple(Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in text.split())
-
-
-def schedule(text, m=2):
-    return Schedule("by hand", (actions(text),), (0,), m)
-
-
 def took(text, **measured):
     """The levels that were measured, by action, as ``f0=(highest, left, entered)``."""
     found = {Action(0, Kind(name[0].upper()), int(name[1:])): Level(*map(float, own)) for name, own in measured.items()}
-    return Took(schedule(text), {(0, i): LATE for i in range(2)}, found)
+    return Took(one_rank(text, 2), {(0, i): LATE for i in range(2)}, found)
 
 
 ORDER = "0F0 0F1 0B0 0B1"

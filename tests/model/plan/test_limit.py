@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from math import inf, nan
 
+import numpy as np
 import pytest
 
 from tests.model.plan.published import gpt
@@ -24,6 +25,9 @@ from torchckpt.model.plan.limit import limits_of
         (0.5, (0.5, 0.5)),
         (["50%", "1MB"], (8000.0, 1e6)),
         ((1, 2.5), (1.0, 2.5)),
+        (np.int64(2000), (2000.0, 2000.0)),
+        (np.float32(0.5), (0.5, 0.5)),
+        ([np.float64(3.5), "150%"], (3.5, 24000.0)),
     ],
 )
 def test_what_a_budget_may_be(limit, found):
@@ -36,6 +40,12 @@ def test_what_a_budget_may_be(limit, found):
 def test_what_it_may_not_be(limit):
     with pytest.raises(ArgumentError, match=r'works:    budget="60GB", budget="50%", budget=6e10'):
         limits_of("test()", limit, 2, 16000.0)
+
+
+def test_what_is_wrong_with_each_is_said():
+    match = r"(?s)2 faults.*budget\[0\]='5' \(it has no unit\).*budget\[2\]='6G' \(G is no unit\)"
+    with pytest.raises(ArgumentError, match=match):
+        limits_of("test()", ["5", "50%", "6G"], 3, 16000.0)
 
 
 def test_above_the_peak_nothing_is_recomputed():

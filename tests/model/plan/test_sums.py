@@ -5,19 +5,12 @@ import random
 
 import pytest
 
-from torchckpt.model import Action, Kind, Schedule
+from tests.model.plan.by_hand import actions, one_rank
+from torchckpt.model import Kind, Schedule
 from torchckpt.model.plan import Block, Choice, PipelinePlan, Stage, plan_pipeline
 from torchckpt.model.plan.sums import summed_as_given
 
 GIVEN = "0F0 0F1 0F2 0I0 0B1 0W0 0I2 0W2"
-
-
-def actions(text):
-    return tuple(Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in text.split())
-
-
-def one_rank(text, m=3):
-    return Schedule("by hand", (actions(text),), (0,), m)
 
 
 def ordered(planned, given=GIVEN, m=3):

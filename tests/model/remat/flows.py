@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchckpt.model.remat.dataflow import Dataflow, Operation
+from torchckpt.model.remat.memory import simulate
 
-__all__ = ["Tape", "chain", "mlp", "random_chain", "random_dag", "random_step", "resnet", "transformer", "unet"]
+__all__ = [
+    "Tape", "budget_of", "chain", "mlp", "random_chain", "random_dag", "random_step", "resnet", "transformer", "unet",
+]
 
 MATMUL_SECONDS_PER_BYTE, POINTWISE_SECONDS_PER_BYTE = 20e-9, 1e-9
 
@@ -304,3 +307,8 @@ def random_dag(operations: int, seed: int = 0) -> Dataflow:
             workspace_bytes=rng.choice((0, 0, 0, 3)), repeatable=rng.random() < 0.9,
         ))
     return Dataflow(tuple(made), tuple(sizes), operations // 2, frozenset({0}), frozenset(open_storages))
+
+
+def budget_of(flow: Dataflow, share: float) -> int:
+    """So much of the peak of eager."""
+    return int(share * simulate(flow, flow.eager).peak_bytes)

@@ -1,10 +1,13 @@
 """Amounts of memory as one writes them."""
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
 from torchckpt.errors import ArgumentError
-from torchckpt.model.remat.budget import budget_bytes, check_budget, written
+from torchckpt.model.remat.budget import budget_bytes, check_budget, typed, written
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,8 @@ from torchckpt.model.remat.budget import budget_bytes, check_budget, written
         ("2.kb", 2000),
         ("1TiB", 2**40),
         ("0.0015kB", 1),
+        (np.int64(5), 5),
+        (np.uint8(200), 200),
     ],
 )
 def test_sizes(text, amount):
@@ -28,9 +33,29 @@ def test_sizes(text, amount):
     assert budget_bytes(text, 7) == amount
 
 
-@pytest.mark.parametrize(("share", "amount"), [(1.0, 999), (0.5, 499), (0.001, 0)])
-def test_floats_are_shares_of_the_eager_peak(share, amount):
+@pytest.mark.parametrize(
+    ("share", "amount"),
+    [(1.0, 999), (0.5, 499), (0.001, 0), ("100%", 999), ("50%", 499), (" 12.5 % ", 124), (".1%", 0),
+     (np.float64(0.5), 499), (np.float32(0.25), 249), (Fraction(1, 2), 499)],
+)
+def test_floats_and_percents_are_shares_of_the_eager_peak(share, amount):
+    check_budget("f()", share)
     assert budget_bytes(share, 999) == amount
+
+
+def test_share_is_the_one_that_was_typed():
+    """0.29 * 100 is 28.999999999999996."""
+    assert [budget_bytes(hundredths / 100, 100) for hundredths in range(1, 101)] == [*range(1, 101)]
+    assert [budget_bytes(f"{percent}%", 100) for percent in range(1, 101)] == [*range(1, 101)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [(0.4, "0.4"), (" 50% ", "50%"), ("6GiB", "6GiB"), (np.float64(0.4), "0.4"), (np.int64(7), "7"),
+     (10**12, "1000000000000")],
+)
+def test_what_was_typed(budget, text):
+    assert typed(budget) == text
 
 
 def test_integers_are_bytes():
@@ -38,22 +63,60 @@ def test_integers_are_bytes():
     assert budget_bytes(10**12, 999) == 10**12
 
 
-@pytest.mark.parametrize(
-    "budget",
-    ["6 gigs", "6", "", "GiB", "0MB", "-1MB", "1e3MB", "6GiB of memory", 0, -1, 0.0, 1.5, -0.5, float("nan"), True,
-     False, None, [1], b"6GiB", 1j],
+RULE = (
+    "f(): a budget is a size with one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB; or bytes, as an int; or a"
+    " share of eager's peak up to all of it: \"40%\" or, as a float, 0.4\n"
 )
-def test_what_is_no_budget(budget):
+WORKS = '  works:    budget="6GiB", budget=6 * 2**30, budget="40%", budget=0.4'
+
+
+@pytest.mark.parametrize(
+    ("budget", "received"),
+    [
+        ("6 gigs", "'6 gigs' (gigs is no unit)"),
+        ("6G", "'6G' (G is no unit)"),
+        ("6", "'6' (it has no unit)"),
+        ("0.4", "'0.4' (it has no unit)"),
+        ("", "''"),
+        ("abc", "'abc'"),
+        ("GiB", "'GiB'"),
+        ("%", "'%'"),
+        ("0MB", "'0MB'"),
+        ("0%", "'0%'"),
+        ("-1MB", "'-1MB'"),
+        ("-5%", "'-5%'"),
+        ("101%", "'101%' (more than all of it)"),
+        ("1e3MB", "'1e3MB'"),
+        ("6GiB of memory", "'6GiB of memory'"),
+        (0, "0"),
+        (-1, "-1"),
+        (0.0, "0.0"),
+        (-0.5, "-0.5"),
+        (1.5, "1.5 (a float is a share, and this one more than all of it)"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (True, "True"),
+        (False, "False"),
+        (None, "None"),
+        ([1], "[1] (a list)"),
+        (b"6GiB", "b'6GiB' (a bytes)"),
+        (1j, "1j (a complex)"),
+        (np.bool_(True), f"{np.bool_(True)!r} (a {type(np.bool_(True)).__name__})"),
+        (np.array([1, 2]), "array([1, 2]) (a ndarray)"),
+    ],
+)
+def test_what_is_no_budget(budget, received):
     with pytest.raises(ArgumentError) as caught:
         check_budget("f()", budget)
-    assert str(caught.value) == (
-        "f(): a budget is a size with one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB; or bytes, as an int; or a"
-        " share of eager's peak in (0, 1], as a float\n"
-        f"  received: {budget!r}\n"
-        '  works:    budget="6GiB", budget=6 * 2**30, budget=0.4'
-    )
+    assert str(caught.value) == f"{RULE}  received: {received}\n{WORKS}"
     with pytest.raises(ArgumentError, match=r"budget_bytes\(\): a budget is a size"):
         budget_bytes(budget, 100)
+
+
+@pytest.mark.parametrize("budget", [6e9, np.float64(6e9)])
+def test_bytes_as_a_float(budget):
+    with pytest.raises(ArgumentError, match=r"works:    budget=6000000000, as an int, or budget=\"6GiB\""):
+        check_budget("f()", budget)
 
 
 @pytest.mark.parametrize(

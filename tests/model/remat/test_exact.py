@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.model.remat.brute_force import fastest
-from tests.model.remat.flows import chain, mlp, transformer
+from tests.model.remat.flows import budget_of, chain, mlp, transformer
 from tests.model.remat.random_flows import random_flow
 from torchckpt.errors import ArgumentError, CheckpointError
 from torchckpt.model.remat import exact
@@ -19,10 +19,6 @@ from torchckpt.model.remat.memory import simulate
 pytest.importorskip("ortools")
 
 SHARES = (0.6, 0.75, 0.9)
-
-
-def budget_of(flow: Dataflow, share: float) -> int:
-    return int(share * simulate(flow, flow.eager).peak_bytes)
 
 
 def seconds_of(flow: Dataflow, schedule: Schedule) -> float:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
+from html import escape
 
 import pytest
 
@@ -159,3 +161,12 @@ def test_lowered_is_the_same_with_less_in_each_operation(plan):
     assert less.peak_bytes == plan.peak_bytes - 1
     assert (less.schedule, less.recomputed) == (plan.schedule, plan.recomputed)
     assert Plan.from_json(less.to_json()) == less
+
+
+def test_notebook_shows_the_picture_and_the_table(plan):
+    assert plan._repr_svg_() == plan.draw()
+    image, table = plan._repr_html_().split("\n", 1)
+    data = image.partition("base64,")[2].partition('"')[0]
+    assert b64decode(data).decode() == plan.draw()
+    assert "<style>" not in plan._repr_html_()
+    assert f"<pre>{escape(str(plan))}</pre>" in table

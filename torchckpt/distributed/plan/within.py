@@ -29,7 +29,7 @@ from torchckpt.distributed.plan.agree import check_the_same, digest_of, of_all
 from torchckpt.distributed.plan.alive import Alive
 from torchckpt.distributed.plan.make import Costs, made
 from torchckpt.distributed.plan.parts import Counted, Seconds
-from torchckpt.distributed.private import Live, is_compiled
+from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Record, gather
 from torchckpt.distributed.sizes import Size
 from torchckpt.distributed.told import Told
@@ -46,6 +46,8 @@ from torchckpt.model.plan.limit import Bytes
 from torchckpt.model.plan.measured import PlannedStep, with_memory_of
 from torchckpt.model.plan.replay import Level
 from torchckpt.model.plan.sums import summed_as_given
+from torchckpt.modules import is_compiled
+from torchckpt.tensors import tensors_in
 
 __all__ = ["FIRST_STEPS", "RecomputeWithin"]
 
@@ -199,7 +201,7 @@ class RecomputeWithin(RecomputeAhead):
 
     def _forwarded(self, visit: Visit, told: Told, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
-        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        leaves = tensors_in(outputs)
         seen = scope.regions, self._given, *map(_shape_of, leaves)
         expected = self._seen.setdefault(stage, seen)
         if self._fitted is not None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
@@ -20,7 +20,6 @@ __all__ = [
     "by_operator",
     "constant_under_dynamo",
     "in_one_graph",
-    "is_compiled",
     "outer_frame",
     "refreshed",
 ]
@@ -32,13 +31,6 @@ def constant_under_dynamo(function: Function) -> Function:
     """``torch.compiler.assume_constant_result``, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` has made it, or ``module.compile()`` was called."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    is_made = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_made or module._compiled_call_impl is not None
 
 
 def in_one_graph() -> AbstractContextManager[Any]:

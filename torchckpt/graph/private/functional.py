@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.operating import operating
 from torchckpt.graph.private.surroundings import as_in_eager, casting_once
 from torchckpt.graph.private.witness import Witness
 
@@ -126,25 +127,17 @@ def _functionally(
 def _refusing_to_write_outside() -> AbstractContextManager[Any]:
     """Raise where a tensor that is none of the trace would be written to: it would be, now."""
     from torch._subclasses.functional_tensor import FunctionalTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        supports_higher_order_operators = True
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(operator, OpOverload) and operator._schema.is_mutable:
+            given = {**dict(zip((one.name for one in operator._schema.arguments), args)), **kwargs}
+            written = [given.get(one.name) for one in operator._schema.arguments if one.is_write]
+            if any(isinstance(one, Tensor) and not isinstance(one, FunctionalTensor) for one in written):
+                raise CaptureError(str(Fault(
+                    "a function leaves what it closes over as it is; a module may change its own buffers",
+                    f"{operator} on a tensor that the function closes over",
+                    "the module itself, in place of a function around it",
+                )))
+        return operator(*args, **kwargs)
 
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True  # the branches of torch.cond are compiled inside
-
-        def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if isinstance(target, OpOverload) and target._schema.is_mutable:
-                given = {**dict(zip((one.name for one in target._schema.arguments), args)), **(kwargs or {})}
-                written = [given.get(one.name) for one in target._schema.arguments if one.is_write]
-                if any(isinstance(one, Tensor) and not isinstance(one, FunctionalTensor) for one in written):
-                    raise CaptureError(str(Fault(
-                        "a function leaves what it closes over as it is; a module may change its own buffers",
-                        f"{target} on a tensor that the function closes over",
-                        "the module itself, in place of a function around it",
-                    )))
-            return target(*args, **(kwargs or {}))
-
-    return Refusing()  # type: ignore[no-untyped-call]
+    return operating(run)

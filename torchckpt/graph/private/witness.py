@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.operating import operating
 
 __all__ = ["Witness"]
 
@@ -27,24 +28,13 @@ class Witness:
 
     def watching(self, given: Iterable[Tensor]) -> AbstractContextManager[Any]:
         """``given`` are the tensors that the forward gets."""
-        from torch.utils._python_dispatch import TorchDispatchMode
+        def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            made = operator(*args, **kwargs)
+            self._saw(made, f"a result of {operator}")
+            return made
 
-        saw = self._saw
-
-        class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-            supports_higher_order_operators = True
-
-            @classmethod
-            def ignore_compile_internals(cls) -> bool:
-                return True  # the branches of torch.cond are compiled inside
-
-            def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                made = target(*args, **(kwargs or {}))
-                saw(made, f"a result of {target}")
-                return made
-
-        saw(list(given), "an input, a parameter or a buffer")
-        return Watching()  # type: ignore[no-untyped-call]
+        self._saw(list(given), "an input, a parameter or a buffer")
+        return operating(run)
 
     def refuse_left(self) -> None:
         """Raise a CaptureError where a tensor is still there: nobody may have it, for it has no data."""

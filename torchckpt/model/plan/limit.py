@@ -1,14 +1,14 @@
 """Limit: what a user writes for the memory of every rank, in bytes."""
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypeAlias
 
-from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
-from torchckpt.model.remat.budget import budget_bytes
+from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
+from torchckpt.model.amount import Amount, read, trouble
 
 __all__ = ["Bytes", "DeviceMemory", "Limit", "limits_of", "without_static"]
 
@@ -27,7 +27,6 @@ that holds most when all is kept."""
 Limit: TypeAlias = "Bytes | DeviceMemory"
 """Or what devices have in all."""
 
-_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 _WORKS = 'budget="60GB", budget="50%", budget=6e10, or a list with one for each rank'
 
 
@@ -65,7 +64,7 @@ def limits_of(
     Raises:
         ArgumentError: it is no size, it is not above zero, or there are not as many as ranks.
     """
-    if isinstance(limit, (str, int, float)):
+    if isinstance(limit, (str, int, float, Real)):
         raise_faults(caller, _faults("budget", limit))
         return (_bytes(limit, peak_bytes),) * ranks
     if not isinstance(limit, Sequence) or len(limit) != ranks:
@@ -76,26 +75,17 @@ def limits_of(
 
 
 def _faults(name: str, limit: object) -> list[Fault]:
-    if _is_limit(limit):
+    if _amount(limit):
         return []
     rule = "a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
-    return [Fault(rule, f"{name}={limit!r}", _WORKS)]
+    return [Fault(rule, f"{name}={trouble(limit)}", _WORKS)]
 
 
-def _is_limit(limit: object) -> bool:
-    if isinstance(limit, str):
-        if share := _SHARE.fullmatch(limit):
-            return float(share[1]) > 0
-        try:
-            limit = budget_bytes(limit, 0)
-        except ArgumentError:
-            return False
-    return isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit <= sys.float_info.max
+def _amount(limit: object) -> Amount | None:
+    amount = read(limit)
+    return None if amount is None or amount.number > sys.float_info.max else amount
 
 
-def _bytes(limit: str | float, peak_bytes: float) -> float:
-    if not isinstance(limit, str):
-        return float(limit)
-    if share := _SHARE.fullmatch(limit):
-        return float(share[1]) / 100 * peak_bytes
-    return float(budget_bytes(limit, 0))
+def _bytes(limit: object, peak_bytes: float) -> float:
+    amount = _amount(limit)
+    return float(amount.of(peak_bytes)) if amount else 0.0

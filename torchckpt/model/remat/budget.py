@@ -1,62 +1,69 @@
-"""Budget: what a user writes for an amount of memory, in bytes."""
+"""Budget: what a user writes for the memory of one step, in bytes."""
 from __future__ import annotations
 
 import math
-import re
-from fractions import Fraction
+from dataclasses import replace
+from numbers import Integral
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
+from torchckpt.model.amount import UNITS, Amount, read, trouble
 
-__all__ = ["Budget", "budget_bytes", "check_budget", "written"]
+__all__ = ["Budget", "budget_bytes", "check_budget", "typed", "written"]
 
 Budget: TypeAlias = "str | int | float"
-"""A size such as ``"6GiB"`` or ``"100 MB"``; bytes, if an int; a share of the eager step's peak, if a float."""
-
-_UNITS = {
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", start=1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
-}
-_BY_CAPITALS = {unit.upper(): amount for unit, amount in _UNITS.items()}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
+"""A size such as ``"6GiB"`` or ``"100 MB"``; bytes, if an int; a share of the eager step's peak: ``"50%"``, ``0.5``."""
 
 
 def check_budget(caller: str, budget: Budget) -> None:
     """Raise an ArgumentError unless ``budget`` is a size, a positive number of bytes, or a share in (0, 1]."""
-    if not _is_budget(budget):
-        units = ", ".join(_UNITS)
-        rule = (
-            f"a budget is a size with one of the units {units}; or bytes, as an int; or a share of eager's peak in"
-            " (0, 1], as a float"
-        )
-        raise_faults(caller, [Fault(rule, repr(budget), 'budget="6GiB", budget=6 * 2**30, budget=0.4')])
+    raise_faults(caller, [] if _amount(budget) else [_fault(budget)])
 
 
 def budget_bytes(budget: Budget, eager_peak_bytes: int) -> int:
     """Bytes, rounded down.
 
-    >>> budget_bytes("1.5 KiB", 0), budget_bytes(0.4, 1000)
-    (1536, 400)
+    >>> budget_bytes("1.5 KiB", 0), budget_bytes(0.4, 1000), budget_bytes("50%", 1000)
+    (1536, 400, 500)
     """
-    check_budget("budget_bytes()", budget)
-    if isinstance(budget, str):
-        found = _SIZE.fullmatch(budget)
-        return math.floor(Fraction(found[1]) * _BY_CAPITALS[found[2].upper()]) if found else 0
-    return budget if isinstance(budget, int) else math.floor(budget * eager_peak_bytes)
+    amount = _amount(budget)
+    if amount is None:
+        raise_faults("budget_bytes()", [_fault(budget)])
+        return 0
+    return math.floor(amount.of(eager_peak_bytes))
+
+
+def typed(budget: Budget) -> str:
+    """As the user wrote it: ``"50%"``, ``"0.4"``, ``"6GiB"``."""
+    return str(budget).strip()
 
 
 def written(amount_bytes: int) -> str:
     """The amount rounded up in a unit in which it is a budget: ``"14.27MB"``."""
-    unit = next((unit for unit in ("GB", "MB", "kB") if amount_bytes >= _UNITS[unit]), "B")
-    whole, hundredths = divmod(-(-amount_bytes * 100 // _UNITS[unit]), 100)
+    unit = next((unit for unit in ("GB", "MB", "kB") if amount_bytes >= UNITS[unit]), "B")
+    whole, hundredths = divmod(-(-amount_bytes * 100 // UNITS[unit]), 100)
     return f"{whole}.{hundredths:02}".rstrip("0").rstrip(".") + unit
 
 
-def _is_budget(budget: object) -> bool:
+def _amount(budget: object) -> Amount | None:
+    """None of what is no budget. A float is a share."""
+    amount = read(budget)
+    if amount is not None and not isinstance(budget, (str, Integral)):
+        amount = replace(amount, is_share=True)
+    return None if amount is None or (amount.is_share and amount.number > 1) else amount
+
+
+def _fault(budget: object) -> Fault:
+    rule = (
+        f"a budget is a size with one of the units {', '.join(UNITS)}; or bytes, as an int; or a share of eager's peak"
+        ' up to all of it: "40%" or, as a float, 0.4'
+    )
+    works = 'budget="6GiB", budget=6 * 2**30, budget="40%", budget=0.4'
+    amount = read(budget)
+    if amount is None:
+        return Fault(rule, trouble(budget), works)
     if isinstance(budget, str):
-        found = _SIZE.fullmatch(budget)
-        return found is not None and found[2].upper() in _BY_CAPITALS and float(found[1]) > 0
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        return False
-    return budget > 0 and (isinstance(budget, int) or budget <= 1)
+        return Fault(rule, f"{budget!r} (more than all of it)", works)
+    whole = amount.number.denominator == 1 and amount.number > 100
+    works = f'budget={int(amount.number)}, as an int, or {works}' if whole else works
+    return Fault(rule, f"{budget!r} (a float is a share, and this one more than all of it)", works)

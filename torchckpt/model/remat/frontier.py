@@ -1,15 +1,17 @@
 """Frontier: what time buys in memory, from the eager step down to the least."""
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from torchckpt.model.remat.dataflow import Dataflow
-from torchckpt.model.remat.planner import Solution, least, near, solution
+from torchckpt.model.remat.planner import Solution, least, near, silent, solution
 
 __all__ = ["frontier"]
 
 
-def frontier(flow: Dataflow, points: int = 20, pinned: Set[int] = frozenset()) -> list[Solution]:
+def frontier(
+    flow: Dataflow, points: int = 20, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = silent
+) -> list[Solution]:
     """Solutions at up to ``points`` evenly spaced budgets: peaks strictly decreasing, seconds strictly increasing.
 
     Each is also tried from its neighbour: with less memory than it on the way down, with more on the way up.
@@ -17,14 +19,18 @@ def frontier(flow: Dataflow, points: int = 20, pinned: Set[int] = frozenset()) -
     Args:
         points: 20 by default, the ends included.
         pinned: storages that no repeat may write.
+        tell: called with what is being done.
     """
+    tell("least memory")
     eager, smallest = solution(flow, flow.eager), least(flow, pinned)
     span = eager.peak_bytes - smallest.peak_bytes
     budgets = [eager.peak_bytes - span * point // max(1, points - 1) for point in range(1, points - 1)]
     down, up = [eager], [smallest]
-    for budget in budgets:
+    for number, budget in enumerate(budgets, start=1):
+        tell(f"budget {number} of {2 * len(budgets)}")
         down.append(near(flow, budget, down[-1], pinned))
-    for budget, found in zip(reversed(budgets), reversed(down)):
+    for number, (budget, found) in enumerate(zip(reversed(budgets), reversed(down)), start=len(budgets) + 1):
+        tell(f"budget {number} of {2 * len(budgets)}")
         more = near(flow, budget, up[-1], pinned)
         up.append(min(found, more, key=lambda one: (max(one.peak_bytes, budget), one.seconds)))
     return _undominated([eager, *up])

@@ -14,6 +14,7 @@ from torchckpt.errors import ArgumentError, Fault, raise_faults
 from torchckpt.model.remat.dataflow import Dataflow, Operation
 from torchckpt.model.remat.draw import draw_plan
 from torchckpt.model.remat.memory import Memory, lower_bound_bytes, simulate
+from torchckpt.model.remat.notebook import page
 from torchckpt.model.remat.scale import memory_units
 from torchckpt.model.remat.table import plan_rows, summary, table
 
@@ -26,7 +27,7 @@ _FORMAT = 1
 class Plan:
     """One step's operations, in the order in which they run, and what that takes.
 
-    ``print(plan)`` is a table of modules, ``plan.draw("plan.svg")`` its memory over time.
+    ``print(plan)`` is a table of modules, ``plan.draw("plan.svg")`` its memory over time; a notebook shows both.
 
     Args:
         flow: the step.
@@ -120,6 +121,13 @@ class Plan:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.draw()
+
+    def _repr_html_(self) -> str:
+        return page(self.draw(), repr(self).strip("<>"), str(self))
 
     def to_json(self) -> str:
         """All of the plan: ``keep=Plan.from_json(text)`` saves the search for a schedule."""

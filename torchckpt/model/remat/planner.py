@@ -14,7 +14,7 @@ counted in work, by size, and not in seconds: the same dataflow gets the same sc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -31,7 +31,7 @@ from torchckpt.model.remat.shortest import Shortest
 from torchckpt.model.remat.stages import Stages
 from torchckpt.model.remat.tables import Tables
 
-__all__ = ["Solution", "fit", "least", "near", "solution"]
+__all__ = ["Solution", "fit", "least", "near", "silent", "solution"]
 
 _TASTES = (
     Taste(1.0, 0.5, gradients=False), Taste(1.0, 0.5, put_off=50.0), Taste(1.0, 0.0), Taste(1.0, 1.0, put_off=8.0),
@@ -60,13 +60,20 @@ class Solution:
         return self.memory.peak_bytes
 
 
-def fit(flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset()) -> Solution:
+def silent(_: str) -> None:
+    """For who wants to be told of no progress."""
+
+
+def fit(
+    flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = silent
+) -> Solution:
     """The fastest schedule found whose peak is at most ``budget_bytes``; if none was, the one of least peak found.
 
     That peak is a budget which the same call meets.
 
     Args:
         pinned: storages that no repeat may write. An operation that writes one of them runs once.
+        tell: called now and then with what is being done.
 
     Example:
         >>> from torchckpt.model.remat.dataflow import Dataflow, Operation
@@ -79,19 +86,19 @@ def fit(flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset()) -> So
     eager = solution(flow, flow.eager)
     if eager.peak_bytes <= budget_bytes:
         return eager
-    found = _search(flow, budget_bytes, pinned)
-    return found if found.peak_bytes <= budget_bytes else _lowest(flow, found, pinned)
+    found = _search(flow, budget_bytes, pinned, tell)
+    return found if found.peak_bytes <= budget_bytes else _lowest(flow, found, pinned, tell)
 
 
-def _lowest(flow: Dataflow, found: Solution, pinned: Set[int]) -> Solution:
+def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[str], None]) -> Solution:
     """In place of what was found and is over its budget: what does not hang on that budget, or is found again.
 
     A search for its own peak may miss a schedule that one for a smaller budget has met.
     """
-    low = _search(flow, lower_bound_bytes(flow), pinned)
+    low = _search(flow, lower_bound_bytes(flow), pinned, _after("least memory, ", tell))
     if low.peak_bytes <= found.peak_bytes:
         return low
-    again = _search(flow, found.peak_bytes, pinned)
+    again = _search(flow, found.peak_bytes, pinned, _after("least memory again, ", tell))
     return found if again.peak_bytes <= found.peak_bytes else low
 
 
@@ -151,13 +158,25 @@ def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
     return solution(flow, min(tried, key=lambda stages: stages.peak_bytes).schedule())
 
 
-def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
+def _after(head: str, tell: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda what: tell(head + what)
+
+
+def _told(stages: Iterator[Stages], what: str, tell: Callable[[str], None]) -> Iterator[Stages]:
+    for number, one in enumerate(stages, start=1):
+        tell(f"{what} {number}")
+        yield one
+
+
+def _search(
+    flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = silent
+) -> Solution:
     tables = Tables(flow, pinned)
 
     def key(stages: Stages) -> tuple[int, float]:
         return max(stages.peak_bytes, budget_bytes), stages.cost
 
-    found = sorted(_candidates(tables, budget_bytes, pinned), key=key)
+    found = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
     best = found[0]
     if tables.count <= _TINY:
         most = best.cost if best.peak_bytes <= budget_bytes else math.inf
@@ -166,11 +185,12 @@ def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
             return solution(flow, shortest or best.schedule())
     if tables.count > _LARGE:
         return solution(flow, best.schedule())
-    found = sorted([*found, *_reordered(best, budget_bytes, pinned)], key=key)
+    found = sorted([*found, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
     work = _SEARCH_WORK // max(tables.count, 150)
-    for stages in found[:_STARTS]:
+    for stages in _told(iter(found[:_STARTS]), f"search, of {_STARTS + 1} number", tell):
         _ruin(stages, budget_bytes, work // _STARTS // 2)
     best = min(found[:_STARTS], key=key)
+    tell(f"search, of {_STARTS + 1} number {_STARTS + 1}")
     return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
 
 

@@ -1,16 +1,14 @@
 """Table: a measured cell beside its simulation, and what must hold of it."""
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
-import torch
-from rounds import Measured
+from benchmarks.pipeline.cells.rounds import Measured
+from benchmarks.turns import quartiles
 
-__all__ = ["HEAD", "failures", "line", "machine", "row_of"]
+__all__ = ["HEAD", "failures", "line", "row_of"]
 
 _VARIANTS = ("none", "stock", "ours")
 DEVIATION = 0.07
@@ -35,7 +33,7 @@ def row_of(measured: Measured) -> dict[str, Any]:
     allowed = simulated.bound_seconds + measured.recompute_seconds + 0.02 * middle["none"]
     return {
         "cell": str(measured.cell),
-        "seconds": {name: _quartiles(values) for name, values in seconds.items()},
+        "seconds": {name: quartiles(values) for name, values in seconds.items()},
         "simulated": vars(simulated),
         "simulated, nominal costs": vars(nominal),
         "deviation": {name: middle[name] / getattr(simulated, name) - 1 for name in _VARIANTS},
@@ -43,12 +41,12 @@ def row_of(measured: Measured) -> dict[str, Any]:
             name: middle[name] / getattr(nominal, name) - 1 for name in _VARIANTS
         },
         "ratios": {
-            f"ours / {name}": _quartiles([a / b for a, b in zip(ours, values)])
+            f"ours / {name}": quartiles([a / b for a, b in zip(ours, values)])
             for name, values in seconds.items()
             if name != "ours"
         },
         "simulated ratios": {"ours / none": nominal.ours / nominal.none, "ours / stock": nominal.ours / nominal.stock},
-        "hidden": _quartiles([1 - (a - c) / (b - c) for a, b, c in zip(ours, stock, none)]),
+        "hidden": quartiles([1 - (a - c) / (b - c) for a, b, c in zip(ours, stock, none)]),
         "simulated hidden": simulated.hidden,
         "simulated hidden, nominal costs": nominal.hidden,
         "exposed seconds": median(a - c for a, c in zip(ours, none)),
@@ -58,10 +56,6 @@ def row_of(measured: Measured) -> dict[str, Any]:
         "order": measured.order,
         "rounds": len(none),
     }
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    return quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
 def failures(row: dict[str, Any]) -> list[str]:
@@ -107,14 +101,3 @@ def _spread(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
 
 
-def machine() -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": str(len(models)),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from block import sleep_until
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+
+from benchmarks.pipeline.sleeping.block import sleep_until
 
 __all__ = ["BACK", "FORTH", "LinkedStage", "Wire", "new_table"]
 

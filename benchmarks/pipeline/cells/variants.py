@@ -2,21 +2,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from block import Block, Costs
-from cells import Cell
-from link import BACK, LinkedStage, Wire
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.losses import mean_square
+from benchmarks.pipeline.cells.cell import Cell
+from benchmarks.pipeline.plain import Plain
+from benchmarks.pipeline.sleeping.block import Block, Costs
+from benchmarks.pipeline.sleeping.link import BACK, LinkedStage, Wire
+from benchmarks.stock import Stock
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.distributed.private import Runtime
-from torchckpt.model import Action, Kind, Link, StageCosts
+from torchckpt.model import Kind, Link, StageCosts
 
 __all__ = ["MORE", "VARIANTS", "Variant"]
 
@@ -24,34 +24,6 @@ VARIANTS = ("none", "stock", "ours")
 MORE = (*VARIANTS, "unplaced", "torch")
 _CLASSES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ROWS, _WIDTH = 4, 16
-
-
-class Stock(nn.Module):
-    """``module`` as a region of ``torch.utils.checkpoint``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.module, x, use_reentrant=False)
-
-
-class Plain(Runtime):
-    """torch's runtime on the same lists of actions as ours, without a recompute among them."""
-
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reaches(self, action: str) -> None:
-        pass
-
-    def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def model_costs(costs: Costs) -> tuple[StageCosts, Link]:
@@ -70,7 +42,7 @@ class Variant:
             checkpoint_module(module)
         self.wire = Wire(table, costs.link_seconds)
         self.stage = LinkedStage(module, rank, cell.p, self.wire)
-        live = _CLASSES[cell.schedule](self.stage, n_microbatches=cell.m, loss_fn=loss_of)
+        live = _CLASSES[cell.schedule](self.stage, n_microbatches=cell.m, loss_fn=mean_square)
         self.schedule = _ON_RUNTIME[name](live, costs)
         data = torch.Generator().manual_seed(cell.p)
         self._x, self._y = torch.randn(2, cell.m * _ROWS, _WIDTH, generator=data)

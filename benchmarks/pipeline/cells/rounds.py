@@ -2,25 +2,22 @@
 from __future__ import annotations
 
 import gc
-import os
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from block import Costs, sleep_precisely
-from cells import NAMED, Cell, Prediction, predict
-from link import new_table
 from torch import Tensor
-from variants import MORE, VARIANTS, Variant, model_costs
 
-__all__ = ["Measured", "Settings", "on_processes", "run_cells"]
+from benchmarks.pipeline.cells.cell import NAMED, Cell, Prediction, predict
+from benchmarks.pipeline.cells.variants import MORE, VARIANTS, Variant, model_costs
+from benchmarks.pipeline.processes import on_processes
+from benchmarks.pipeline.sleeping.block import Costs
+from benchmarks.pipeline.sleeping.link import new_table
+
+__all__ = ["Measured", "Settings", "run_cells"]
 
 Span: TypeAlias = "tuple[float, float]"
 
@@ -61,32 +58,6 @@ class Measured:
     """Per rank and recompute of the last step, by how many seconds it began before its gradient arrived."""
     order: list[list[str]]
     """What ours runs, per rank."""
-
-
-def on_processes(p: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """``work(rank, tell, *args)`` on each of ``p`` processes, which can talk to each other; what they ``tell``."""
-    told = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        meet = f"file://{Path(folder) / 'meet'}"
-        processes = mp.spawn(_started, (p, meet, work, told, args), nprocs=p, join=False)
-        ended = False
-        while not ended:
-            ended = processes.join(timeout=0.1)
-            while not told.empty():
-                yield told.get()
-
-
-def _started(rank: int, p: int, meet: str, work: Callable[..., None], told: Any, args: tuple[Any, ...]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    sleep_precisely()
-    gc.disable()  # it is called between steps
-    gc.collect()
-    gc.freeze()  # what has been imported stays
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=p)
-    work(rank, told.put, *args)
-    dist.destroy_process_group()
 
 
 def run_cells(cells: Sequence[Cell], settings: Settings, done: Callable[[Measured], None]) -> None:

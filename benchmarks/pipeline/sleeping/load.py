@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from block import sleep_until
 from torch import Tensor, nn
 from torch.autograd import Function
+
+from benchmarks.pipeline.sleeping.block import sleep_until
 
 __all__ = ["ROW", "Embedding", "Load", "Loaded"]
 

@@ -1,0 +1,30 @@
+"""Machine: what a benchmark ran on, in words."""
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+__all__ = ["machine", "processor"]
+
+
+def machine() -> dict[str, str]:
+    return {
+        "processor": processor(),
+        "cores": str(len(_models())),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def processor() -> str:
+    return next(iter(_models()), platform.processor())
+
+
+def _models() -> list[str]:
+    """Of each core, where Linux tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

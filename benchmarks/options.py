@@ -1,0 +1,26 @@
+"""Options: those that all of the benchmarks have that run on a device."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["options", "write"]
+
+
+def options(question: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Takes ``--device``, ``--rounds``, ``--rehearse`` and ``--json``, which ``benchmarks/run.py`` gives to each."""
+    parser = argparse.ArgumentParser(description=question)
+    parser.add_argument("--device", default="cpu", help="cpu, or an accelerator such as cuda (default: cpu)")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"at least 20 (default: {rounds})")
+    parser.add_argument("--rehearse", action="store_true", help="does all of it run? small and few; no figures")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    return parser
+
+
+def write(results: dict[str, Any], file: Path | None) -> None:
+    """As JSON, where there is a file to write to."""
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,22 @@
+"""Plain: torch's runtime, on the same lists of actions as ours."""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torchckpt.distributed.private import Runtime
+from torchckpt.model import Action
+
+__all__ = ["Plain"]
+
+
+class Plain(Runtime):
+    """Without a recompute among them."""
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reaches(self, action: str) -> None:
+        pass
+
+    def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,0 +1,44 @@
+"""Processes: what each rank of a pipeline runs on, on this machine."""
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.pipeline.sleeping.block import sleep_precisely
+
+__all__ = ["on_processes"]
+
+
+def on_processes(p: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """``work(rank, tell, *args)`` on each of ``p`` processes, which can talk to each other; what they ``tell``."""
+    told = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        meet = f"file://{Path(folder) / 'meet'}"
+        processes = mp.spawn(_started, (p, meet, work, told, args), nprocs=p, join=False)
+        ended = False
+        while not ended:
+            ended = processes.join(timeout=0.1)
+            while not told.empty():
+                yield told.get()
+
+
+def _started(rank: int, p: int, meet: str, work: Callable[..., None], told: Any, args: tuple[Any, ...]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    sleep_precisely()
+    gc.disable()  # it is called between steps
+    gc.collect()
+    gc.freeze()  # what has been imported stays
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=p)
+    work(rank, told.put, *args)
+    dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""Models of transformers: their signatures, keywords, caches, tied weights, and the Trainer."""
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tests.helpers import assert_equal
+from torchckpt import graph
+from torchckpt.errors import CaptureError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0, **options
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=16, attention_dropout=0.1, **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tokens(rows=4):
+    return torch.randint(64, (rows, 16), generator=torch.Generator().manual_seed(1))
+
+
+def stepped(call, model, **kwargs):
+    """Outputs, gradients and random numbers of a step; dropout is on."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    outputs = call(**kwargs)
+    outputs.loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return type(outputs), outputs.loss.detach(), outputs.logits.detach(), grads, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_step_has_the_bits_and_the_signature_of_the_model(make, traces):
+    model = make(use_cache=False).train()
+    step = graph.rematerialize(model, example_kwargs={"input_ids": tokens(), "labels": tokens()}, keep="memory")
+    assert inspect.signature(step.forward) == inspect.signature(model.forward)
+    assert inspect.signature(type(step).forward) == inspect.signature(type(model).forward)
+    assert inspect.signature(step) == inspect.signature(model)
+    for kwargs in ({"labels": tokens(), "input_ids": tokens()}, {"input_ids": tokens(), "labels": tokens()}):
+        assert_equal(stepped(step, model, **kwargs), stepped(model, model, **kwargs))
+    assert len(traces) == 1
+
+
+def test_a_cache_is_refused_with_the_keyword_that_helps():
+    model = gpt2()
+    step = graph.rematerialize(model, keep="speed")
+    match = r"(?s)returns no cache.*received: an output of .*DynamicCache.*works:    model\(\.\.\., use_cache=False\)"
+    with pytest.raises(CaptureError, match=match):
+        step(input_ids=tokens(), labels=tokens())
+    step(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+    with torch.no_grad():
+        past = step(input_ids=tokens()).past_key_values
+    with pytest.raises(CaptureError, match=r"(?s)takes no cache.*kwargs\['past_key_values'\] is a .*use_cache=False"):
+        step(input_ids=tokens()[:, :1], past_key_values=past)
+
+
+def test_tied_weights_are_saved_and_loaded(tmp_path):
+    model, other = gpt2(use_cache=False), gpt2(use_cache=False)
+    step = graph.rematerialize(model, keep="speed")
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    torch.save(step.state_dict(), tmp_path / "state.pt")
+    loaded = graph.rematerialize(other).load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    graph.rematerialize_(model, keep="speed")
+    for saved in (step, model):
+        saved.save_pretrained(tmp_path)
+        read = type(model).from_pretrained(tmp_path)
+        for found in (other, read):
+            assert list(found.state_dict()) == list(model.state_dict())
+            assert_equal(dict(found.state_dict()), dict(model.state_dict()))
+            assert found.lm_head.weight is found.transformer.wte.weight
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return {"input_ids": tokens()[place], "labels": tokens()[place], "unused": 0}
+
+
+def trained(model, folder, **options):
+    """Losses, parameters, and what is left for an evaluation."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=2, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True, logging_steps=1, seed=3, **options,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), eval_dataset=Data())
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return trainer, [losses, trainer.label_names, trainer.evaluate()["eval_loss"], dict(model.state_dict())]
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)])
+def test_trainer_trains_as_ever(tmp_path, options, capsys):
+    _, expected = trained(gpt2(), tmp_path, **options)
+    step = graph.rematerialize(gpt2(), keep="memory")
+    assert_equal(trained(step, tmp_path, **options)[1], expected)
+    model = gpt2()
+    handle = graph.rematerialize_(model, keep="memory")
+    trainer, found = trained(model, tmp_path, **options)
+    assert_equal(found, expected)
+    assert len(step.plans) == len(handle.plans) == 1
+    trainer.save_model(str(tmp_path / "saved"))
+    assert_equal(dict(gpt2().from_pretrained(tmp_path / "saved").state_dict()), expected[3])

@@ -1,0 +1,37 @@
+"""Amounts: one reader for all who take bytes."""
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from torchckpt.model.amount import Amount, read, trouble
+
+
+@pytest.mark.parametrize(
+    ("written", "amount"),
+    [
+        ("1.5 KiB", Amount("1.5 KiB", Fraction(1536))),
+        (" 12.5 % ", Amount("12.5 %", Fraction(1, 8), is_share=True)),
+        (0.29, Amount("0.29", Fraction(29, 100))),
+        (np.float64(6e9), Amount("6000000000.0", Fraction(6_000_000_000))),
+        (np.int32(7), Amount("7", Fraction(7))),
+        (10**400, Amount(str(10**400), Fraction(10**400))),
+    ],
+)
+def test_what_is_read(written, amount):
+    assert read(written) == amount
+
+
+@pytest.mark.parametrize(
+    "written", ["", "abc", "5", "0B", "0%", "-1%", "1 %%", 0, -1, 0.0, -0.5, float("nan"), float("inf"), True, None, 1j]
+)
+def test_what_is_none(written):
+    assert read(written) is None
+    assert trouble(written).startswith(repr(written))
+
+
+def test_share_of_a_peak():
+    share, size = read("50%"), read("1kB")
+    assert (share.of(8001), size.of(8001)) == (Fraction(8001, 2), 1000)

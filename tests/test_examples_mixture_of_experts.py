@@ -1,0 +1,38 @@
+"""The mixture of experts of the examples fails where its router is asked again, and trains where that is kept."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def printed():
+    command = [sys.executable, str(ROOT / "examples/mixture_of_experts.py"), "--steps", "3", "--rows", "64"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_its_losses_are_equal(printed):
+    rows = [line.split()[-3:] for line in printed.splitlines()[:3]]
+    assert rows[0] == rows[1] == rows[2]
+    assert len(set(rows[0])) == 3
+    assert "the losses of 3 steps are to the bit those without checkpointing" in printed
+
+
+def test_without_keep_it_fails(printed):
+    assert "CheckpointError: torch.utils.checkpoint: " in printed
+
+
+def test_it_keeps_less(printed):
+    kept, everything = map(float, re.search(r"keeps ([\d.]+) MB in place of ([\d.]+) MB", printed).groups())
+    assert kept < everything / 3

@@ -1,0 +1,33 @@
+"""What ``torch.nn`` and ``torch.compile`` make of modules."""
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.scripts import run
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_compiled_class
+
+
+def test_a_module_is_compiled_by_wrapping_or_in_place():
+    plain, wrapped, in_place = nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager"), nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    assert [is_compiled(one) for one in (plain, wrapped, in_place)] == [False, True, True]
+    assert [is_compiled_class(type(one)) for one in (plain, wrapped, in_place)] == [False, True, False]
+
+
+def test_a_module_inside_a_compiled_one_is_not_compiled_itself():
+    assert not is_compiled(torch.compile(nn.Linear(1, 1), backend="eager")._orig_mod)
+
+
+def test_to_ask_imports_no_compiler():
+    program = (
+        "import sys, torch; from torchckpt.modules import is_compiled; is_compiled(torch.nn.ReLU());"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = run("-c", program, timeout=60)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_mode_and_what_a_user_adds_are_not_of_every_module():
+    module = nn.Linear(1, 1)
+    assert vars(module).keys() - OF_EVERY_MODULE == {"training", "in_features", "out_features"}

@@ -1,0 +1,126 @@
+"""The wheel and the source archive: they build, an index takes them, and they install into an empty environment."""
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import typing_extensions
+
+import torchckpt
+
+ROOT = Path(__file__).parent.parent
+NEVER = ("__pycache__", ".venv", ".git")
+"""Folders of a working tree that are no part of the source."""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    made = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+    return made.stdout
+
+
+def sources(folder: Path) -> Path:
+    """A copy of what the repository tracks or would track, in ``folder``: a build leaves files beside its sources."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the files of the repository, from git")
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    for name in listed:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the two files of ``python -m build``: the archive, and the wheel that is made from it."""
+    folder = tmp_path_factory.mktemp("package")
+    source = sources(folder / "source")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source, cwd=folder)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def test_two_files_with_the_version_in_their_names(built: Path) -> None:
+    version = torchckpt.__version__
+    assert sorted(path.name for path in built.iterdir()) == [
+        f"torchckpt-{version}-py3-none-any.whl",
+        f"torchckpt-{version}.tar.gz",
+    ]
+
+
+def test_an_index_would_take_and_show_them(built: Path) -> None:
+    said = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
+    assert said.count("PASSED") == 2
+
+
+def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"torchckpt", f"torchckpt-{torchckpt.__version__}.dist-info"}
+    package = Path(torchckpt.__file__).parent
+    files = {f"torchckpt/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
+    assert {name for name in names if name.startswith("torchckpt/")} == files | {"torchckpt/py.typed"}
+
+
+def test_archive_has_what_the_tests_and_the_site_need(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    wanted = ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt"]
+    wanted += ["mkdocs.yml", "docs/index.md", "examples/train_gpt.py", "benchmarks/overhead/README.md"]
+    wanted += ["tests/test_package.py", "tests/device/source/module.cpp", "website/pages.py"]
+    assert [name for name in wanted if name not in names] == []
+    assert [name for name in names if any(part in NEVER for part in name.split("/"))] == []
+
+
+def test_wheel_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path, cwd=tmp_path)
+    python = tmp_path / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel)
+    run(*pip, cwd=tmp_path)
+    shutil.copy(typing_extensions.__file__, site)  # all that the command needs beside Python; torch is not there
+    program = (
+        "import torchckpt.version, importlib.metadata as data\n"
+        "print(torchckpt.version.__version__, data.version('torchckpt'), torchckpt.__file__)\n"
+    )
+    first, second, file = run(python, "-c", program, cwd=tmp_path).split()
+    assert first == second == torchckpt.__version__
+    assert file.startswith(site)
+    options = ("--schedule", "1f1b", "--stages", "2", "--microbatches", "4")
+    simulated = run(python, "-m", "torchckpt", "simulate", *options, cwd=tmp_path)
+    assert "bound" in simulated
+
+
+def test_citation_names_this_version_and_the_fields_that_the_format_requires() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    fields = dict(re.findall(r"^([a-z-]+): *(.*)$", text, flags=re.MULTILINE))
+    assert fields["cff-version"] == "1.2.0"
+    assert fields["version"] == torchckpt.__version__
+    assert {"message", "title", "authors"} <= set(fields)
+
+
+def test_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[0] == torchckpt.__version__
+
+
+def test_repository_has_one_address() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (source,) = re.findall(r'^Source = "(.*)"$', project, flags=re.MULTILINE)
+    (site,) = re.findall(r'^Documentation = "(.*)"$', project, flags=re.MULTILINE)
+    assert f"repository-code: {source}" in (ROOT / "CITATION.cff").read_text()
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert f"repo_url: {source}\n" in settings
+    assert f"site_url: {site}\n" in settings

@@ -1,0 +1,181 @@
+"""rematerialize_(): a module that stays where and what it is, and whose calls go by traces."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.calls import Calls, module_faults, option_faults
+from torchckpt.graph.choose import Chooser, Costs
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.rematerialize import Rematerialized
+from torchckpt.graph.wrapped import check_bare
+from torchckpt.kernel.mixin import Mixin, plain_forward, put, take
+from torchckpt.model.remat.budget import Budget
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["RematerializeHandle", "rematerialize_"]
+
+_CALLER = "rematerialize_()"
+_SETTING = "_torchckpt_rematerialized"
+_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class _Bare(nn.Module):
+    """A module's own forward, without its hooks: they run around the traced call, at each call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: module.__dict__[name] for name in _HELD}, _forward=plain_forward(module, _InPlace))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)  # type: ignore[operator]  # a module's attributes may be modules
+
+
+class _Setting:
+    """What is asked for, and the calls of one module. A copy of the module has its own."""
+
+    __slots__ = ("calls", "chooser", "engine")
+
+    def __init__(self, chooser: Callable[[], Chooser], engine: str) -> None:
+        self.chooser, self.engine = chooser, engine
+        self.calls: Calls | None = None
+
+    def __reduce__(self) -> Any:
+        return _Setting, (self.chooser, self.engine)
+
+    def calls_of(self, module: nn.Module) -> Calls:
+        if self.calls is not None and self.calls.model is not module:  # a shallow copy, at its first call
+            module.__dict__[_SETTING] = other = _Setting(self.chooser, self.engine)
+            return other.calls_of(module)
+        if self.calls is None:
+            self.calls = Calls(_CALLER, module, _Bare(module), self.chooser, self.engine)
+        return self.calls
+
+
+def _run(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], setting: _Setting) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        from torchckpt.graph.outside_graph import outside_graph  # imports Dynamo
+
+        return outside_graph(_run, (plain, args, kwargs, setting), {})
+    return setting.calls_of(plain.__self__).run(plain, args, kwargs)  # type: ignore[attr-defined]  # it is a method
+
+
+class _InPlace(Mixin):
+    """In front of the class of the module: a call goes by its trace."""
+
+    _torchckpt_setting = _SETTING
+    _torchckpt_call = staticmethod(_run)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        if _SETTING in self.__dict__:
+            Rematerialized.compile(self)  # type: ignore[arg-type]  # the same error
+        super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
+
+
+class RematerializeHandle:
+    """Undoes one :func:`rematerialize_`, and tells of its plans. Also a context manager, which undoes it at its end."""
+
+    def __init__(self, module: nn.Module, setting: _Setting) -> None:
+        self._module, self._setting = module, setting
+
+    @property
+    def plan(self) -> Plan:
+        """Of the inputs that came last; of the example, before the first call."""
+        return self._setting.calls_of(self._module).plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One for each kind of inputs so far: shapes, dtypes, mode."""
+        return self._setting.calls_of(self._module).plans
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace and plan a call, and run nothing of it."""
+        return self._setting.calls_of(self._module).prepare(args, kwargs)
+
+    def remove(self) -> None:
+        """Have the module run as it did. A second call does nothing."""
+        if self._module.__dict__.get(_SETTING) is self._setting:
+            take(self._module, _InPlace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        is_on, plans = self._module.__dict__.get(_SETTING) is self._setting, self.plans
+        what = f"{type(self._module).__name__}, {'in place' if is_on else 'removed'}"
+        return f"<RematerializeHandle: {what}, {repr(plans[-1]).strip('<>') if plans else 'no plan yet'}>"
+
+
+def rematerialize_(
+    module: nn.Module,
+    *example: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    keep: Keep | Plan = None,
+    budget: Budget | None = None,
+    engine: Literal["eager", "inductor"] = "eager",
+    costs: Costs = "roofline",
+    rng: Literal["keep", "replay"] = "keep",
+    exact: bool = False,
+) -> RematerializeHandle:
+    """As :func:`~torchckpt.graph.rematerialize`, in place: ``module`` itself keeps less, until the handle is removed.
+
+    Its keys in ``state_dict``, its class as ``isinstance`` sees it, its ``repr``, signature and hooks stay as they are,
+    and so does the place that it has in another module. A copy, or one that was pickled, traces with its own weights.
+    Hooks of ``module`` itself run at each call, around what is traced; those of its children are in the trace.
+
+    >>> handle = graph.rematerialize_(self.model, budget="50%")     # in a LightningModule, or before a Trainer
+    >>> self.model(inputs).loss.backward()
+    >>> print(handle.plan)
+    >>> handle.remove()
+
+    Args:
+        module: whose ``forward`` is a method of its class.
+        example, example_kwargs, keep, budget, engine, costs, rng, exact: as :func:`rematerialize` takes them.
+
+    Returns:
+        A handle with ``remove()`` and ``plan``; as a context manager it removes at its end.
+
+    Raises:
+        ArgumentError, BudgetInfeasible, CaptureError: as :func:`rematerialize` raises them. The module is then as it
+            was before.
+    """
+    faults = [*module_faults("rematerialize_", module), *_faults(module)]
+    raise_faults(_CALLER, [*faults, *option_faults(engine, rng, example_kwargs)])
+    check_bare(_CALLER, module)
+    setting = _Setting(partial(Chooser, _CALLER, keep, budget, costs, rng, exact), engine)
+    setting.chooser()  # it checks its arguments
+    put(module, _InPlace, setting)
+    handle = RematerializeHandle(module, setting)
+    try:
+        setting.calls_of(module).prepare_example(example, example_kwargs)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _faults(module: object) -> list[Fault]:
+    """Of a module that cannot be changed in place."""
+    if not isinstance(module, nn.Module):
+        return []
+    name = type(module).__name__
+    if isinstance(module, Rematerialized):
+        return [Fault("a module is rematerialized once", "what graph.rematerialize() returned", "its original")]
+    if _SETTING in module.__dict__:
+        return [Fault("a module is rematerialized once", f"{name}, rematerialized already", "handle.remove() first")]
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        received = f"{name}, whose layers are called one by one"
+        return [Fault("the module is one that is called", received, "for layer in layers: graph.rematerialize_(layer)")]
+    if "forward" in module.__dict__:
+        rule, received = "the forward is a method of the module's class", f"{name}, whose forward is set on it"
+        return [Fault(rule, received, "step = graph.rematerialize(model, inputs)")]
+    return []

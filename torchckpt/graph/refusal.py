@@ -1,0 +1,70 @@
+"""Refusal: the error where no schedule fits into the budget, with what was asked for and what nobody can free."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torchckpt.errors import BudgetInfeasible, Fault
+from torchckpt.graph.joint import Joint
+from torchckpt.graph.private.trace import input_place
+from torchckpt.model.remat.breakdown import Breakdown, at_end, at_peak
+from torchckpt.model.remat.budget import Budget, typed, written
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["infeasible", "kinds_of"]
+
+OF_PARAMETERS, OF_INPUTS, OUTPUTS = "gradients of parameters", "gradients of inputs", "outputs"
+
+
+def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
+    """What the results of a joint graph are; ``inputs`` are the places of what is no parameter."""
+    given = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
+    kinds: dict[int, str] = {}
+    for node, gradient in zip(given, joint.outputs[joint.forward_outputs :]):
+        kind = OF_INPUTS if input_place(node) in inputs else OF_PARAMETERS
+        kinds.update(dict.fromkeys(joint.storages.get(gradient, ()), kind))
+    for output in joint.outputs[: joint.forward_outputs]:
+        kinds.update(dict.fromkeys(joint.storages.get(output, ()), OUTPUTS))
+    return kinds
+
+
+def infeasible(
+    caller: str, budget: Budget | None, budget_bytes: int, plan: Plan, kinds: Mapping[int, str], reserved_bytes: int
+) -> BudgetInfeasible:
+    """Of ``plan``, the least found. What the caller's loss takes is in every figure that is compared with the budget,
+    so that each is a budget that could be given.
+
+    Args:
+        budget: as it was typed.
+        kinds: of results.
+        reserved_bytes: for the loss.
+    """
+    sizes = [size + reserved_bytes for size in (plan.peak_bytes, plan.lower_bound, plan.eager_peak_bytes)]
+    least, lower, eager = map(written, sizes)
+    asked = written(budget_bytes) if budget is None else typed(budget)
+    asked += "" if asked == written(budget_bytes) else f", which is {written(budget_bytes)}"
+    peak = at_peak(plan.flow, plan.schedule, kinds)
+    there = sum(plan.flow.sizes_bytes[storage] for storage in plan.flow.given)
+    received = (
+        f"{asked}; the least found is {least}, no schedule needs less than {lower}, eager {eager}",
+        f"nobody can free, at the end of the step: {_listed(at_end(plan.flow, kinds))}",
+        f"nobody can free, at the peak of the least: {_listed(_parts(peak, plan.paths[peak.index]))}",
+        f"beside that, at that peak, {written(peak.kept_bytes)} is kept for operations that follow",
+        f"parameters, buffers and inputs, {written(there)}, are there before the step and count for nothing",
+    )
+    works = f'budget="{least}" or more'
+    works += " (nothing can be below the lower bound: a smaller batch can)" if budget_bytes < sizes[1] else ""
+    rule = f"{caller}: a budget holds what the step cannot do without"
+    return BudgetInfeasible(str(Fault(rule, "\n            ".join(received), works)), sizes[0], plan)
+
+
+def _parts(peak: Breakdown, path: str) -> dict[str, int]:
+    """What another schedule would have there, too."""
+    operation = f"{peak.name} of {path}" if path else peak.name
+    touched, workspace = f"what {operation} reads and writes", "its workspace"
+    return {**peak.results_bytes, touched: peak.touched_bytes, workspace: peak.workspace_bytes}
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    """The largest first."""
+    order = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"
