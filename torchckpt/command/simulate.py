@@ -27,7 +27,6 @@ from torchckpt.model.named import NAMES, named_schedule
 from torchckpt.model.placement import with_recompute
 from torchckpt.model.report import Report, policy_named, report
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.svg import svg
 from torchckpt.model.trace import trace
 from torchckpt.model.units import number
 
@@ -109,11 +108,17 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     return named_schedule(options.schedule, options.stages // each, options.microbatches, options.chunks)
 
 
+def _described(found: Report, options: argparse.Namespace) -> str:
+    """What was simulated."""
+    costed = ", ".join(f"{name} {number(value)}" for name, value in _costs(options).items() if value)
+    counted = f"{found.schedule.stages} stages, {found.schedule.micro_batches} micro-batches"
+    return f"{found.schedule.name} on paper: {counted}; {costed}"
+
+
 def _write_pictures(found: Report, options: argparse.Namespace) -> None:
     timelines = [row.timeline for row in found.rows]
-    names = [f"{found.schedule.name}: {row.name}" for row in found.rows]
     if options.svg is not None:
-        write(options.svg, svg(*timelines, names=names, budget_bytes=options.budget))
+        write(options.svg, found.draw(options.budget, _described(found, options)))
     if options.trace is not None:
         write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
 
