@@ -43,6 +43,29 @@ def test_results_that_are_parameters_arguments_or_views_of_arguments():
         assert_equal(received, expected)
 
 
+@pytest.mark.parametrize("layout", ["jagged", "sparse", "conjugated"])
+def test_results_of_other_layouts(layout):
+    """What is made for a replay of them is nothing that the region saves, or every later tensor is in another's slot."""
+    offsets = torch.tensor([0, 1, 4])
+
+    def made(h):
+        if layout == "sparse":
+            return (h * (h > 0)).to_sparse()
+        return torch.nested.nested_tensor_from_jagged(h, offsets) if layout == "jagged" else torch.fft.fft(h).conj()
+
+    def block(call, x):
+        h = x.sin()
+        y = call(made, h)
+        if layout == "sparse":
+            return torch.sparse.mm(y, h.cos()).sin()
+        y = (y * y.sin()).cos()
+        return y.values() if layout == "jagged" else y.abs()
+
+    x = leaf(4, 4)
+    expected = torch.autograd.grad(block(plain, x).sum(), x)
+    assert_equal(torch.autograd.grad(checkpoint(functools.partial(block, keep), x).sum(), x), expected)
+
+
 def test_attributes_of_results_are_there_in_the_replay():
     seen = []
 

@@ -95,7 +95,8 @@ def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], lev
         with only(level.around):
             result.note(function, outputs, near)
     else:
-        result, outputs = _again(function, near, level.replayed)
+        with only(level.around):  # views of some layouts are saved, too
+            result, outputs = _again(function, near, level.replayed)
         changed = [changed_buffers(region.seen, buffers) for region, _, buffers in before]
     for (region, place, _), buffers in zip(before, changed):
         region.kept = region.kept or Kept()
