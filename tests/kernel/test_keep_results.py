@@ -134,6 +134,13 @@ def test_tensors_inside_of_other_objects_are_an_error():
     assert keep(Routed, torch.ones(1)).x == 1
 
 
+def test_an_argument_may_have_any_name():
+    def routed(x, function):
+        return function(x)
+
+    checkpoint(lambda x: keep(routed, x.sin(), function=torch.exp).cos(), leaf(3)).sum().backward()
+
+
 def test_an_iterator_is_an_error():
     with pytest.raises(ArgumentError, match=r"can be read twice(.|\n)*received: a generator\n(.|\n)*list\(parts"):
         checkpoint(lambda x: sum(keep(lambda x: (x * i for i in range(3)), x.sin())).cos(), leaf(3))

@@ -23,7 +23,7 @@ from torchckpt.typing import Function
 __all__ = ["keep"]
 
 
-def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
+def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` inside a region once: no replay runs it again.
 
     What it returns stays in memory, and so does what its own backward needs. A replay goes on from the same result, to

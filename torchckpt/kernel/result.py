@@ -91,6 +91,7 @@ class Result:
         places = {id(tensor): _Near(place) for place, tensor in near.items()}
         own = {id(leaf): _own(leaf) for leaf in leaves}
         self._outputs = _Outputs(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
+        self._outputs.drop_graphs()
         self._changed = [
             (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
             for place, tensor in near.items()
@@ -184,9 +185,14 @@ def _own(leaf: Any) -> Any:
 def _without_traceback(error: Exception) -> Exception:
     """As ``error``, which holds the tensors of all calls that it came through."""
     base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
-    twin: Exception = base.__new__(type(error), *error.args)  # an __init__ of its own may want other arguments
-    twin.__dict__.update(error.__dict__)
+    # An __init__ of its own may want other arguments.
+    twin: Exception = base.__new__(type(error), *map(_without_graph, error.args))
+    twin.__dict__.update({name: _without_graph(value) for name, value in error.__dict__.items()})
     return twin
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _write(function: Function, value: Tensor, tensor: Tensor, requires_grad: bool) -> None:
