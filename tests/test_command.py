@@ -78,7 +78,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     drawn, traced = tmp_path / "step.svg", tmp_path / "step.json"
     assert main([*SMALL, "--svg", str(drawn), "--trace", str(traced), "--budget", "1.5"]) == 0
     words = [element.text for element in ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"1f1b: none", "1f1b: arrival", "1f1b: ahead", "budget 1.5 A"} <= set(words)
+    assert {"nothing recomputed", "recomputed ahead of the gradient", "budget 1.5 micro-batches"} <= set(words)
     names = [e["args"]["name"] for e in json.loads(traced.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert names == [f"{row}: rank {rank}" for row in ("none", "arrival", "ahead") for rank in (0, 1)]
 
@@ -110,6 +110,7 @@ def bad(arguments: str) -> tuple[int, str]:
 
 
 _SIMULATE = "python -m torchckpt simulate: error: "
+_CSV = "argument --csv: cannot read {}; works: a schedule as torch.distributed.pipelining writes it"
 _COUNTS = "--stages 4 --microbatches 4"
 
 
@@ -118,12 +119,12 @@ _COUNTS = "--stages 4 --microbatches 4"
     [
         (
             f"--schedule 1fb {_COUNTS}",
-            "a schedule is one of gpipe, 1f1b, eager_1f1b, zbv, dualpipe_v, interleaved_1f1b, looped_bfs, zero_bubble; "
-            "received: '1fb'; works: '1f1b'",
+            "argument --schedule: a schedule is one of gpipe, 1f1b, eager_1f1b, zbv, dualpipe_v, "
+            "interleaved_1f1b, looped_bfs, zero_bubble; received: '1fb'; works: '1f1b'",
         ),
         (
             "--schedule 1f1b --stages 4 --microbatches 2",
-            "1F1B needs m >= p; received: m=2, p=4; works: m=4, the nearest",
+            "1F1B needs m >= p; received: --microbatches 2, 4 ranks; works: --microbatches 4, the nearest",
         ),
         (f"--schedule 1f1b {_COUNTS} --forward -1", "argument --forward: a number from 0 to 1e+12; received: -1"),
         (f"--schedule 1f1b {_COUNTS} --link nan", "argument --link: a number from 0 to 1e+12; received: nan"),
@@ -135,18 +136,45 @@ _COUNTS = "--stages 4 --microbatches 4"
             "--schedule zbv --stages 7 --microbatches 8",
             "zbv has 2 stages on each rank; received: --stages 7; works: --stages 8",
         ),
-        ("--schedule 1f1b --stages 99999 --microbatches 99999", "--stages times --microbatches is at most 4000000"),
-        ("--csv missing.csv", "cannot read missing.csv: No such file or directory"),
-        ("--csv tests", "cannot read tests: Is a directory"),
+        (
+            "--schedule 1f1b --stages 99999 --microbatches 99999",
+            "--stages times --microbatches is at most 4000000; received: --stages 99999 --microbatches 99999; "
+            "works: --microbatches 40",
+        ),
+        ("--csv missing.csv", _CSV.format("missing.csv: No such file or directory")),
+        ("--csv tests", _CSV.format("tests: Is a directory")),
         ("--csv missing.csv --stages 4", "--stages goes with --schedule; with --csv the file says it"),
-        (f"--schedule 1f1b {_COUNTS} --svg missing/step", "cannot write missing/step: No such file or directory"),
-        (f"--schedule 1f1b {_COUNTS} --trace tests", "cannot write tests: Is a directory"),
+        (
+            f"--schedule 1f1b {_COUNTS} --svg missing/step.svg",
+            "argument --svg: cannot write missing/step.svg: No such file or directory; "
+            "works: a file such as picture.svg, in a folder that is there",
+        ),
+        (
+            f"--schedule 1f1b {_COUNTS} --trace tests",
+            "argument --trace: cannot write tests: Is a directory; "
+            "works: a file such as picture.json, in a folder that is there",
+        ),
+        (
+            f"--schedule 1f1b {_COUNTS} --svg a.png",
+            "argument --svg: the name of the file ends in .svg; received: a.png; works: a.svg",
+        ),
+        (
+            "--schedule 1f1b --stages 0 --microbatches 4",
+            "argument --stages: a whole number from 1, such as 4; received: 0",
+        ),
+        (
+            "--schedule 1f1b --stages 4 --microbatches -1",
+            "argument --microbatches: a whole number from 1, such as 4; received: -1",
+        ),
         (
             f"--schedule 1f1b {_COUNTS} --compare none,ahed",
-            "a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, /last_micro_batch, "
-            "/first_backward; received: 'ahed'; works: 'ahead'",
+            "argument --compare: a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, "
+            "/last_micro_batch, /first_backward; received: 'ahed'; works: 'ahead'",
         ),
-        (f"--schedule 1f1b {_COUNTS} --compare ahead:0", "k is an integer from 1; received: k=0; works: k=1"),
+        (
+            f"--schedule 1f1b {_COUNTS} --compare ahead:0",
+            "argument --compare: k is an integer from 1; received: ahead:0; works: ahead:1",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: str, line: str) -> None:
@@ -165,12 +193,20 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
     [
         (
             "0F0,0X0\n",
-            "line 1, column 2: an action is a stage, one of F B I W R, and a micro-batch; "
+            "argument --csv: {path}: line 1, column 2: an action is a stage, one of F B I W R, and a micro-batch; "
             "received: '0X0'; works: '0F3'",
         ),
-        ("0B0,0F0\n", "line 1, column 1: 0B0 comes after its forward; received: 0B0 before 0F0; works: 0F0, ..., 0B0"),
-        ("", "stages are numbered from 0, and each has its actions; received: no action; works: 0F0,0B0"),
-        (b"\xff\xfe\x00", "cannot read {path}: it is not text"),
+        (
+            "0B0,0F0\n",
+            "argument --csv: {path}: line 1, column 1: 0B0 comes after its forward; received: 0B0 before 0F0; "
+            "works: 0F0, ..., 0B0",
+        ),
+        (
+            "",
+            "argument --csv: {path}: stages are numbered from 0, and each has its actions; received: no action; "
+            "works: 0F0,0B0",
+        ),
+        (b"\xff\xfe\x00", _CSV.format("{path}: it is not text")),
     ],
 )
 def test_a_bad_file_says_where(
@@ -229,6 +265,7 @@ def other():
 number = 3
 linear = nn.Linear(8, 8)
 """
+_WORKS = "works: def gpt(): return nn.Sequential(embedding, *blocks, head), tokens"
 BALANCE = "python -m torchckpt balance: error: "
 
 
@@ -289,31 +326,30 @@ def test_balance_as_json(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("layers", "the module is module:attribute; received: layers; works: my_package.model:gpt"),
-        (":layers", "the module is module:attribute; received: :layers; works: my_package.model:gpt"),
+        ("layers", "a target is module:function; received: layers; works: my_package.model:gpt"),
+        (":layers", "a target is module:function; received: :layers; works: my_package.model:gpt"),
         ("nowhere:gpt", "cannot make nowhere:gpt: ModuleNotFoundError: No module named 'nowhere'"),
         (
             "my_model:gpt",
-            "cannot make my_model:gpt: AttributeError: module 'my_model' has no attribute 'gpt'",
+            "cannot make my_model:gpt: my_model has no gpt; works: my_model:function, one that is there",
         ),
         ("my_model:fails", "cannot make my_model:fails: KeyError: 'of the user'"),
-        ("my_model:number", "cannot make my_model:number: TypeError: 'int' object is not callable"),
+        ("my_model:number", f"a target is a function without arguments; received: my_model:number, int; {_WORKS}"),
         (
             "my_model:other",
-            "the module must be an nn.Sequential of at least one layer; received: str; "
-            "works: balance_by_time(2, nn.Sequential(embedding, *blocks, head), x)",
+            "a target returns a module, or a list of modules, and an example of a call; received: my_model:other, str; "
+            f"{_WORKS}",
         ),
         (
             "my_model:linear",
-            "the module must be an nn.Sequential of at least one layer; received: Linear; "
-            "works: balance_by_time(2, nn.Sequential(embedding, *blocks, head), x)",
+            "balance needs an nn.Sequential of at least one layer, or a list; received: my_model:linear, Linear; "
+            f"{_WORKS}",
         ),
         (
             "my_model:layers --stages 4",
-            "there must be a layer for every stage; received: partitions=4, 3 layers; "
-            "works: partitions=3, or more layers",
+            "cannot balance my_model:layers: there must be a layer for every stage; received: --stages 4, 3 layers; "
+            "works: --stages 3, or more layers",
         ),
-        ("my_model:layers --stages 0", "partitions is an integer from 1; received: partitions=0; works: partitions=1"),
         (
             "my_model:layers --input 4,8",
             "my_model:layers does not run on these inputs: TypeError: Linear.forward() takes 2 positional arguments "
@@ -333,7 +369,7 @@ def test_a_bad_module_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--stages 2", "the following arguments are required: --input"),
+        ("--stages 0", "argument --stages: a whole number from 1, such as 4; received: 0"),
         ("--input 8", "the following arguments are required: --stages"),
         ("--stages 2 --input 8,x", "argument --input: whole numbers from 1, such as 8,128; received: 8,x"),
         ("--stages 2 --input 0", "argument --input: whole numbers from 1, such as 8,128; received: 0"),

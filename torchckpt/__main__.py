@@ -1,11 +1,12 @@
-"""The command: ``python -m torchckpt fit``, ``balance``; ``simulate`` and ``plan``, which need no torch."""
+"""The command, as ``torchckpt`` or ``python -m torchckpt``: ``fit``, ``balance``, ``simulate``, ``plan``."""
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchckpt.command import balance, fit, plan, simulate
-from torchckpt.command.shared import Parser, Unusable, line
+from torchckpt.command.shared import Parser, check_apart, in_options, line
 from torchckpt.errors import CheckpointError
 from torchckpt.version import __version__
 
@@ -17,20 +18,21 @@ _DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on pape
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code: 0, or 2 where the input is bad."""
-    parser = _parser()
+    parser = _parser("torchckpt" if Path(sys.argv[0]).stem == "torchckpt" else "python -m torchckpt")
     options = parser.parse_args(arguments)
     if options.command is None:
-        parser.error("say what to do: python -m torchckpt fit --help, simulate --help, plan --help, or balance --help")
+        parser.error(f"say what to do: {parser.prog} fit --help, simulate --help, plan --help, or balance --help")
     try:
+        check_apart(options)
         _COMMANDS[options.command].run(options)
-    except (Unusable, CheckpointError) as error:
-        print(f"{parser.prog} {options.command}: error: {line(error)}", file=sys.stderr)
+    except CheckpointError as error:
+        print(f"{parser.prog} {options.command}: error: {in_options(line(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="python -m torchckpt", description=_DESCRIPTION)
+def _parser(name: str) -> Parser:
+    parser = Parser(prog=name, description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"torchckpt {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", parser_class=Parser)
     for command in _COMMANDS.values():

@@ -184,12 +184,20 @@ _TOOLS = {"by block": "torch.utils.checkpoint by block", "torch 1.0": "torch's m
 
 def draw(found: dict[str, Any], path: Path) -> None:
     points: dict[str, list[tuple[int, float]]] = {}
+    budgets: dict[tuple[int, float], str] = {}
     for key, row in found["variants"].items():
         tool = "ours" if "ours" in key else _TOOLS.get(key, "torch's activation_memory_budget")
-        points.setdefault(tool, []).append((round(row["peak"] * found["eager bytes"]), row["flops"]))
+        point = round(row["peak"] * found["eager bytes"]), row["flops"]
+        points.setdefault(tool, []).append(point)
+        if tool not in _TOOLS.values() and not key.startswith("ours at"):
+            share = key.rpartition(" ")[2]
+            budgets[point] = f"{budgets[point]}, {share}" if point in budgets else share
     own = points.pop("ours")
-    title = f"{NAMES[found['model']]}: memory against recompute"
-    text = draw_frontier(own, points, eager_peak_bytes=found["eager bytes"], title=title, cost="extra FLOPs")
+    told = verdict(found)
+    title = f"{NAMES[found['model']]}: better than torch at {told['better']} of its {told['budgets']} budgets"
+    text = draw_frontier(
+        own, points, eager_peak_bytes=found["eager bytes"], title=title, cost="extra FLOPs", budgets=budgets
+    )
     path.write_text(text, encoding="utf-8")
 
 

@@ -42,8 +42,8 @@ from torchckpt.model.plan import Choice, PipelinePlan
 
 RESULTS = Path(__file__).parents[1] / "results" / "pipeline-planned-cpu.json"
 _ROWS, _WARM_UP = 4, 6
-_SAVED_BYTES = 400_000
-_BOUNDARY_BYTES = _ROWS * ROW * 4 + _ROWS * ROW  # with the mask of a dropout
+SAVED_BYTES = 400_000
+BOUNDARY_BYTES = _ROWS * ROW * 4 + _ROWS * ROW  # with the mask of a dropout
 DEVIATION, USED = 0.07, 0.85
 RATIOS = {("1f1b", "all"): 0.84, ("1f1b", "same"): 0.91}
 
@@ -85,13 +85,13 @@ class Variant:
 
     def _stage(self, index: int, seconds: float, has_regions: bool) -> PipelineStage:
         torch.manual_seed(index)
-        load = Load(seconds, seconds, seconds, _SAVED_BYTES - _BOUNDARY_BYTES)
+        load = Load(seconds, seconds, seconds, SAVED_BYTES - BOUNDARY_BYTES)
         is_last = index == self.case.stages - 1
         blocks: list[nn.Module] = [Loaded(load) for _ in range(self.case.blocks - is_last)]
         for block in blocks if has_regions else ():
             checkpoint_module(block)
         first = [Embedding(0.1 * seconds)] if not index else []
-        head = [Loaded(replace(load, saved_bytes=2 * _SAVED_BYTES))] if is_last else []
+        head = [Loaded(replace(load, saved_bytes=2 * SAVED_BYTES))] if is_last else []
         return PipelineStage(nn.Sequential(*first, *blocks, *head), index, self.case.stages, torch.device("cpu"))
 
     def step(self, seed: int) -> tuple[tuple[float, float], list[Tensor]]:

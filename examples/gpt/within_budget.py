@@ -47,11 +47,15 @@ def show_planned(build: Callable[..., Trainer], budget: str, steps: int, path: P
     reports = [course.trainer.schedule.report() for course in courses]
     if planned.losses:
         print(f"{table(courses, reports, equal)}\n\n{reports[-1]}\n", flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(plan.draw(), encoding="utf-8")
-        print(f"The picture of the plan is {path}")
     if not all(equal):
         sys.exit("Losses or parameters differ: the plan has changed the training.")
+    if planned.losses:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plan.draw(), encoding="utf-8")
+        last = reports[-1]
+        peak, limit = (UNITS.of_memory(max(each)) for each in (last.measured_peak_bytes, last.budget_bytes))
+        print("The plan changed no bit of the losses and parameters.")
+        print(f"It took {peak} at most, of {limit}. The picture of the plan is {path}")
 
 
 def stepped(course: Course, step: int) -> None:

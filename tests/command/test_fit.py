@@ -83,7 +83,8 @@ module = Scaled()
 """
 HOME = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 ERROR = "python -m torchckpt fit: error: "
-FORM = "the attribute is a function that returns a module and an example of its inputs, a tensor or a tuple of them; "
+WORKS = "works: def gpt(): return model, tokens; or: return model, (tokens, mask)"
+PLACE = "works: a file such as picture{}, in a folder that is there"
 BUDGET = "argument --budget: a size such as 100MB or 6GiB, or a share of eager's peak such as 40% or 0.4; received: "
 
 
@@ -203,7 +204,8 @@ def test_pictures_are_written(
         {element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")}
         for path in (drawn, curve)
     ]
-    assert {"Memory of one training step: my_model:mlp", "budget 12 kB"} <= words[0]
+    assert any("my_model:mlp: within the budget of 12 kB" in str(word) for word in words[0])
+    assert "budget 12 kB" in words[0]
     assert {"Memory and recomputation: my_model:mlp", "this plan"} <= words[1]
 
 
@@ -230,25 +232,25 @@ def test_neither_its_help_nor_a_wrong_option_imports_torch() -> None:
 def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused("my_model:mlp --budget 1kB", capsys)
     assert line.startswith("a budget holds what the step cannot do without; received: 1kB; the least found is ")
-    budget = line.partition('works: budget="')[2].partition('"')[0]
+    budget = line.partition("works: --budget ")[2].partition(" ")[0]
     assert told(f"my_model:mlp --budget {budget}", capsys)["peak_bytes"] <= float(budget.removesuffix("kB")) * 1000
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("mlp", "the module is module:attribute; received: mlp; works: my_package.model:gpt"),
+        ("mlp", "a target is module:function; received: mlp; works: my_package.model:gpt"),
         ("nowhere:mlp", "cannot make nowhere:mlp: ModuleNotFoundError: No module named 'nowhere'"),
         ("my_model:fails", "cannot make my_model:fails: KeyError: 'of the user'"),
         (
             "my_model:module",
-            f"{FORM}received: my_model:module, Scaled; works: def gpt(): return model, (tokens, mask)",
+            f"fit needs an example of a call; received: my_model:module, Scaled; {WORKS}",
         ),
-        ("my_model:bare", f"{FORM}received: my_model:bare, Scaled; works: def gpt(): return model, (tokens, mask)"),
+        ("my_model:bare", f"fit needs an example of a call; received: my_model:bare, Scaled; {WORKS}"),
         (
             "my_model:three",
-            f"{FORM}received: my_model:three, (Scaled, Tensor, Tensor); "
-            "works: def gpt(): return model, (tokens, mask)",
+            "what a target returns third is the loss, a function; several arguments of a call are a tuple; received: "
+            f"my_model:three, (Scaled, Tensor, Tensor); {WORKS}",
         ),
         (
             "my_model:one_input",
@@ -269,16 +271,27 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
         (
             "my_model:mlp --keep 9",
             "keep: a name in keep is that of a module or a mark of the traced call; received: '9'; "
-            "works: keep=['0', '1', '2']",
+            "works: --keep 0",
         ),
         (
             "my_model:mlp --exact",
-            "exact=True proves the least time under a budget; received: budget=None; "
-            'works: budget="6GiB"',
+            "--exact proves the least time under a budget; received: no --budget; works: --budget 6GiB",
         ),
-        ("my_model:mlp --svg missing/plan.svg", "cannot write missing/plan.svg: No such file or directory"),
-        ("my_model:mlp --plan /", "cannot write /: Is a directory"),
-        ("my_model:mlp --frontier missing/curve.svg", "cannot write missing/curve.svg: No such file or directory"),
+        (
+            "my_model:mlp --svg missing/plan.svg",
+            f"argument --svg: cannot write missing/plan.svg: No such file or directory; {PLACE.format('.svg')}",
+        ),
+        ("my_model:mlp --plan /", f"argument --plan: cannot write /: Is a directory; {PLACE.format('.json')}"),
+        (
+            "my_model:mlp --frontier missing/curve.svg",
+            f"argument --frontier: cannot write missing/curve.svg: No such file or directory; {PLACE.format('.svg')}",
+        ),
+        ("my_model:mlp --svg a", "argument --svg: the name of the file ends in .svg; received: a; works: a.svg"),
+        ("my_model:mlp --plan a", "argument --plan: the name of the file ends in .json; received: a; works: a.json"),
+        (
+            "my_model:mlp --svg a.svg --frontier a.svg",
+            "--svg and --frontier write one file each; received: a.svg for both",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -295,7 +308,7 @@ def test_a_call_that_cannot_be_traced_says_where(capsys: pytest.CaptureFixture[s
 
 def test_a_name_that_there_is_not_is_answered_by_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused("my_model:scaled --explain linaer", capsys)
-    assert line.endswith("received: 'linaer'; works: plan.explain('linear')")
+    assert line.endswith("received: 'linaer'; works: --explain linear")
 
 
 # help -----------------------------------------------------------------------------------------------------------------

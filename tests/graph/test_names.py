@@ -1,10 +1,13 @@
 """Which module runs what."""
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.fx.traceback
 from torch import nn
 
 from tests.graph.traced import plan_of
+from torchckpt import graph
 
 
 class Net(nn.Module):
@@ -69,3 +72,11 @@ def test_modules_of_others_have_no_name():
     other = nn.Tanh()
     plan = plan_of(lambda x: other(x).sum(), torch.randn(3, requires_grad=True))
     assert operations(plan) == [("tanh", ""), ("sum_1", "")]
+
+
+def test_a_forward_that_fails_leaves_no_name_behind():
+    """Torch's notes are of the whole process, and later traces would have them."""
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        graph.rematerialize(Net(), torch.randn(3, 5))
+    assert "custom" not in torch.fx.traceback.current_meta
+    test_operations_belong_to_the_innermost_module()

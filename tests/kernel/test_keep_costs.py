@@ -12,6 +12,7 @@ from torch import nn
 
 import torchckpt
 from tests.helpers import (
+    assert_equal,
     leaf,
     plain,
 )
@@ -94,6 +95,32 @@ def test_a_region_that_saves_nothing_and_a_replay_that_failed_hold_nothing():
         y.sum().backward()
     gc.collect()
     assert made[2]() is None  # of the replay
+
+
+@pytest.mark.parametrize("holder", ["attribute", "error"])
+def test_what_holds_a_tensor_of_the_region_makes_no_cycle(holder):
+    made = []
+
+    def named(h):
+        if holder == "error":
+            raise ValueError(h)
+        y = h.cos()
+        y.before = h
+        return y
+
+    def block(x):
+        h = x.sin().exp()
+        made.append(weakref.ref(h))
+        try:
+            return (keep(named, h) * h).sin()
+        except ValueError as error:
+            return (error.args[0].detach() * h).sin()
+
+    x = leaf(3)
+    assert checkpoint(block, x) is not None
+    assert made[0]() is None
+    expected = torch.autograd.grad(block(x).sum(), x)
+    assert_equal(torch.autograd.grad(checkpoint(block, x).sum(), x), expected)
 
 
 def test_regions_that_keep_nothing_call_no_more_than_before():

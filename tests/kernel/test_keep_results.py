@@ -1,15 +1,23 @@
 """``keep``: what a replay finds of it, which is results, changes in place, buffers and random numbers."""
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
+import weakref
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from tests.helpers import assert_equal, assert_program_transparent, gradients, leaf, plain, prefetched
 from torchckpt import checkpoint, keep
 from torchckpt.errors import ArgumentError
+
+torch_region = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
 def test_one_result_in_two_places_is_one_tensor_and_what_is_no_tensor_is_as_it_is():
@@ -41,6 +49,29 @@ def test_results_that_are_parameters_arguments_or_views_of_arguments():
         torch_x = x
         received = torch.autograd.grad(checkpoint(functools.partial(block, keep), torch_x).sum(), [x, weight])
         assert_equal(received, expected)
+
+
+@pytest.mark.parametrize("layout", ["jagged", "sparse", "conjugated"])
+def test_results_of_other_layouts(layout):
+    """What is made of them for a replay is nothing that the region saves: later tensors keep their slots."""
+    offsets = torch.tensor([0, 1, 4])
+
+    def made(h):
+        if layout == "sparse":
+            return (h * (h > 0)).to_sparse()
+        return torch.nested.nested_tensor_from_jagged(h, offsets) if layout == "jagged" else torch.fft.fft(h).conj()
+
+    def block(call, x):
+        h = x.sin()
+        y = call(made, h)
+        if layout == "sparse":
+            return torch.sparse.mm(y, h.cos()).sin()
+        y = (y * y.sin()).cos()
+        return y.values() if layout == "jagged" else y.abs()
+
+    x = leaf(4, 4)
+    expected = torch.autograd.grad(block(plain, x).sum(), x)
+    assert_equal(torch.autograd.grad(checkpoint(functools.partial(block, keep), x).sum(), x), expected)
 
 
 def test_attributes_of_results_are_there_in_the_replay():
@@ -103,6 +134,49 @@ def test_tensors_inside_of_other_objects_are_an_error():
     assert keep(Routed, torch.ones(1)).x == 1
 
 
+def test_an_argument_may_have_any_name():
+    def routed(x, function):
+        return function(x)
+
+    checkpoint(lambda x: keep(routed, x.sin(), function=torch.exp).cos(), leaf(3)).sum().backward()
+
+
+def test_an_iterator_is_an_error():
+    with pytest.raises(ArgumentError, match=r"can be read twice(.|\n)*received: a generator\n(.|\n)*list\(parts"):
+        checkpoint(lambda x: sum(keep(lambda x: (x * i for i in range(3)), x.sin())).cos(), leaf(3))
+
+
+@dataclasses.dataclass
+class Data:
+    number: float
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "number"),
+    [
+        (lambda: Data(2.0), lambda data: setattr(data, "number", 3.0), lambda data: data.number),
+        (lambda: SimpleNamespace(number=2.0), lambda data: setattr(data, "number", 3.0), lambda data: data.number),
+        (lambda: {2, 3}, lambda data: data.discard(3), len),
+        (lambda: bytearray(b"ab"), lambda data: data.pop(), len),
+        (lambda: Counter("ab"), lambda data: data.update("ab"), lambda data: data["a"]),
+        (lambda: torch.arange(3.0).numpy(), lambda data: data.fill(5), lambda data: float(data.sum())),
+        (lambda: [[1]], lambda data: data[0].append(1), lambda data: len(data[0])),
+    ],
+)
+def test_data_that_the_region_changes_is_unchanged_in_the_replay(made, change, number):
+    def block(call, x):
+        data = call(made)
+        before = number(data)
+        change(data)
+        return (x * before).sin() * (x * number(data)).sin()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(block(plain, x).sum(), x)
+    y = checkpoint(functools.partial(block, keep), x)
+    received = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2)]
+    assert_equal(received, [expected] * 2)
+
+
 def test_what_is_no_function_is_an_error():
     with pytest.raises(ArgumentError, match=r"keep: the function must be callable(.|\n)*keep\(router, x\), not"):
         keep(torch.ones(3))
@@ -141,6 +215,66 @@ def test_a_result_that_is_changed_in_place_behind_the_region_is_an_error_only_wh
         return y
 
     assert_program_transparent(checkpoint, run, leaf(3))
+
+
+class Refused(Exception):
+    def __init__(self, *, reason) -> None:
+        super().__init__(f"refused: {reason}")
+        self.reason = reason
+
+
+@pytest.mark.parametrize("region", [checkpoint, torch_region])
+def test_what_it_raises_it_raises_again(region):
+    """Having changed an argument, a random number and a buffer. It is not called again, and leaves no cycle."""
+    calls, said, layer = [], [], nn.Linear(3, 3)
+    layer.register_buffer("count", torch.zeros(3))
+
+    def refuse(h):
+        calls.append(weakref.ref(h))
+        layer.count.add_(1)
+        h.mul_(torch.rand(3))
+        raise Refused(reason="no")
+
+    def block(call, x):
+        h = layer(x) * 2
+        try:
+            h = call(refuse, h)
+        except Refused as refused:
+            said.append((refused.reason, str(refused)))
+            h = h + call(torch.rand, 3)
+        return (h * torch.rand(3) * layer.count.clone()).sin()
+
+    x = leaf(3)
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(block(plain, x).sum(), x)
+    layer.count.zero_()
+    torch.manual_seed(1)
+    gc.collect()
+    gc.disable()
+    try:
+        y = region(functools.partial(block, keep), x)
+        assert_equal(torch.autograd.grad(y.sum(), x), expected)
+        assert (len(calls), calls[1]()) == (2, None)
+        assert said == [("no", "refused: no")] * 3
+    finally:
+        gc.enable()
+    assert torch.equal(layer.count, torch.ones(3))
+
+
+def test_defaults_that_are_changed():
+    def block(call, x):
+        h, g = x * 2, x * 3
+
+        def double(h=h, *, g=g) -> None:
+            h.mul_(2)
+            g.mul_(2)
+
+        call(double)
+        return h.sin() * g.sin()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(block(plain, x).sum(), x)
+    assert_equal(torch.autograd.grad(checkpoint(functools.partial(block, keep), x).sum(), x), expected)
 
 
 def test_an_argument_that_comes_to_require_grad():

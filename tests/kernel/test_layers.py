@@ -5,6 +5,7 @@ import copy
 import doctest
 import pickle
 import re
+from typing import Union
 
 import pytest
 import torch
@@ -75,6 +76,8 @@ ALL = [f"{half}.layers.{place}" for half in ("left", "right") for place in range
         (Block, ALL),
         ((Block, nn.Tanh), [*ALL, "head.1"]),
         (Block | nn.Tanh, [*ALL, "head.1"]),
+        (Union[Block, nn.Tanh], [*ALL, "head.1"]),  # noqa: UP007
+        (frozenset({Block, nn.Tanh}), [*ALL, "head.1"]),
         ("left.layers.*", ALL[:3]),
         ("*.layers.*", ALL),
         ("**.layers.*", ALL),
@@ -95,6 +98,11 @@ def test_chosen(model, chosen, names):
     handle = checkpoint_layers(model, chosen)
     assert list(handle.names) == names
     assert checkpointed(model) == names
+
+
+def test_a_name_may_look_like_a_pattern():
+    model = nn.ModuleDict({"a[0]": Block(), "a0": Block(), "b*": Block(), "bc": Block()})
+    assert checkpoint_layers(model, ["a[0]", "b*"]).names == ("a[0]", "b*")
 
 
 @pytest.mark.parametrize(("every", "places"), [(1, range(6)), (2, (0, 2, 4)), (4, (0, 4)), (6, (0,)), (9, (0,))])
@@ -201,7 +209,12 @@ def test_every(model, every):
 
 @pytest.mark.parametrize(
     ("chosen", "received"),
-    [(3, "3 (int)"), (["head", None], "None (NoneType)"), ({"head": 1}, "{'head': 1} (dict)")],
+    [
+        (3, "3 (int)"),
+        (["head", None], "None (NoneType)"),
+        ({"head": 1}, "{'head': 1} (dict)"),
+        (b"head", "b'head' (bytes)"),
+    ],
 )
 def test_what_cannot_choose(model, chosen, received):
     rule = "layers are chosen by a class, by names, or by a function of a module"
@@ -211,6 +224,7 @@ def test_what_cannot_choose(model, chosen, received):
 def test_modules_themselves_do_not_choose(model):
     assert "received: a module, ModuleList\n" in error_of(model, model.left.layers)
     assert "received: a module, Block\n" in error_of(model, [model.left.layers[0]])
+    assert error_of(model, list(model.left.layers)) == error_of(model, [model.left.layers[0]])
 
 
 @pytest.mark.parametrize("chosen", [[], ()])
@@ -223,7 +237,9 @@ def test_no_choice(model, chosen):
     [
         ("left.layer.*", "'left.layer.*', which no layer has", "left.layers.*"),
         ("haed", "'haed', which no layer has", "head"),
-        ("left.layers.7", "'left.layers.7', which no layer has", "left.layers.2"),
+        ("left.layers.7", "'left.layers.7', which no layer has", "left.layers.*"),
+        ("left.layers.", "'left.layers.', which no layer has", "left.layers.*"),
+        ("left.layers.0:2", "'left.layers.0:2', which no layer has", "left.layers.0"),
         ("", "'', which no layer has", "left.layers.*"),
         ("xyz", "'xyz', which no layer has", "left.layers.*"),
     ],
@@ -231,6 +247,12 @@ def test_no_choice(model, chosen):
 def test_a_name_that_no_layer_has(model, chosen, received, works):
     rule = "a name must be that of a layer"
     assert error_of(model, chosen) == fault(rule, received, f'checkpoint_layers(model, "{works}")')
+
+
+def test_a_name_of_a_class(model):
+    received = "'Block', which no layer has: it is the name of a class"
+    works = "checkpoint_layers(model, Block)"
+    assert error_of(model, "Block") == fault("a name must be that of a layer", received, works)
 
 
 def test_a_class_of_which_no_layer_is_one(model):

@@ -131,3 +131,16 @@ def test_a_step_that_takes_no_time():
     assert (found.overhead(found.measured), found.hidden(found.measured), found.deviation) == (0, 0, 0)
     assert found.table().split("\n")[-7] == "bound                      0 ms     0.0 %"
     assert found.chart().split("\n")[:2] == ["measured", "stage 0 |"]
+
+
+def test_the_picture_has_both_steps_and_lines_at_the_least():
+    found = slowed(LAST_KEPT, 1.25)
+    drawn = found.draw()
+    assert found._repr_svg_() == drawn
+    for words in (
+        "The step takes 791 ms, 25.0 % longer than on paper",
+        ">measured<", ">on paper, with the costs that were measured<",
+        "step 633 ms (-20.0 %)", "no recomputation 578 ms", "bound 609 ms", "memory, MB",
+    ):  # fmt: skip
+        assert words in drawn
+    assert "The step takes 633 ms, as on paper" in slowed(LAST_KEPT).draw()

@@ -7,6 +7,7 @@ import pytest
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.figures import Message
 from torchckpt.model.measured import Span, measured_costs, measured_timeline, replays_apart
 from torchckpt.model.placement import ahead, arrival, partial, with_recompute
 from torchckpt.model.schedule import Segments
@@ -20,7 +21,6 @@ from torchckpt.model.schedules import (
     zero_bubble,
 )
 from torchckpt.model.simulator import simulate
-from torchckpt.model.timeline import Message
 
 F, B, I, W, R = Kind  # noqa: E741  # the letters of the notation
 

@@ -6,10 +6,12 @@ from types import ModuleType
 
 import pytest
 
-from torchckpt.model import axis, gantt, placement, report, schedules, simulator, svg, trace, units
+from torchckpt.model import axis, gantt, placement, report, schedules, simulator, svg, timeline, trace, units
+
+MODULES = [axis, gantt, report, svg, timeline, trace, units]
 
 
-@pytest.mark.parametrize("module", [axis, gantt, report, svg, trace, units], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_examples(module: ModuleType) -> None:
     names = {**vars(placement), **vars(schedules), **vars(simulator), **vars(module)}
     result = doctest.testmod(module, globs=names)

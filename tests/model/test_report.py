@@ -9,7 +9,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.placement import with_recompute
 from torchckpt.model.policy import ahead, arrival, none
-from torchckpt.model.report import AS_GIVEN, POLICIES, Row, policy_named, report
+from torchckpt.model.report import AS_GIVEN, POLICIES, Row, in_words, policy_named, report
 from torchckpt.model.schedules import gpipe, one_f_one_b
 from torchckpt.model.units import Units
 
@@ -127,3 +127,45 @@ def test_an_unknown_policy_names_the_known_ones_and_the_nearest(name: str, neare
         "policy_named(): a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, "
         f"/last_micro_batch, /first_backward\n  received: {name!r}\n  works:    {nearest!r}"
     )
+
+
+def test_policies_in_words() -> None:
+    names = ("none", "ahead", "ahead:2", "arrival/last_stage", "ahead:3/first_backward")
+    assert [in_words(name) for name in names] == [
+        "nothing recomputed",
+        "recomputed ahead of the gradient",
+        "recomputed ahead, up to 2 micro-batches",
+        "recomputed at arrival, last stage kept",
+        "recomputed ahead, up to 3 micro-batches, first backward kept",
+    ]
+    assert in_words(AS_GIVEN) == AS_GIVEN
+    assert all("/" not in in_words(name) and "_" not in in_words(name) for name in POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("names", "finding"),
+    [
+        (("arrival", "ahead/last_stage"), "Recomputing ahead of gradients makes the step 15.6 % shorter"),
+        (("none", "arrival", "ahead"), "Recomputing ahead of gradients makes the step 11.5 % shorter"),
+        (("none", "ahead"), "Recomputing ahead of gradients makes the step 14.9 % longer"),
+        (("arrival",), "Recomputing when gradients arrive makes the step 29.7 % longer"),
+        (("arrival", "none"), "Recomputing nothing makes the step 22.9 % shorter"),
+    ],
+)
+def test_the_picture_says_what_it_shows(names: tuple[str, ...], finding: str) -> None:
+    drawn = report(one_f_one_b(4, 8), link=Link(0.25), names=names).draw(subtitle="of what")
+    assert f">{finding}</text>" in drawn
+    assert ">of what</text>" in drawn
+    assert drawn.count(">no recomputation 37</text>") == len(names)
+
+
+def test_the_picture_counts_memory_in_words() -> None:
+    drawn = report(one_f_one_b(4, 8), names=("none", "arrival")).draw(budget_bytes=3)
+    assert "peak 4 micro-batches<" in drawn
+    assert "peak 1 micro-batch<" in drawn
+    assert ">budget 3 micro-batches<" in drawn
+
+
+def test_the_picture_of_a_schedule_with_recomputes_of_its_own() -> None:
+    found = report(with_recompute(one_f_one_b(2, 2), ahead()), names=())
+    assert ">Recomputing as given makes the step 22.2 % longer<" in found.draw()

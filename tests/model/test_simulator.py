@@ -10,11 +10,11 @@ import pytest
 from torchckpt.errors import ArgumentError
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.figures import Event
 from torchckpt.model.placement import ahead, arrival, partial, with_recompute
 from torchckpt.model.schedules import gpipe, interleaved_one_f_one_b, one_f_one_b, zero_bubble
 from torchckpt.model.simulator import simulate
 from torchckpt.model.table import from_csv
-from torchckpt.model.timeline import Event
 
 COSTS = StageCosts(1.0, 1.0, 1.0, 1.0, saved_bytes=10, boundary_bytes=1)
 

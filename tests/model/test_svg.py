@@ -99,7 +99,7 @@ def test_no_two_boxes_of_a_row_overlap(timeline: Timeline) -> None:
 def test_nothing_is_outside_the_frame(timeline: Timeline) -> None:
     picture = Picture(compare(timeline, timeline, budget_bytes=3))
     for box in picture.boxes():
-        assert 76 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
+        assert 84 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
         assert 0 <= box.y <= box.y + box.height <= picture.height
     for path in picture.root.iter(f"{SPACE}path"):
         across = [float(x) for x in re.findall(r"[MH]([-\d.]+)", path.attrib["d"])]
@@ -126,7 +126,9 @@ def test_no_text_is_outside_the_frame(timeline: Timeline, budget: float | None) 
 def extent(word: ElementTree.Element) -> tuple[float, float, float, float]:
     """Left, top, right and bottom of a text, in a font as wide as they come."""
     kind = word.attrib.get("class", "")
-    size = 14.0 if "name" in kind else 13.0 if "facts" in kind else 10.0
+    in_box = "font-size" in word.attrib.get("style", "")
+    sizes = {"title": 18.0, "name": 15.0, "facts": 14.0, "": 12.0 if in_box else 13.0}
+    size = next(sizes[of] for of in sizes if of in kind)
     width = len(str(word.text)) * size * 0.6
     x, y = float(word.attrib["x"]), float(word.attrib["y"])
     left = x - width if "end" in kind else x - width / 2 if "middle" in kind else x
@@ -162,8 +164,8 @@ def test_gradient_arrivals_are_ticks_above_their_rows() -> None:
     timeline = step(2, 2, 0.25)
     picture = Picture(svg(timeline))
     arrived = [message.arrived_seconds for message in timeline.messages if message.to_stage == 0]
-    scale = (picture.width - 24 - 76) / timeline.step_seconds
-    assert [x for x, _ in picture.arrivals()] == [pytest.approx(76 + at * scale, abs=0.01) for at in arrived]
+    scale = (picture.width - 24 - 84) / timeline.step_seconds
+    assert [x for x, _ in picture.arrivals()] == [pytest.approx(84 + at * scale, abs=0.01) for at in arrived]
     top = min(picture.rows())
     assert all(y < top for _, y in picture.arrivals())
 
@@ -171,12 +173,12 @@ def test_gradient_arrivals_are_ticks_above_their_rows() -> None:
 def test_copies_stand_under_the_row_of_the_rank_that_sends_them() -> None:
     timeline = step(3, 3, 0.25)
     picture = Picture(svg(timeline, copies=True))
-    scale = (picture.width - 24 - 76) / timeline.step_seconds
+    scale = (picture.width - 24 - 84) / timeline.step_seconds
     rows = sorted(picture.rows())
     for message in timeline.messages:
         is_activation = message.action.kind is Kind.FORWARD
         top = rows[message.action.stage] + 24 + (1 if is_activation else 10)
-        start = pytest.approx(76 + message.sent_seconds * scale, abs=0.01)
+        start = pytest.approx(84 + message.sent_seconds * scale, abs=0.01)
         found = [box for box in picture.boxes(WIRES) if (box.x, box.y) == (start, top)]
         assert [box.kind for box in found] == ["there" if is_activation else "back"]
     assert len(picture.boxes(WIRES)) == len(timeline.messages) == 2 * 2 * 3
@@ -188,7 +190,7 @@ def test_copies_leave_everything_inside_the_frame_and_apart(timeline: Timeline) 
     picture = Picture(svg(timeline, timeline, copies=True))
     assert Picture(svg(timeline)).boxes(WIRES) == []
     for box in picture.boxes((*KINDS, *WIRES)):
-        assert 76 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
+        assert 84 <= box.x <= box.x + box.width <= picture.width - 24 + 0.01
     rows = sorted({(box.y, box.height) for box in picture.boxes((*KINDS, *WIRES))})
     assert all(y + height <= next_y for (y, height), (next_y, _) in pairwise(rows))
     words = [extent(word) for word in picture.words]
@@ -201,8 +203,45 @@ def test_without_memory_there_is_no_room_for_it() -> None:
     timeline = step(2, 2, 0.25)
     bare = replace(timeline, memory=((), ()))
     picture = Picture(svg(bare))
-    assert picture.height < Picture(svg(timeline)).height - 60
+    assert picture.height < Picture(svg(timeline, budget_bytes=2)).height - 60
     assert not any("memory" in text or "peak" in text for text in picture.texts())
+
+
+def test_memory_of_one_amount_is_said_in_words_alone() -> None:
+    alike, more = step(2, 2, 0.25), step(2, 2, 0.25, recompute=False)
+    words = Picture(svg(alike, alike)).texts()
+    assert not any(text.startswith("memory") for text in words)
+    assert sum("peak 1 A" in text for text in words) == 2
+    assert sum(text == "memory, A" for text in Picture(svg(alike, more)).texts()) == 2
+    assert "memory, A" in Picture(svg(alike, budget_bytes=1)).texts()
+
+
+def test_title_and_subtitle_stand_above_all_panels() -> None:
+    timeline = step(2, 2)
+    picture = Picture(svg(timeline, title="What it shows", subtitle="of what"))
+    ys = [float(word.attrib["y"]) for word in picture.words if word.text in ("What it shows", "of what")]
+    assert len(ys) == 2
+    assert max(ys) < min(float(word.attrib["y"]) for word in picture.words if word.attrib.get("class") == "name")
+    assert next(picture.root.iter(f"{SPACE}title")).text == (
+        "What it shows; 1f1b, 2 stages, 2 micro-batches: step 9, idle 22.2 %, peak 1 A"
+    )
+
+
+@pytest.mark.parametrize("moments", [{"no recomputation": 37.0, "bound": 39.0}, {"early": 1.0, "at the end": 60.0}])
+def test_lines_at_moments_have_names_that_nothing_crosses(moments: dict[str, float]) -> None:
+    timeline = step(4, 8, 0.25)
+    picture = Picture(svg(timeline, timeline, lines=[moments, {}]))
+    lines = picture.lines("moment")
+    scale = (picture.width - 24 - 84) / max(timeline.step_seconds, *moments.values())
+    found = sorted(float(line.attrib["x1"]) for line in lines)
+    assert found == [pytest.approx(84 + at * scale, abs=0.01) for at in sorted(moments.values())]
+    names = [word for word in picture.words if word.text in {f"{name} {at:g}" for name, at in moments.items()}]
+    assert len(lines) == len(names) == 2
+    for left, top, right, bottom in map(extent, names):
+        assert 0 <= left < right <= picture.width
+        for line in lines:
+            x, start = float(line.attrib["x1"]), float(line.attrib["y1"])
+            assert not (left <= x <= right and start < bottom and top < float(line.attrib["y2"]))
 
 
 def test_the_title_says_step_change_idle_and_peak() -> None:
@@ -223,7 +262,7 @@ def test_both_of_a_comparison_are_on_one_time_scale() -> None:
     picture = Picture(compare(before, after))
     rows = sorted(picture.rows().items())
     ends = [max(box.x + box.width for _, row in part for box in row) for part in (rows[:4], rows[4:])]
-    shares = [(end - 76) / (picture.width - 24 - 76) for end in ends]
+    shares = [(end - 84) / (picture.width - 24 - 84) for end in ends]
     assert shares == [pytest.approx(1, abs=0.01), pytest.approx(after.step_seconds / before.step_seconds, abs=0.01)]
 
 
@@ -255,9 +294,9 @@ def test_whole_backwards_and_input_gradients_share_a_colour_and_an_entry() -> No
 
 def test_units_of_a_measured_step() -> None:
     picture = Picture(svg(measured(), units=Units("ms", 1e-3, "GB", 1e9), budget_bytes=4e9))
-    assert picture.texts("facts") == ["step 201.7 ms, idle 51.8 %, peak 3 GB"]
-    assert "200 ms" in picture.texts()
-    assert "4 GB" in picture.texts()
+    assert picture.texts("facts") == ["step 202 ms, idle 51.8 %, peak 3 GB"]
+    assert {"200", "time, ms", "memory, GB"} <= set(picture.texts())
+    assert "budget 4 GB" in picture.texts()
 
 
 def test_control_characters_in_a_name_do_not_break_the_document() -> None:
@@ -267,7 +306,10 @@ def test_control_characters_in_a_name_do_not_break_the_document() -> None:
 
 
 def test_a_long_name_is_cut() -> None:
-    assert Picture(svg(step(2, 2), names=["x" * 51])).texts("name") == ["x" * 47 + "..."]
+    picture = Picture(svg(step(2, 2), names=["x" * 99]))
+    assert picture.texts("name")[0].endswith("x...")
+    name, facts = (extent(word) for word in picture.words if word.get("class") in ("name", "facts end"))
+    assert name[2] <= facts[0]
 
 
 @pytest.mark.parametrize("timelines", [(), (EMPTY,), (EMPTY, EMPTY)])

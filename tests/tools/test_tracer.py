@@ -4,11 +4,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 from tests.distributed.ranks import attempted, on_ranks
-from torchckpt import checkpoint_layers, checkpoint_module
+from torchckpt import checkpoint, checkpoint_layers, checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, RegionError
 from torchckpt.kernel.module import is_checkpointed
@@ -160,6 +161,28 @@ def test_a_class_of_the_users_own_in_a_traced_stage_is_left_to_the_first_step(st
     layers = stage.submod.get_submodule("layers")
     setattr(layers, "0", Own(getattr(layers, "0")))
     recompute_ahead(ScheduleGPipe(stage, COUNT, loss_fn=loss_of), exempt="none")
+
+
+@torch.fx.wrap
+def region_of(x):
+    return checkpoint(lambda x: torch.nn.functional.dropout(x, 0.2).sin().cos(), x)
+
+
+def test_a_graph_that_calls_a_function_that_enters_regions_recomputes(alone):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x):
+            return region_of(self.tower(x))
+
+    stage = PipelineStage(torch.fx.symbolic_trace(Named()), 0, 1, torch.device("cpu"))
+    schedule = recompute_ahead(ScheduleGPipe(stage, COUNT, loss_fn=loss_of), exempt="none")
+    x = torch.randn(COUNT * ROWS, SIZE)
+    with count_recomputes() as recomputes:
+        schedule.step(x, target=x)
+    assert recomputes.total == COUNT
 
 
 def test_the_example_of_the_message_is_of_the_stage(alone):

@@ -5,7 +5,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, is_module, module_at, shape
+from torchckpt.command.shared import Parser, Unusable, count, line, shape
+from torchckpt.command.target import CONTRACT, Made, layers_at
 from torchckpt.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "run"]
 
-_EXAMPLES = """\
-the module is an nn.Sequential, or a function without arguments that returns one. It gets inputs of random numbers, or
-of zeros where they are integers, on the device of its parameters
+_EXAMPLES = f"""\
+{CONTRACT}
+It returns an nn.Sequential, or a list of modules, its layers; or the nn.Sequential itself is named. --input takes the
+place of the example: random numbers, or zeros where they are integers, on the device of the parameters.
 
 by what a stage is weighed, for --by:
   time      forward twice, as a Pipe that recomputes runs it, and backward
@@ -36,23 +38,22 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    balance.add_argument("module", metavar="MODULE:ATTRIBUTE", help="where the nn.Sequential is")
-    balance.add_argument("--stages", type=int, required=True, metavar="P", help="of the whole pipeline")
+    balance.add_argument("module", metavar="MODULE:FUNCTION", help="what returns the layers and an example of a call")
+    balance.add_argument("--stages", type=count, required=True, metavar="P", help="of the whole pipeline")
     balance.add_argument(
         "--input",
         type=shape,
         action="append",
-        required=True,
         metavar="SHAPE",
-        help="of one micro-batch, such as 8,128; again for each further input of the first layer",
+        help="of one micro-batch, such as 8,128, in place of the example; again for each further input",
     )
-    balance.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the inputs (default: %(default)s)")
+    balance.add_argument("--dtype", choices=_DTYPES, help="of --input (default: float32)")
     balance.add_argument("--by", choices=("time", "bytes"), default="time", help="default: %(default)s")
     balance.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def run(options: argparse.Namespace) -> None:
-    found = _balanced(module_at(options.module), options)
+    found = _balanced(layers_at(options.module), options)
     if options.json:
         layers = [{"name": name, found.unit: cost} for name, cost in zip(found.names, found.costs)]
         print(json.dumps({"balance": found, "layers": layers, "stages": found.stage_costs}, indent=2))
@@ -60,20 +61,35 @@ def run(options: argparse.Namespace) -> None:
     print(f"{options.module}: {len(found)} stages, {len(found.costs)} layers\n\n{found.table()}\n\nbalance={found}")
 
 
-def _balanced(module: Any, options: argparse.Namespace) -> Balance:
-    import torch
-
+def _balanced(made: Made, options: argparse.Namespace) -> Balance:
     from torchckpt.pipe import balance_by_bytes, balance_by_time
 
     balance_by = {"time": balance_by_time, "bytes": balance_by_bytes}[options.by]
-    dtype = getattr(torch, options.dtype)
-    make = torch.randn if dtype.is_floating_point else torch.zeros
     try:
-        parameters = module.parameters() if is_module(module) else ()
-        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-        inputs = [make(shape, dtype=dtype, device=device) for shape in options.input]
-        return balance_by(options.stages, module, *inputs)
-    except ArgumentError:
+        return balance_by(options.stages, made.model, *_inputs(made, options))
+    except Unusable:
         raise
+    except ArgumentError as error:
+        said = line(error).replace("partitions=", "--stages ")
+        raise Unusable(f"cannot balance {options.module}: {said}") from error
     except Exception as error:  # of the user's code
-        raise Unusable(f"{options.module} does not run on these inputs: {type(error).__name__}: {error}") from error
+        what = "its example" if options.input is None else "these inputs"
+        raise Unusable(f"{options.module} does not run on {what}: {type(error).__name__}: {error}") from error
+
+
+def _inputs(made: Made, options: argparse.Namespace) -> tuple[Any, ...]:
+    import torch
+
+    if options.input is None:
+        if options.dtype is not None:
+            asked = f"--dtype {options.dtype}"
+            raise Unusable(f"--dtype goes with --input; received: {asked}; works: --input 8,128 {asked}")
+        if not made.has_example:
+            received = f"{options.module}, without an example"
+            works = "--input 8,128, or: return layers, tokens"
+            raise Unusable(f"balance needs inputs; received: {received}; works: {works}")
+        return made.inputs
+    dtype = getattr(torch, options.dtype or "float32")
+    make = torch.randn if dtype.is_floating_point else torch.zeros
+    device = next((parameter.device for parameter in made.model.parameters()), torch.device("cpu"))
+    return tuple(make(shape, dtype=dtype, device=device) for shape in options.input)

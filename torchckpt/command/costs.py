@@ -4,14 +4,18 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from torchckpt.command.shared import Unusable, amount, attribute_at, positive, size
-from torchckpt.model.device import DEVICES
+from torchckpt.command.shared import Unusable, amount, in_options, line, size
+from torchckpt.command.target import stages_at
+from torchckpt.errors import ArgumentError
+from torchckpt.model.device import DEVICES, device_named
 
 if TYPE_CHECKING:
     from torchckpt.plan import PipelineCosts
 
 __all__ = ["add_model", "model_costs", "model_faults"]
 
+_DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64")
+_KERNELS = ("accelerator", "cpu")
 _OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels")
 _OF_BLOCKS = ("forward", "backward", "weight_grad", "recompute", "saved", "boundary")
 _OF_NUMBERS = ("stages", "blocks", *_OF_BLOCKS, "first", "last")
@@ -27,10 +31,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--blocks and what a block takes",
     )
     group = parser.add_argument_group("model", "with MODULE:FUNCTION: counted without running it")
-    group.add_argument("--device", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
-    group.add_argument("--efficiency", type=positive, metavar="SHARE", help="of its peak of arithmetic; default: 0.5")
+    group.add_argument("--device", type=_device, metavar="NAME", help=f"one of {', '.join(DEVICES)}")
+    group.add_argument("--efficiency", type=_efficiency, metavar="SHARE", help="of its peak of FLOPs; default: 0.5")
     group.add_argument(
         "--dtype",
+        choices=_DTYPES,
         metavar="NAME",
         help="torch's default while the stages are made: bf16, fp16, fp32, tf32, fp64; default: as the function makes "
         "them",
@@ -50,6 +55,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="a second; default: inside a node")
     group.add_argument(
         "--kernels",
+        choices=_KERNELS,
         metavar="NAME",
         help="accelerator: dropout, norms and attention keep what they keep there (default); cpu: what a CPU keeps",
     )
@@ -78,12 +84,6 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """Of what ``target`` makes."""
     from torchckpt.plan import pipeline_costs
 
-    build = attribute_at(options.target)
-    if not callable(build):
-        raise Unusable(
-            f"a model is a function that returns stages; received: {options.target}, {type(build).__name__}; "
-            "works: def stages(): return [first, second], tokens"
-        )
     given = {
         "efficiency": options.efficiency,
         "dtype": options.dtype,
@@ -91,4 +91,26 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
         "link_bytes_per_second": options.link_bandwidth,
         "kernels": options.kernels,
     }
-    return pipeline_costs(build, options.device, **{name: one for name, one in given.items() if one is not None})
+    build, chosen = stages_at(options.target), {name: one for name, one in given.items() if one is not None}
+    try:
+        return pipeline_costs(build, options.device, **chosen)
+    except ArgumentError as error:
+        raise Unusable(f"cannot plan {options.target}: {line(error)}") from error
+
+
+def _device(text: str) -> str:
+    try:
+        device_named(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(in_options(line(error).removeprefix("device: "))) from None
+    return text
+
+
+def _efficiency(text: str) -> float:
+    try:
+        share = amount(text)
+    except argparse.ArgumentTypeError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"a share above 0 and at most 1, such as 0.5; received: {text}")
+    return share

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, check_writable, comma_list, is_module, module_at, write
+from torchckpt.command.shared import Parser, Unusable, comma_list, file_to_write, write
+from torchckpt.command.target import CONTRACT, model_at
 from torchckpt.errors import CheckpointError
 from torchckpt.model.remat.budget import Budget, check_budget
 
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["add", "run"]
 
 _POLICIES = ("speed", "memory", "collection")
-_EXAMPLES = """\
-MODULE:ATTRIBUTE is a function, or a class, without arguments that returns the model and an example of its inputs, a
-tensor or a tuple of them. The call is traced with its derivatives, and nothing of it is run:
-
-  def gpt():
-      return GPT(layers=12), torch.randint(50257, (8, 1024))
+_EXAMPLES = f"""\
+{CONTRACT}
+The call is traced with its derivatives, and nothing of it is run. A list of modules runs one after the other.
 
 the table:
   peak        of activations and gradients in one step, above what is there before it, such as parameters
@@ -51,15 +48,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    fit.add_argument("module", metavar="MODULE:ATTRIBUTE", help="what returns the model and an example of its inputs")
+    fit.add_argument("module", metavar="MODULE:FUNCTION", help="what returns the model and an example of a call")
     _add_plan(fit)
     _add_output(fit)
 
 
 def run(options: argparse.Namespace) -> None:
-    for path in filter(None, (options.plan, options.svg, options.frontier)):
-        check_writable(path)  # at once: a plan of a large model takes its time
-    model, example = _model_at(options.module)
+    model, example = model_at(options.module)
     inputs = example if isinstance(example, tuple) else (example,)
     plan, curve = _planned(model, inputs, options)
     explained = None if options.explain is None else plan.explain(options.explain)
@@ -91,19 +86,6 @@ def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -
         raise Unusable(f"{options.module} does not run on its example: {type(error).__name__}: {error}") from error
     others = {"this plan": [(plan.peak_bytes, plan.recompute_share)]}
     return plan, curve.draw(others=others, title=f"Memory and recomputation: {options.module}")
-
-
-def _model_at(place: str) -> tuple[Any, Any]:
-    made = module_at(place)
-    if isinstance(made, tuple) and len(made) == 2 and is_module(made[0]):
-        return made[0], made[1]
-    received = type(made).__name__
-    if isinstance(made, tuple):
-        received = f"({', '.join(type(one).__name__ for one in made)})"
-    raise Unusable(
-        "the attribute is a function that returns a module and an example of its inputs, a tensor or a tuple of them; "
-        f"received: {place}, {received}; works: def gpt(): return model, (tokens, mask)"
-    )
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
@@ -160,9 +142,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--explain", metavar="NAME", help="also print what becomes of a module, a mark or an operation")
-    group.add_argument("--plan", type=Path, metavar="FILE", help="write the plan as JSON, for Plan.from_json()")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of the step over its operations")
-    group.add_argument("--frontier", type=Path, metavar="FILE", help="draw what 20 budgets cost, and this plan in it")
+    picture, data = file_to_write(".svg"), file_to_write(".json")
+    group.add_argument("--plan", type=data, metavar="FILE", help="write the plan as JSON, for Plan.from_json()")
+    group.add_argument("--svg", type=picture, metavar="FILE", help="draw the memory of the step over its operations")
+    group.add_argument("--frontier", type=picture, metavar="FILE", help="draw what 20 budgets cost, and this plan")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from torchckpt.command.shared import (
     Unusable,
     amount,
     check_size,
-    check_writable,
+    count,
     file_or_counts,
+    file_to_write,
     positive,
-    text_of,
+    schedule_name,
+    schedule_of,
     write,
 )
+from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
 from torchckpt.model.named import NAMES, named_schedule
 from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipeline
@@ -28,7 +31,6 @@ from torchckpt.model.plan.every import Comparison, plan_every
 from torchckpt.model.plan.limit import DeviceMemory
 from torchckpt.model.plan.rules import Rule
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.table import from_csv
 
 __all__ = ["add", "run"]
 
@@ -43,7 +45,7 @@ _DEFAULTS = {
 }
 _NOTHING = (0.0, 0.0, 0.0)
 _ALL = "all"
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 times and bytes are in any one unit, of one micro-batch and one block; a list has one for each stage
 
 the budget is what a rank holds for backwards, of every rank or a list with one for each:
@@ -61,9 +63,10 @@ examples:
   python -m torchckpt plan --csv schedule.csv --blocks 4 --budget 50% --balance --svg plan.svg
   python -m torchckpt plan examples.plan_llama:stages --device h100 --microbatches 32 --schedule all --budget 60GB
 
-MODULE:FUNCTION is a function without arguments that returns the stages, a list of modules, and what the first is called
-with, a tensor or a tuple; and maybe the loss of what the last returns. Nothing of it is run or takes memory. Blocks are
-regions; in a model without any, children of nn.ModuleList and nn.Sequential that repeat.
+{CONTRACT}
+A list of modules are the stages, and so are the members of an nn.Sequential; another module is one stage. Nothing is
+run or takes memory. Blocks are regions; in a model without any, children of nn.ModuleList and nn.Sequential that
+repeat.
 """
 
 
@@ -83,8 +86,6 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     model_faults(options)
-    if options.svg is not None:
-        check_writable(options.svg)
     costs = None if options.target is None else model_costs(options)
     schedule, stages = _asked(options, None if costs is None else costs.stages)
     budget = _budget(options.budget) if options.device_memory is None else DeviceMemory(options.device_memory)
@@ -167,11 +168,8 @@ def _asked(options: argparse.Namespace, counted: Sequence[Stage] | None) -> tupl
     ranks = {"--ranks": options.ranks}
     csv = file_or_counts(options, counts, ranks)
     if csv is not None:
-        schedule = from_csv(text_of(csv), csv.stem)
+        schedule = schedule_of(csv)
         return schedule, counted or _stages(options, schedule.stages)
-    for name, value in {**counts, **ranks}.items():
-        if value is not None and value < 1:
-            raise Unusable(f"{name} is a whole number from 1; received: {value}; works: {name} 4")
     check_size(options, _MOST)
     stages = counted or _stages(options, options.stages)
     return None if options.schedule == _ALL else _schedule(options), stages
@@ -247,12 +245,24 @@ def _number(text: str) -> str | float:
         return text
 
 
+def _schedule_name(text: str) -> str:
+    return text if text == _ALL else schedule_name(text)
+
+
 def _amounts(text: str) -> list[float]:
-    return [amount(part) for part in text.split(",")]
+    return _listed(text, amount)
 
 
 def _positives(text: str) -> list[float]:
-    return [positive(part) for part in text.split(",")]
+    return _listed(text, positive)
+
+
+def _listed(text: str, each: Callable[[str], float]) -> list[float]:
+    try:
+        return [each(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        rule = str(error).partition("; received: ")[0]
+        raise argparse.ArgumentTypeError(f"{rule}; received: {text}") from None
 
 
 def _counts(text: str) -> list[float]:
@@ -273,11 +283,11 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("schedule")
     which = group.add_mutually_exclusive_group(required=True)
     names = f"one of {', '.join(NAMES)}, or torch's name of it; all: each that fits, and the table"
-    which.add_argument("--schedule", metavar="NAME", help=names)
+    which.add_argument("--schedule", type=_schedule_name, metavar="NAME", help=names)
     which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
-    group.add_argument("--stages", type=int, metavar="P", help="of the whole pipeline")
-    group.add_argument("--ranks", type=int, metavar="R", help="default: as many as the schedule deals the stages to")
-    group.add_argument("--microbatches", type=int, metavar="M", help="of one step")
+    group.add_argument("--stages", type=count, metavar="P", help="of the whole pipeline")
+    group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
+    group.add_argument("--microbatches", type=count, metavar="M", help="of one step")
 
 
 def _add_stages(parser: argparse.ArgumentParser) -> None:
@@ -299,5 +309,5 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--budget", metavar="BYTES", help="of a rank: 50%%, 60GB, or a number")
     group.add_argument("--balance", action="store_true", help="also move blocks between stages")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the step, and the memory of each rank")
+    group.add_argument("--svg", type=file_to_write(".svg"), metavar="FILE", help="draw the step and the memory")
     group.add_argument("--json", action="store_true", help="print JSON instead of the tables")

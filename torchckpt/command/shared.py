@@ -3,46 +3,67 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchckpt.errors import ArgumentError, CheckpointError
 from torchckpt.model.amount import read
+from torchckpt.model.named import named_schedule
+from torchckpt.model.schedule import Schedule
+from torchckpt.model.table import from_csv
 
 __all__ = [
     "Parser",
     "Unusable",
     "amount",
-    "attribute_at",
+    "check_apart",
     "check_size",
-    "check_writable",
     "comma_list",
+    "count",
     "file_or_counts",
-    "is_module",
+    "file_to_write",
+    "in_options",
+    "kind_of",
     "line",
-    "module_at",
     "positive",
+    "schedule_name",
+    "schedule_of",
     "shape",
     "size",
-    "text_of",
     "write",
 ]
 
 _LARGEST = 1e12
+_CSV = "works: a schedule as torch.distributed.pipelining writes it"
+_OPTIONS = (
+    (r"\bbudget=None", "no --budget"),
+    (r"\bexact=True", "--exact"),
+    (r"""\b(budget|device)=(['"]?)([^'",; ]+)\2""", r"--\1 \3"),
+    (r"""\b(keep)=\[?'([^',\]]+)'[^;]*?(?=$|\]|;)\]?""", r"--\1 \2"),
+    (r"\bplan\.explain\('([^']*)'\)", r"--explain \1"),
+    (r"\bchunks=(\d+)", r"--chunks \1"),
+    (r"\bm=(\d+)", r"--microbatches \1"),
+    (r"\bp=(\d+)", r"\1 ranks"),
+)
+_MODULE = "python -m torchckpt"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line. Examples are shown with the name by which it was called."""
+
+    def format_help(self) -> str:
+        name = "torchckpt" if self.prog.startswith("torchckpt") else _MODULE
+        return super().format_help().replace(_MODULE, name)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-class Unusable(Exception):
+class Unusable(CheckpointError):
     """The one line that says why."""
 
 
@@ -52,46 +73,37 @@ def line(error: Exception) -> str:
     return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
 
 
-def attribute_at(place: str) -> Any:
-    """What ``module:attribute`` names."""
-    name, colon, attribute = place.partition(":")
-    if not (name and colon and attribute):
-        raise Unusable(f"the module is module:attribute; received: {place}; works: my_package.model:gpt")
+def in_options(text: str) -> str:
+    """With what the arguments of functions are called on the command line."""
+    for pattern, option in _OPTIONS:
+        text = re.sub(pattern, option, text)
+    return text
+
+
+def kind_of(found: Any) -> str:
+    """In words, such as ``(Linear, Tensor)``."""
+    if isinstance(found, tuple):
+        return f"({', '.join(type(one).__name__ for one in found)})"
+    return type(found).__name__
+
+
+def schedule_of(path: Path) -> Schedule:
+    """Of the file of ``--csv``."""
     try:
-        found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # of the user's code
-        raise _unmade(place, error) from error
-    return found
+        return from_csv(_text_of(path), path.stem)
+    except Unusable:
+        raise
+    except ArgumentError as error:
+        raise Unusable(f"argument --csv: {path}: {line(error)}") from error
 
 
-def module_at(place: str) -> Any:
-    """What ``module:attribute`` names, or what it returns if it is a function or a class."""
-    found = attribute_at(place)
-    try:
-        return found if is_module(found) else found()
-    except Exception as error:  # of the user's code
-        raise _unmade(place, error) from error
-
-
-def _unmade(place: str, error: Exception) -> Unusable:
-    return Unusable(f"cannot make {place}: {type(error).__name__}: {error}")
-
-
-def is_module(found: Any) -> bool:
-    from torch import nn
-
-    return isinstance(found, nn.Module)
-
-
-def text_of(path: Path) -> str:
+def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise Unusable(f"cannot read {path}: it is not text") from None
+        raise Unusable(f"argument --csv: cannot read {path}: it is not text; {_CSV}") from None
     except OSError as error:
-        raise Unusable(f"cannot read {path}: {error.strerror}") from None
+        raise Unusable(f"argument --csv: cannot read {path}: {error.strerror}; {_CSV}") from None
 
 
 def write(path: Path, text: str) -> None:
@@ -101,10 +113,36 @@ def write(path: Path, text: str) -> None:
         raise Unusable(f"cannot write {path}: {error.strerror}") from None
 
 
-def check_writable(path: Path) -> None:
-    """Say what :func:`write` would, of a place where no file can be."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise Unusable(f"cannot write {path}: {os.strerror(errno.EISDIR if path.is_dir() else errno.ENOENT)}")
+def file_to_write(suffix: str) -> Callable[[str], Path]:
+    """A type of arguments: where a file with this ``suffix`` can be. It is checked at once: a plan takes its time."""
+
+    def checked(text: str) -> Path:
+        path, works = Path(text), f"works: a file such as picture{suffix}, in a folder that is there"
+        is_device = path.exists() and not path.is_file() and not path.is_dir()  # such as /dev/stdout
+        reason = None
+        if path.is_dir():
+            reason = os.strerror(errno.EISDIR)
+        elif not path.parent.is_dir():
+            reason = os.strerror(errno.ENOTDIR if path.parent.exists() else errno.ENOENT)
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = os.strerror(errno.EACCES)
+        elif path.suffix.lower() != suffix and not is_device:
+            works = f"works: {path.with_suffix(suffix) if path.name else 'picture' + suffix}"
+            raise argparse.ArgumentTypeError(f"the name of the file ends in {suffix}; received: {text}; {works}")
+        if reason is not None:
+            raise argparse.ArgumentTypeError(f"cannot write {text}: {reason}; {works}")
+        return path
+
+    return checked
+
+
+def check_apart(options: argparse.Namespace) -> None:
+    """Raise Unusable where two options write one file."""
+    seen: dict[Path, str] = {}
+    for name in ("svg", "trace", "frontier", "plan"):
+        path = getattr(options, name, None)
+        if path is not None and (other := seen.setdefault(path.resolve(), name)) != name:
+            raise Unusable(f"--{other} and --{name} write one file each; received: {path} for both")
 
 
 def comma_list(text: str) -> list[str]:
@@ -116,6 +154,20 @@ def shape(text: str) -> tuple[int, ...]:
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"whole numbers from 1, such as 8,128; received: {text}")
     return tuple(map(int, sizes))
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"a whole number from 1, such as 4; received: {text}")
+    return int(text)
+
+
+def schedule_name(text: str) -> str:
+    try:
+        named_schedule(text, 1, 2)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(line(error)) from None
+    return text
 
 
 def amount(text: str) -> float:
@@ -161,4 +213,6 @@ def file_or_counts(
 
 def check_size(options: argparse.Namespace, most: int) -> None:
     if options.stages * options.microbatches > most:
-        raise Unusable(f"--stages times --microbatches is at most {most}")
+        received = f"--stages {options.stages} --microbatches {options.microbatches}"
+        raise Unusable(f"--stages times --microbatches is at most {most}; received: {received}; works: --microbatches "
+                       f"{max(1, most // options.stages)}")

@@ -11,18 +11,22 @@ from torchckpt.command.shared import (
     amount,
     check_size,
     comma_list,
+    count,
     file_or_counts,
+    file_to_write,
+    line,
     positive,
-    text_of,
+    schedule_name,
+    schedule_of,
     write,
 )
+from torchckpt.errors import ArgumentError
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.gantt import gantt
 from torchckpt.model.named import NAMES, named_schedule
-from torchckpt.model.report import Report, report
+from torchckpt.model.placement import with_recompute
+from torchckpt.model.report import Report, policy_named, report
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.svg import svg
-from torchckpt.model.table import from_csv
 from torchckpt.model.trace import trace
 from torchckpt.model.units import number
 
@@ -92,7 +96,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     counts = {"--stages": options.stages, "--microbatches": options.microbatches}
     csv = file_or_counts(options, counts, {"--chunks": options.chunks})
     if csv is not None:
-        return from_csv(text_of(csv), csv.stem)
+        return schedule_of(csv)
     check_size(options, _MOST)
     each = named_schedule(options.schedule, 1, 2, options.chunks).stages  # on one rank
     if options.stages % each:
@@ -104,26 +108,43 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     return named_schedule(options.schedule, options.stages // each, options.microbatches, options.chunks)
 
 
+def _described(found: Report, options: argparse.Namespace) -> str:
+    """What was simulated."""
+    costed = ", ".join(f"{name} {number(value)}" for name, value in _costs(options).items() if value)
+    counted = f"{found.schedule.stages} stages, {found.schedule.micro_batches} micro-batches"
+    return f"{found.schedule.name} on paper: {counted}; {costed}"
+
+
 def _write_pictures(found: Report, options: argparse.Namespace) -> None:
     timelines = [row.timeline for row in found.rows]
-    names = [f"{found.schedule.name}: {row.name}" for row in found.rows]
     if options.svg is not None:
-        write(options.svg, svg(*timelines, names=names, budget_bytes=options.budget))
+        write(options.svg, found.draw(options.budget, _described(found, options)))
     if options.trace is not None:
         write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
+
+
+def _policies(text: str) -> list[str]:
+    names, least = comma_list(text), named_schedule("gpipe", 1, 1)
+    try:
+        for name in names:
+            with_recompute(least, policy_named(name))
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(line(error).replace("k=", "ahead:")) from None
+    return names
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("schedule")
     which = group.add_mutually_exclusive_group(required=True)
-    which.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(NAMES)}, or torch's name of it")
+    names = f"one of {', '.join(NAMES)}, or torch's name of it"
+    which.add_argument("--schedule", type=schedule_name, metavar="NAME", help=names)
     which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
-    group.add_argument("--stages", type=int, metavar="P", help="of the whole pipeline")
-    group.add_argument("--microbatches", type=int, metavar="M", help="of one step")
-    group.add_argument("--chunks", type=int, metavar="N", help="stages per rank, where the schedule leaves that open")
+    group.add_argument("--stages", type=count, metavar="P", help="of the whole pipeline")
+    group.add_argument("--microbatches", type=count, metavar="M", help="of one step")
+    group.add_argument("--chunks", type=count, metavar="N", help="stages per rank, where the schedule leaves that open")
     group.add_argument(
         "--compare",
-        type=comma_list,
+        type=_policies,
         default="none,arrival,ahead",
         metavar="LIST",
         help="ways to recompute, a row and a picture each (default: %(default)s)",
@@ -142,7 +163,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--gantt", action="store_true", help="also print the steps as text")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps one over the other")
+    group.add_argument("--svg", type=file_to_write(".svg"), metavar="FILE", help="draw the steps one over the other")
     group.add_argument("--budget", type=amount, metavar="A", help="draw a line at so much memory")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for https://ui.perfetto.dev")
+    group.add_argument("--trace", type=file_to_write(".json"), metavar="FILE", help="write the steps for https://ui.perfetto.dev")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")

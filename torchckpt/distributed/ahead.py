@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchckpt.distributed.frames import Frames
+from torchckpt.distributed.meeting import meeting
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
 from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
@@ -98,9 +99,9 @@ class RecomputeAhead(Runtime):
         Collective: every rank of the pipeline calls it, and gets the same.
 
         Raises:
-            ScheduleError: there was no step yet.
+            ScheduleError: there was no step yet; or a rank does not call it, within half of the timeout of the group.
         """
-        return _timeline(self._measured())
+        return _timeline(self._measured("timeline()"))
 
     def report(self) -> Comparison:
         """The last step beside what its own costs, simulated, make of it; ``print()`` shows a table.
@@ -108,9 +109,9 @@ class RecomputeAhead(Runtime):
         Collective: every rank of the pipeline calls it, and gets the same.
 
         Raises:
-            ScheduleError: there was no step yet.
+            ScheduleError: there was no step yet; or a rank does not call it, within half of the timeout of the group.
         """
-        measured = self._measured()
+        measured = self._measured("report()")
         return compare(_timeline(measured), measured.costs, measured.links)
 
     # what the runtime calls -----------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ class RecomputeAhead(Runtime):
         self._record.clear()
         self._before = measured  # what there is to report on until the next step
 
-    def _measured(self) -> Gathered:
+    def _measured(self, call: str) -> Gathered:
+        """Collective, for this ``call`` of the user."""
         if not self._record.steps and self._before is not None:
             return self._before
         if not self._record.steps:
@@ -228,7 +230,8 @@ class RecomputeAhead(Runtime):
                 "a step must have run before it can be shown\n  received: timeline() or report() before step()\n"
                 "  works:    schedule.step(x, target=y); then print(schedule.report())"
             )
-        return gather(self.schedule, self.rank, self._record, self._sizes.found, self._group)
+        with meeting(call, self._group, self._record.device):
+            return gather(self.schedule, self.rank, self._record, self._sizes.found, self._group)
 
     def _failure(self, error: Exception) -> str:
         match = _ACTION.match(self._at or "")

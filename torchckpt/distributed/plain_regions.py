@@ -86,20 +86,32 @@ def _in_graphs(module: nn.Module, name: str) -> Iterator[str]:
 _TRACERS = ("torch.fx.", "torch.export.", "torch.nn.modules.")
 """Where the classes are of what ``torch.distributed.pipelining.pipeline()`` makes of a model."""
 
+_KNOWN = ("torch", "_operator", "operator", "builtins", "math")
+"""The packages of functions that enter no region."""
+
 
 def traced_faults(stage: int, module: nn.Module) -> Iterator[Fault]:
     """The fault of a stage that was traced, with no region in it: those that were set before are not in a trace.
 
-    A class of the user's own that was put into the stage may enter regions by itself: the first step tells.
+    A class of the user's own that was put into the stage, or a function that its graph calls (``torch.fx.wrap``), may
+    enter regions by itself: the first step tells.
     """
     if not isinstance(module, GraphModule) or any(is_checkpointed(child) for child in module.modules()):
         return
-    if all(type(child).__module__.startswith(_TRACERS) for child in module.modules()):
+    if all(type(child).__module__.startswith(_TRACERS) and not _calls_others(child) for child in module.modules()):
         yield Fault(
             "regions of a traced stage are set after the trace, which leaves out those that were set before",
             f"stage {stage}, a GraphModule as pipeline() makes one, without a region",
             _traced_works(stage, module),
         )
+
+
+def _calls_others(module: nn.Module) -> bool:
+    """Whether the graph of ``module``, if it has one, calls functions that are not torch's or Python's."""
+    graph = getattr(module, "graph", None)
+    calls = (node.target for node in getattr(graph, "nodes", ()) if node.op == "call_function")
+    modules = (getattr(function, "__module__", None) or "torch" for function in calls)
+    return any(name.partition(".")[0] not in _KNOWN for name in modules)
 
 
 def _traced_works(stage: int, module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Every private name of torch's that this folder uses: the runtime of pipeline schedules, and the state of FSDP2.
+"""Every private name of torch's that this folder uses: of the runtime of pipeline schedules, of FSDP2, of groups.
 
 torch.distributed.pipelining can run lists of actions, but lets no one add a kind of action, or see where it is. What
 :class:`Runtime` overrides and reads to do so is all here; :mod:`torchckpt.distributed.ahead` builds on its methods.
@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -34,6 +38,8 @@ __all__ = [
     "order_of",
     "raise_unless_supported",
     "stages_of",
+    "store_of",
+    "timeout_of",
 ]
 
 Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
@@ -319,3 +325,22 @@ def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     finally:
         for state, one in zip(states, before):
             state._training_state = one
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """Where the ranks of ``group`` met to make it; None of a backend that needs none."""
+    get = getattr(group, "get_group_store", None)  # of later releases than the first that is supported, maybe
+    try:
+        store: Store | None = dist.distributed_c10d._get_process_group_store(group) if get is None else get()
+    except (AttributeError, KeyError, RuntimeError):
+        return None
+    return store
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective on ``device`` may take."""
+    try:
+        found: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
+    return found

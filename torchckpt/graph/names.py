@@ -46,3 +46,5 @@ def named_modules(root: nn.Module, at_end: Callable[[], None] = lambda: None) ->
     finally:
         for hook in hooks:
             hook.remove()
+        while entered:  # by modules whose forward did not end: torch calls no hook of theirs where tracing fails
+            entered.pop().__exit__(None, None, None)

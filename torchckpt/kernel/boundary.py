@@ -67,6 +67,12 @@ class Boundary:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs, list(tensors.values())
 
+    def drop_graphs(self) -> None:
+        """Hold no graph by what was put on the tensors."""
+        for leaf in self._leaves:
+            if type(leaf) is Input:
+                leaf.drop_graphs()
+
     def modules(self) -> list[nn.Module]:
         """Those among the arguments."""
         return [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
@@ -113,6 +119,12 @@ class Input:
         if self._unpack is None and kept._version != self._version:
             return self._changed(kept, whose)
         return self._twin(kept if original is not kept and self._unpack is None else kept.detach())
+
+    def drop_graphs(self) -> None:
+        """Of its attributes: a tensor there may have been made in the region whose frame holds this."""
+        attributes = self._attributes or {}
+        grown = {name: value for name, value in attributes.items() if isinstance(value, Tensor) and value.grad_fn}
+        attributes.update({name: value.detach() for name, value in grown.items()})
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
         """Whether nobody made ``original`` a leaf since, or gave it other data or attributes."""

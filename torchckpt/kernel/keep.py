@@ -17,13 +17,13 @@ from torchckpt.kernel.hooks import hooks_entered, only
 from torchckpt.kernel.kept import Kept, KeptCall
 from torchckpt.kernel.level import Level, Region, level_of
 from torchckpt.kernel.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
-from torchckpt.kernel.result import Near, Result, buffers_of, changed_buffers, near_to
+from torchckpt.kernel.result import Buffers, Near, Result, buffers_of, changed_buffers, near_to
 from torchckpt.typing import Function
 
 __all__ = ["keep"]
 
 
-def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
+def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` inside a region once: no replay runs it again.
 
     What it returns stays in memory, and so does what its own backward needs. A replay goes on from the same result, to
@@ -43,15 +43,17 @@ def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: any callable. Tensors among its arguments, or in its closure, and buffers of the region's modules may
-            be changed by it in place: a replay finds them changed. Other objects that it changes are as the replay
-            finds them.
+            be changed by it in place: a replay finds them changed. Other objects that it changes, and tensors that it
+            changes by ``.data``, are as the replay finds them. What it raises, the replay raises, too.
         *args, **kwargs: its arguments, as it takes them.
 
     Returns:
-        What ``function`` returns: tensors, anything else, and pytrees of both.
+        What ``function`` returns: tensors, anything else, and pytrees of both. A replay gets a copy of a set, a NumPy
+        array, a dataclass and the like, and other objects as the region left them.
 
     Raises:
-        ArgumentError: ``function`` is not callable, or returns tensors inside an object that is no pytree.
+        ArgumentError: ``function`` is not callable; or it returns an iterator, or tensors inside an object that is no
+            pytree.
         TransformError: inside a region, under ``vmap``, ``jvp`` or ``torch.func.grad``.
         RecomputationError: at backward, when a replay calls it less or more often than the forward, or elsewhere.
         RuntimeError: at backward, when a result was changed in place behind it.
@@ -87,20 +89,31 @@ def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[st
 def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], level: Level) -> Any:
     name, near = name_of(function), near_to(function, args, kwargs)
     before = [(region, region.saved, buffers_of(region.seen)) for region in level.recording]
-    if level.replayed is None:
-        result = Result(near, [generator for region in level.recording for generator in region.generators])
+    if level.replayed is not None:
+        with only(level.around):  # views of some layouts are saved, too
+            result, outputs = _again(function, near, level.replayed)
+        _add(name, result, before)
+        result.raise_again()
+        return outputs
+    result = Result(near, [generator for region in level.recording for generator in region.generators])
+    try:
         with only(level.others):
             outputs = function(*args, **kwargs)
-        changed = [changed_buffers(region.seen, buffers) for region, _, buffers in before]
+    except Exception as error:  # the region may catch it, and so does its replay
         with only(level.around):
-            result.note(function, outputs, near)
-    else:
-        result, outputs = _again(function, near, level.replayed)
-        changed = [changed_buffers(region.seen, buffers) for region, _, buffers in before]
-    for (region, place, _), buffers in zip(before, changed):
-        region.kept = region.kept or Kept()
-        region.kept.add(KeptCall(name, place, result, buffers))
+            result.note(function, None, near, error)
+        _add(name, result, before)
+        raise
+    with only(level.around):
+        result.note(function, outputs, near)
+    _add(name, result, before)
     return outputs
+
+
+def _add(name: str, result: Result, before: list[tuple[Region, int | None, Buffers]]) -> None:
+    for region, place, buffers in before:
+        region.kept = region.kept or Kept()
+        region.kept.add(KeptCall(name, place, result, changed_buffers(region.seen, buffers)))
 
 
 def _again(function: Function, near: Near, region: Region) -> tuple[Result, Any]:

@@ -1,12 +1,12 @@
 """``checkpoint_layers``: the layers of a model that are regions, chosen by class, by name, or by a function."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard, Union, get_origin
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class LayersHandle:
 
 def checkpoint_layers(
     model: nn.Module,
-    layers: Selector | Sequence[Selector],
+    layers: Selector | Sequence[Selector] | Set[Selector],
     *,
     every: int = 1,
     preserve_rng_state: bool = True,
@@ -93,8 +93,8 @@ def checkpoint_layers(
         model: the module whose submodules are chosen. It is never chosen itself.
         layers: a class; a name as in ``model.named_modules()``, in which ``*``, ``?`` and ``[...]`` stand for parts
             of what is between two dots, and ``**`` for any number of such parts, none included; a function that is
-            called with each submodule and says whether it is one; or several of these. Each of them must choose
-            something. A module that stands in several places, or is chosen twice, is one.
+            called with each submodule and says whether it is one; or several of these, in a list, a tuple or a set.
+            Each of them must choose something. A module that stands in several places, or is chosen twice, is one.
         every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
             with ``every=2`` the 1st, the 3rd, the 5th.
         preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
@@ -111,7 +111,8 @@ def checkpoint_layers(
     call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every)]
     if not selectors:
         call_faults.append(Fault("layers must choose something", f"layers={layers!r}", _WORKS))
-    checked(_CALLER, checkpoint_layers, options, filter(None, call_faults))
+    each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
+    checked(_CALLER, checkpoint_layers, options, each_once)
     chosen = _chosen(model, selectors)
     raise_faults(_CALLER, _layer_faults(chosen))
     taken = dict(list(chosen.items())[::every])
@@ -122,7 +123,7 @@ def checkpoint_layers(
 
 
 def _listed(layers: Any) -> list[Any]:
-    is_one = isinstance(layers, (str, nn.Module)) or not isinstance(layers, Sequence)
+    is_one = isinstance(layers, (str, bytes, nn.Module)) or not isinstance(layers, (Sequence, Set))
     return [layers] if is_one else list(layers)
 
 
@@ -144,12 +145,18 @@ def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
 
 def _matches(selector: Any, places: _Named) -> list[nn.Module]:
     if isinstance(selector, str):
+        if selector in places:  # whatever is in it
+            return [places[selector]]
         pattern = selector.split(".")
         return [layer for name, layer in places.items() if _fits(name.split("."), pattern)]
-    if isinstance(selector, (type, UnionType)):
+    if _is_class(selector):
         return [layer for layer in places.values() if isinstance(layer, selector)]
     asked = {id(layer): layer for layer in places.values()}
     return [layer for layer in asked.values() if selector(layer)]
+
+
+def _is_class(selector: object) -> TypeGuard[type[Any] | UnionType]:
+    return isinstance(selector, (type, UnionType)) or get_origin(selector) is Union
 
 
 def _fits(parts: list[str], pattern: list[str]) -> bool:
@@ -176,7 +183,7 @@ def _every_faults(every: object) -> Iterator[Fault]:
 
 
 def _selector_fault(selector: object) -> Fault | None:
-    is_one = isinstance(selector, (str, type, UnionType)) or callable(selector)
+    is_one = isinstance(selector, str) or _is_class(selector) or callable(selector)
     if is_one and not isinstance(selector, nn.Module):
         return None
     received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
@@ -187,24 +194,33 @@ def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
     """The fault of a selector that chooses nothing."""
     if isinstance(selector, str):
         rule, received = "a name must be that of a layer", f"{selector!r}, which no layer has"
-    elif isinstance(selector, (type, UnionType)):
+    elif _is_class(selector):
         rule = "a class must be that of a layer"
         received = f"{getattr(selector, '__name__', selector)}, of which no layer is one"
     else:
         rule = "a function must choose a layer"
         received = f"{shown(selector)}, which is false for every layer"
-    if not places or (isinstance(selector, (type, UnionType)) and isinstance(model, selector)):
+    if not places or (_is_class(selector) and isinstance(model, selector)):
         received = f"{received}; the model itself is a {type(model).__name__}"
         return Fault(rule, received, "checkpoint_module(model)")
+    if any(type(layer).__name__ == selector for layer in places.values()):
+        return Fault(rule, f"{received}: it is the name of a class", f"checkpoint_layers(model, {selector})")
     return Fault(rule, received, f'checkpoint_layers(model, "{_another(selector, model, places)}")')
 
 
 def _another(selector: Any, model: nn.Module, places: _Named) -> str:
     """A name or a pattern that does choose something, near to ``selector`` if that is one."""
     known = dict.fromkeys([*map(_pattern_of, places), *places])
-    close = get_close_matches(selector, known, n=1, cutoff=0.5) if isinstance(selector, str) else []
+    close = _closest(selector, known) if isinstance(selector, str) else []
     inside = [f"{name}.*" for name, one in places.items() if isinstance(one, _CONTAINERS)]
     return str([*close, *(["*"] if isinstance(model, _CONTAINERS) else inside), *places][0])
+
+
+def _closest(name: str, known: Iterable[str]) -> list[str]:
+    """The first one of those that are closest: a pattern stands before the names that it has."""
+    ratios = {one: SequenceMatcher(None, one, name).ratio() for one in known}
+    best = max(ratios, key=ratios.__getitem__)
+    return [best] if ratios[best] >= 0.5 else []
 
 
 def _pattern_of(name: str) -> str:

@@ -1,10 +1,14 @@
 """Result: what one call of ``keep`` returned and changed, for replays to find."""
 from __future__ import annotations
 
+import dataclasses
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import suppress
+from copy import copy as shallow_copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -34,8 +38,8 @@ class _Outputs(Boundary):
 
 
 Near: TypeAlias = dict[tuple[str, int], Tensor]
-"""The tensors that a replay of a call has as well: those among its arguments, and those in the closure of its function,
-by their places."""
+"""The tensors that a replay of a call has as well: those among its arguments, those in the closure of its function, and
+its defaults, by their places."""
 
 
 def near_to(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Near:
@@ -50,11 +54,16 @@ def near_to(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         with suppress(ValueError):  # nothing is in it yet
             if isinstance(cell.cell_contents, Tensor):
                 near["cell", place] = cell.cell_contents
+    defaults = (*(getattr(code, "__defaults__", None) or ()), *(getattr(code, "__kwdefaults__", None) or {}).values())
+    near.update({("default", place): value for place, value in enumerate(defaults) if isinstance(value, Tensor)})
     return near
 
 
 def _arguments(near: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return [place for place in near if place[0] == "argument"]
+
+
+_DATA = (MutableMapping, MutableSequence, MutableSet, SimpleNamespace)
 
 
 class _Near:
@@ -66,20 +75,23 @@ class _Near:
 
 class Result:
     """Made before the function is called. ``note()`` what it returned, and ``again()`` hands that out, and leaves
-    arguments and random numbers as the function left them."""
+    arguments and random numbers as the function left them. ``note()`` what it raised, and ``raise_again()`` does."""
 
-    __slots__ = ("_changed", "_moved", "_outputs", "_random", "_spec", "_trail", "_versions")
+    __slots__ = ("_changed", "_error", "_moved", "_outputs", "_random", "_spec", "_trail", "_versions")
 
     def __init__(self, near: Near, generators: Sequence[Generator]) -> None:
         self._versions = {place: version_of(tensor) for place, tensor in near.items()}
         self._random = random_state(dict.fromkeys(generators))
 
-    def note(self, function: Function, outputs: Any, near: Near) -> None:
-        """What ``function`` has returned, and left."""
+    def note(self, function: Function, outputs: Any, near: Near, error: Exception | None = None) -> None:
+        """What ``function`` has returned or raised, and left."""
+        self._error = None if error is None else _without_traceback(error)
         leaves, self._spec = pytree.tree_flatten(outputs)
         _must_be_seen(function, leaves)
         places = {id(tensor): _Near(place) for place, tensor in near.items()}
-        self._outputs = _Outputs(tuple(places.get(id(leaf), leaf) for leaf in leaves), {})
+        own = {id(leaf): _own(leaf) for leaf in leaves}
+        self._outputs = _Outputs(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
+        self._outputs.drop_graphs()
         self._changed = [
             (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
             for place, tensor in near.items()
@@ -101,10 +113,15 @@ class Result:
             if alive(original) is not near[place]:
                 _write(function, copy.again(), near[place], requires_grad)
         put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
-        fresh = {id(tensor): _fresh(function, tensor, near) for tensor in tensors}
-        outputs = [near[e.place] if isinstance(e, _Near) else fresh.get(id(e), e) for e in leaves]
+        fresh = {id(leaf): _own(leaf) for leaf in leaves}
+        fresh.update({id(tensor): _fresh(function, tensor, near) for tensor in tensors})
+        outputs = [near[leaf.place] if isinstance(leaf, _Near) else fresh[id(leaf)] for leaf in leaves]
         return pytree.tree_unflatten(outputs, self._spec)
 
+    def raise_again(self) -> None:
+        """Raise what it raised, if it did."""
+        if self._error is not None:
+            raise _without_traceback(self._error)
 
     def followed(self, tensors: Iterable[Tensor | None]) -> None:
         """Let the current streams wait for those of the forward, and keep ``tensors`` until they are done with them."""
@@ -150,6 +167,32 @@ def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
         rule = f"{name_of(function)} must return tensors in pytrees: what is inside of other objects is out of sight"
         works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
         raise_faults("keep", [Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works)])
+    iterators = [leaf for leaf in leaves if isinstance(leaf, Iterator)]
+    if iterators:
+        rule = f"{name_of(function)} must return what can be read twice: an iterator is at its end in the replay"
+        raise_faults("keep", [Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)")])
+
+
+def _own(leaf: Any) -> Any:
+    """``leaf``, or a copy if it is data that a region may change behind it. What is in it stays the same."""
+    if isinstance(leaf, (Tensor, nn.Module, type)):
+        return leaf
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(leaf, numpy.ndarray)
+    return shallow_copy(leaf) if is_array or isinstance(leaf, _DATA) or dataclasses.is_dataclass(leaf) else leaf
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """As ``error``, which holds the tensors of all calls that it came through."""
+    base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+    # An __init__ of its own may want other arguments.
+    twin: Exception = base.__new__(type(error), *map(_without_graph, error.args))
+    twin.__dict__.update({name: _without_graph(value) for name, value in error.__dict__.items()})
+    return twin
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _write(function: Function, value: Tensor, tensor: Tensor, requires_grad: bool) -> None:

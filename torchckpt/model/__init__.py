@@ -9,6 +9,7 @@ A *schedule* says in which order every rank does what; *costs* say how long that
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.bound import Bound, Supply, bound
 from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.figures import Event, Message
 from torchckpt.model.named import NAMES, named_schedule
 from torchckpt.model.placement import with_recompute
 from torchckpt.model.policy import Policy, ahead, arrival, none, partial
@@ -25,7 +26,7 @@ from torchckpt.model.schedules import (
 )
 from torchckpt.model.simulator import simulate
 from torchckpt.model.table import from_csv, to_csv
-from torchckpt.model.timeline import Event, Message, Timeline
+from torchckpt.model.timeline import Timeline
 
 __all__ = [
     "NAMES",

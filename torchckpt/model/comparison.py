@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchckpt.model.bound import bound
 from torchckpt.model.costs import Link, StageCosts
@@ -10,8 +10,9 @@ from torchckpt.model.gantt import gantt
 from torchckpt.model.placement import with_recompute, without_recompute
 from torchckpt.model.policy import arrival
 from torchckpt.model.simulator import simulate
+from torchckpt.model.svg import svg
 from torchckpt.model.timeline import Timeline
-from torchckpt.model.units import Units, aligned, percent
+from torchckpt.model.units import Units, aligned, percent, units_for
 
 __all__ = ["Comparison", "compare"]
 
@@ -78,6 +79,27 @@ class Comparison:
         full = max(self.measured.step_seconds, self.simulated.step_seconds)
         measured, simulated = (gantt(timeline, width, full) for timeline in (self.measured, self.simulated))
         return f"measured\n{measured}\n\nsimulated\n{simulated}"
+
+    def draw(self) -> str:
+        """An SVG: the measured step over the simulated one, with lines at the step without recomputation and at the
+        bound, both on paper."""
+        least = self.none.step_seconds
+        by = f"{abs(self.deviation) * 100:.1f} % {'longer' if self.deviation > 0 else 'shorter'} than"
+        most = max((*self.measured.peak_bytes, *self.simulated.peak_bytes), default=0.0)
+        units = replace(units_for(most), time="ms", seconds=1e-3)
+        step = replace(units, digits=3).of_time(self.measured.step_seconds)
+        return svg(
+            self.measured,
+            self.simulated,
+            names=("measured", "on paper, with the costs that were measured"),
+            title=f"The step takes {step}, {by if self.deviation else 'as'} on paper",
+            lines=[{"no recomputation": least, "bound": least + self.bound_seconds}] * 2,
+            units=units,
+        )
+
+    def _repr_svg_(self) -> str:
+        """For a notebook."""
+        return self.draw()
 
     def __str__(self) -> str:
         return self.table()

@@ -1,10 +1,10 @@
 """Critical path: what the length of a step hangs on."""
 from __future__ import annotations
 
+from torchckpt.model.figures import Event, Message
 from torchckpt.model.program import NOTHING, Program
 from torchckpt.model.run import Run
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.timeline import Event, Message
 
 __all__ = ["critical_path"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from torchckpt.model.timeline import Event, Timeline
+from torchckpt.model.figures import Event, TimelineFigures
 from torchckpt.model.units import label, row_name
 
 __all__ = ["gantt"]
@@ -24,7 +24,7 @@ class _Grid(NamedTuple):
         return round(seconds * self.columns_per_second)
 
 
-def gantt(timeline: Timeline, width: int = 160, full_seconds: float | None = None) -> str:
+def gantt(timeline: TimelineFigures, width: int = 160, full_seconds: float | None = None) -> str:
     """Who does what when; time runs to the right, ``.`` is idle, ``-`` goes on with what stands before it.
 
     In full where ``width`` columns suffice; else without the numbers of the micro-batches; else letters get as many
@@ -47,7 +47,7 @@ def gantt(timeline: Timeline, width: int = 160, full_seconds: float | None = Non
     return "\n".join(f"{name:<{margin}} | {row}".rstrip() for name, row in zip(names, rows))
 
 
-def _rows(timeline: Timeline, room: int, full_seconds: float | None) -> list[str]:
+def _rows(timeline: TimelineFigures, room: int, full_seconds: float | None) -> list[str]:
     per_rank: list[list[Event]] = [[] for _ in timeline.schedule.ranks]
     for event in timeline.events:
         if event.end_seconds > event.start_seconds:
@@ -62,7 +62,7 @@ def _rows(timeline: Timeline, room: int, full_seconds: float | None) -> list[str
     return [_spelled(timeline, events, grid or proportional) for events in per_rank]
 
 
-def _exact(timeline: Timeline, shortest: float, room: int) -> _Grid | None:
+def _exact(timeline: TimelineFigures, shortest: float, room: int) -> _Grid | None:
     """The narrowest grid in which every event begins on a column, and its label fits; None if that is too wide."""
     if timeline.step_seconds > shortest * room:
         return None
@@ -96,7 +96,7 @@ def _common(one: Fraction, other: Fraction) -> Fraction:
     )
 
 
-def _spelled(timeline: Timeline, events: list[Event], grid: _Grid) -> str:
+def _spelled(timeline: TimelineFigures, events: list[Event], grid: _Grid) -> str:
     """Each event by its label, dashes up to its end, and a blank where there is room for one."""
     row = _idle(0, grid.column(timeline.step_seconds), grid)
     for event in events:

@@ -11,12 +11,14 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.costs import Link, StageCosts
+from torchckpt.model.figures import Event, Message
 from torchckpt.model.memory import curves
 from torchckpt.model.orders import Visit
 from torchckpt.model.program import recomputed_keys, travel_seconds
 from torchckpt.model.run import Run
 from torchckpt.model.schedule import Schedule, Segments
-from torchckpt.model.timeline import Event, Message, Timeline
+from torchckpt.model.timeline import Timeline
+from torchckpt.model.units import Units, units_for
 
 __all__ = ["Span", "Step", "measured_costs", "measured_timeline", "replays_apart"]
 
@@ -96,7 +98,13 @@ def measured_timeline(
     )
     played = _played(schedule, step, zero)
     memory = curves(replace(schedule, segments=segments) if segments else schedule, costs, played)
-    return Timeline(schedule, events, messages, memory)
+    return Timeline(schedule, events, messages, memory, units=_units(memory))
+
+
+def _units(memory: Sequence[Sequence[tuple[float, float]]]) -> Units:
+    """Of a clock: milliseconds, whatever memory counts in."""
+    most = max((amount for curve in memory for _, amount in curve), default=0.0)
+    return replace(units_for(most), time="ms", seconds=1e-3)
 
 
 def _played(schedule: Schedule, step: Step, zero: float) -> Run:

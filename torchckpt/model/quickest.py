@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from torchckpt.model.action import Action, Kind
 from torchckpt.model.critical import critical_path
+from torchckpt.model.figures import Event
 from torchckpt.model.greedy import greedy_orders
 from torchckpt.model.program import Instruction, Program
 from torchckpt.model.run import run
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.timeline import Event
 
 __all__ = ["quickest_places"]
 

@@ -15,10 +15,11 @@ from torchckpt.model.placement import with_recompute, without_recompute
 from torchckpt.model.policy import Policy, ahead, arrival, none
 from torchckpt.model.schedule import Schedule
 from torchckpt.model.simulator import simulate
+from torchckpt.model.svg import svg
 from torchckpt.model.timeline import Timeline
 from torchckpt.model.units import Units, aligned, percent
 
-__all__ = ["AS_GIVEN", "POLICIES", "Report", "Row", "policy_named", "report"]
+__all__ = ["AS_GIVEN", "POLICIES", "Report", "Row", "in_words", "policy_named", "report"]
 
 _EXEMPT = ("last_stage", "last_micro_batch", "first_backward")
 POLICIES = ("none", *(when + what for when in ("arrival", "ahead") for what in ("", *(f"/{one}" for one in _EXEMPT))))
@@ -26,6 +27,12 @@ AS_GIVEN = "as given"
 """The row of a schedule that came with recomputes of its own."""
 
 _POLICY = re.compile(rf"none|(arrival|ahead(?::(\d+))?)(?:/({'|'.join(_EXEMPT)}))?")
+_WORDS = {
+    None: ("nothing recomputed", "Recomputing nothing"),
+    "arrival": ("recomputed when the gradient arrives", "Recomputing when gradients arrive"),
+    "ahead": ("recomputed ahead of the gradient", "Recomputing ahead of gradients"),
+}
+_DRAWN = Units(memory="micro-batch", many="micro-batches")
 _HEADS = ("recompute", "step", "overhead", "bound", "hidden", "peak")
 
 
@@ -40,6 +47,16 @@ class Row:
     """The least overhead that is possible for what this row recomputes."""
     hidden: float | None
     """Of what recompute at arrival exposes, the share that this row does not; None where neither recomputes."""
+
+    @property
+    def bound_seconds(self) -> float:
+        """The step, if it had the least overhead."""
+        return self.none_seconds * (1 + self.bound)
+
+    @property
+    def none_seconds(self) -> float:
+        """The step in which nothing is recomputed."""
+        return self.timeline.step_seconds / (1 + self.overhead)
 
     @property
     def idle_share(self) -> float:
@@ -79,6 +96,33 @@ class Report:
     def table(self, units: Units | None = None) -> str:
         """For people: the names on the left, numbers on the right of their columns."""
         return aligned([_HEADS, *(row.cells(units or Units()) for row in self.rows)])
+
+    def draw(self, budget_bytes: float | None = None, subtitle: str = "") -> str:
+        """An SVG: the rows one over the other, with lines at the step without recomputation and at the bound. Memory
+        counts in what one micro-batch saves on one stage.
+
+        Args:
+            budget_bytes: where to draw a line across the memory.
+            subtitle: what the picture is of.
+        """
+        names = [in_words(row.name) for row in self.rows]
+        lines = [{"no recomputation": row.none_seconds, "bound": row.bound_seconds} for row in self.rows]
+        drawn = [row.timeline for row in self.rows]
+        title = self._finding
+        return svg(
+            *drawn, names=names, budget_bytes=budget_bytes, units=_DRAWN, title=title, subtitle=subtitle, lines=lines
+        )
+
+    @property
+    def _finding(self) -> str:
+        """In words: the last row beside recompute at arrival, or beside the first row."""
+        last = self.rows[-1]
+        match = _POLICY.fullmatch(last.name)
+        doing = _WORDS[match[1] and match[1].partition(":")[0]][1] if match else "Recomputing as given"
+        other = next((row for row in self.rows[:-1] if row.name == "arrival"), self.rows[0])
+        before = last.none_seconds if last is other else other.timeline.step_seconds
+        change = last.timeline.step_seconds / before - 1 if before else 0.0
+        return f"{doing} makes the step {percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -147,6 +191,23 @@ def policy_named(
     if when == "arrival":
         return arrival(exempt or ())
     return ahead(int(k or 1), exempt or (), costs=costs, link=link)
+
+
+def in_words(name: str) -> str:
+    """Of a policy.
+
+    >>> in_words("arrival"), in_words("ahead/last_stage")
+    ('recomputed when the gradient arrives', 'recomputed ahead, last stage kept')
+    """
+    match = _POLICY.fullmatch(name)
+    if match is None:
+        return name
+    when, k, exempt = match.groups()
+    several = f", up to {k} micro-batches" if int(k or 1) > 1 else ""
+    if not (several or exempt):
+        return _WORDS[when][0]
+    kept = f", {exempt.replace('_', ' ')} kept" if exempt else ""
+    return f"recomputed {'at arrival' if when == 'arrival' else 'ahead'}{several}{kept}"
 
 
 def _row(

@@ -13,12 +13,13 @@ from torchckpt.errors import raise_faults
 from torchckpt.model.action import Kind
 from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.critical import critical_path
+from torchckpt.model.figures import Event, Message
 from torchckpt.model.inputs import per_boundary, per_stage
 from torchckpt.model.memory import curves
 from torchckpt.model.program import compile_program
 from torchckpt.model.run import Run, run
 from torchckpt.model.schedule import Schedule
-from torchckpt.model.timeline import Event, Message, Timeline
+from torchckpt.model.timeline import Timeline
 from torchckpt.model.validity import check_order, located, stuck
 
 __all__ = ["events_of", "messages_of", "simulate"]

@@ -1,26 +1,27 @@
 """Gantt chart as SVG: who does what when, when gradients arrive, and the memory that it takes, on one time scale.
 
+ [0] title, subtitle
  ┌ panel, one per timeline ──────────────────────────────────────────────────┐
  │ [1] name: step, change, idle, peak                                        │
+ │     lines at moments, such as the step without recomputation              │
  │ [2] stage 0 │ boxes: F, R, B (or I and W); a tick above a row: a gradient │
  │     stage 1 │ has arrived there                                           │
  │     copies  │ if asked for: what leaves the stage, under its row          │
- │ [3] memory  │ the curve of the rank that needs most, of few ranks all;    │
- │             │ where each rank has its budget, each rank by itself         │
- │ [4]           time                                                        │
+ │ [3] memory                                                                │
+ │ [4] time                                                                  │
  └───────────────────────────────────────────────────────────────────────────┘
  [5] legend
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from torchckpt.model.action import Kind
-from torchckpt.model.axis import Axis
 from torchckpt.model.canvas import Canvas
-from torchckpt.model.look import CHARACTER, STYLE, clipped
-from torchckpt.model.timeline import Event, Message, Timeline
+from torchckpt.model.draw_memory import FEW_RANKS, draw_memory, memory_height
+from torchckpt.model.figures import Event, Message, TimelineFigures
+from torchckpt.model.layout import ARRIVALS, LEFT, RIGHT, WIDTH, WIRE, Layout, box, fits, label_size, layout_of
+from torchckpt.model.look import STYLE, TEXT, clipped, headed
 from torchckpt.model.units import Units, label, number, percent, row_name
 
 __all__ = ["compare", "svg"]
@@ -28,49 +29,28 @@ __all__ = ["compare", "svg"]
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
 _STYLE = STYLE + """
 .idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
-.there{fill:#9fd3f2} .back{fill:#6b8fc9}
+.moment{stroke:#111827;stroke-width:1.2;stroke-dasharray:4 3} .there{fill:#9fd3f2} .back{fill:#6b8fc9}
 .largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
 """
 _ON_DARK = "BIW"
 
-_WIDTH, _LEFT, _RIGHT = 960.0, 76.0, 24.0
-_TITLE, _ARRIVALS, _MEMORY, _TIMES = 32.0, 5.0, 72.0, 34.0
-_OWN_MEMORY, _APART = 40.0, 6.0  # of one rank, where each is drawn by itself
-_WIRE = 9.0  # a row of messages in one direction
-_FEW_RANKS = 8  # of more, only the curve that peaks is drawn
-_LONGEST = 50  # name
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What all panels of a picture share."""
-
-    time: Axis
-    memory_bytes: float
-    budget_bytes: float | None
-    own_bytes: tuple[float, ...]
-    """Per rank its budget; empty where there is one line for all."""
-    units: Units
-    row_height: float
-    show_labels: bool
-    show_copies: bool
-    show_memory: bool
-
-    @property
-    def pitch(self) -> float:
-        """From one rank to the next."""
-        return _ARRIVALS + self.row_height + (2 * _WIRE if self.show_copies else 0.0)
+_TITLE, _TIMES = 32.0, 38.0
+_LINE = 16.0  # of text
+_LETTER = 0.6  # wide, in sizes of the font
 
 
 def svg(
-    *timelines: Timeline,
+    *timelines: TimelineFigures,
     names: Sequence[str] = (),
     budget_bytes: float | Sequence[float] | None = None,
     units: Units | None = None,
     copies: bool = False,
+    title: str = "",
+    subtitle: str = "",
+    lines: Sequence[Mapping[str, float]] = (),
 ) -> str:
     """One panel per timeline, one over the other, on the same scales of time and memory. The memory is left out where
-    no timeline has any.
+    it says nothing: where no timeline has any, and where each curve is 0 or one and the same amount.
 
     >>> text = svg(simulate(gpipe(2, 4)), budget_bytes=3)  # for Path("step.svg").write_text(text, encoding="utf-8")
 
@@ -81,22 +61,24 @@ def svg(
             the memory of each rank is drawn by itself, under its line.
         units: how to write times and memory; by default time is a bare number, memory counts in A.
         copies: under the row of each rank, one for the activations and one for the gradients that it sends to others.
+        title, subtitle: above all panels: what the picture shows, in words, and of what.
+        lines: per timeline, by name the seconds at which to draw lines down its panel.
     """
-    layout = _layout(timelines, budget_bytes, units or Units(), copies)
-    canvas = Canvas(_WIDTH)
-    y, titles = 0.0, []
+    layout = layout_of(timelines, budget_bytes, units or Units(), copies, lines)
+    canvas = Canvas(WIDTH)
+    y, titles = headed(canvas, LEFT, title, subtitle), [title] if title else []
     for index, timeline in enumerate(timelines):
         name = names[index] if index < len(names) else _name(timeline)
         facts = _facts(timeline, timelines[0] if index else None, layout.units)
         titles.append(f"{name}: {facts}")
-        y = _panel(canvas, timeline, (name, facts), layout, y)
+        y = _panel(canvas, timeline, (name, facts), layout, y, lines[index] if index < len(lines) else {})
     bottom = _legend(canvas, timelines, layout, y)
     return canvas.text(bottom, "; ".join(titles), _STYLE)
 
 
 def compare(
-    before: Timeline,
-    after: Timeline,
+    before: TimelineFigures,
+    after: TimelineFigures,
     names: tuple[str, str] = ("before", "after"),
     budget_bytes: float | None = None,
     units: Units | None = None,
@@ -105,41 +87,12 @@ def compare(
     return svg(before, after, names=names, budget_bytes=budget_bytes, units=units)
 
 
-def _layout(
-    timelines: Sequence[Timeline], budget: float | Sequence[float] | None, units: Units, copies: bool
-) -> _Layout:
-    own = tuple(budget) if isinstance(budget, Sequence) else ()
-    line = budget if isinstance(budget, (int, float)) else max(own, default=None)
-    ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
-    step = max((timeline.step_seconds for timeline in timelines), default=0.0)
-    peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
-    time = Axis(step, _LEFT, _WIDTH - _RIGHT)
-    height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
-    show = all(_most_labels_fit(timeline, time, height) for timeline in timelines)
-    has_memory = not timelines or any(curve for timeline in timelines for curve in timeline.memory)
-    most = max(*peaks, line or 0.0, 0.0, 0.0) * 1.12
-    return _Layout(time, most, line, own, units, height, show, copies, has_memory)
-
-
-def _most_labels_fit(timeline: Timeline, time: Axis, height: float) -> bool:
-    fits = [_fits(label(timeline.schedule, event.action), _box(event, time)[1], height) for event in timeline.events]
-    return 2 * sum(fits) >= len(fits)
-
-
-def _fits(text: str, width: float, height: float) -> bool:
-    return height >= 11 and len(text) * CHARACTER * _size(height) <= width - 2
-
-
-def _size(height: float) -> float:
-    return min(10.5, height * 0.72)
-
-
-def _name(timeline: Timeline) -> str:
+def _name(timeline: TimelineFigures) -> str:
     schedule = timeline.schedule
     return f"{schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches"
 
 
-def _facts(timeline: Timeline, first: Timeline | None, units: Units) -> str:
+def _facts(timeline: TimelineFigures, first: TimelineFigures | None, units: Units) -> str:
     """[1]"""
     step, idle, peaks = timeline.step_seconds, timeline.idle_share, timeline.peak_bytes
     change = f" ({step / first.step_seconds * 100 - 100:+.1f} %)" if first and first.step_seconds else ""
@@ -148,77 +101,95 @@ def _facts(timeline: Timeline, first: Timeline | None, units: Units) -> str:
     return f"step {units.of_time(step)}{change}, idle {percent(mean)}{peak}"
 
 
-def _panel(canvas: Canvas, timeline: Timeline, title: tuple[str, str], layout: _Layout, top: float) -> float:
+def _panel(
+    canvas: Canvas,
+    timeline: TimelineFigures,
+    title: tuple[str, str],
+    layout: Layout,
+    top: float,
+    lines: Mapping[str, float],
+) -> float:
     """Draw ``timeline`` from ``top`` on; where the next panel begins."""
-    canvas.words(_LEFT, top + 22, clipped(title[0], _LONGEST), class_="name")
-    canvas.words(_WIDTH - _RIGHT, top + 22, title[1], class_="facts end")
-    rows = top + _TITLE
-    memory = rows + len(timeline.schedule.ranks) * layout.pitch + (14 if layout.show_memory else 4)
-    height = len(timeline.memory) * (_OWN_MEMORY + _APART) if layout.own_bytes else _MEMORY
-    bottom = memory + (height if layout.show_memory else 0.0)
+    name, facts = title
+    room = WIDTH - RIGHT - LEFT - (len(facts) + 1) * 14 * _LETTER
+    canvas.words(LEFT, top + 22, clipped(name, int(room / (15 * _LETTER))), class_="name")
+    canvas.words(WIDTH - RIGHT, top + 22, facts, class_="facts end")
+    rows = top + _TITLE + len(lines) * _LINE
+    ends = rows + len(timeline.schedule.ranks) * layout.pitch
+    bottom = ends + memory_height(timeline, layout)
     _grid(canvas, layout, rows, bottom)
     _rows(canvas, timeline, layout, rows)
-    if layout.show_memory:
-        (_own_memory if layout.own_bytes else _memory)(canvas, timeline, layout, memory, bottom)
+    draw_memory(canvas, timeline, layout, bottom)
+    _moments(canvas, layout, lines, rows, ends)
     _times(canvas, layout, bottom)
     return bottom + _TIMES
 
 
-def _grid(canvas: Canvas, layout: _Layout, top: float, bottom: float) -> None:
+def _moments(canvas: Canvas, layout: Layout, lines: Mapping[str, float], top: float, bottom: float) -> None:
+    """Each line has its name beside its upper end, the last one highest, so that no line crosses a name."""
+    for place, (name, at) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
+        x, y = layout.time(at), top - (place + 1) * _LINE
+        is_left = x > (LEFT + WIDTH) / 2
+        canvas.line(x, y + 2, x, bottom, class_="moment")
+        text = f"{name} {layout.units.of_time(at)}"
+        canvas.words(x - 5 if is_left else x + 5, y + 12, text, class_="end" if is_left else "start")
+
+
+def _grid(canvas: Canvas, layout: Layout, top: float, bottom: float) -> None:
     for tick in layout.time.ticks(10, layout.units.seconds):
         canvas.line(layout.time(tick), top, layout.time(tick), bottom, class_="grid")
 
 
-def _rows(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float) -> None:
+def _rows(canvas: Canvas, timeline: TimelineFigures, layout: Layout, top: float) -> None:
     """[2]"""
     pitch = layout.pitch
-    every = -(-(26 if layout.show_copies else 12) // int(pitch))  # rows from one name to the next, so that none touch
+    every = -(-(28 if layout.show_copies else 15) // int(pitch))  # rows from one name to the next, so that none touch
     for rank in range(len(timeline.schedule.ranks)):
-        y = top + rank * pitch + _ARRIVALS
-        canvas.rectangle(_LEFT, y, layout.time(timeline.step_seconds) - _LEFT, layout.row_height, class_="idle")
+        y = top + rank * pitch + ARRIVALS
+        canvas.rectangle(LEFT, y, layout.time(timeline.step_seconds) - LEFT, layout.row_height, class_="idle")
         if rank % every == 0:
             name = row_name(timeline.schedule, rank)
-            canvas.words(_LEFT - 8, y + layout.row_height / 2 + 4, name, class_="end")
+            canvas.words(LEFT - 8, y + layout.row_height / 2 + 5, name, class_="end")
         _boxes(canvas, timeline, [event for event in timeline.events if event.rank == rank], layout, y)
         if layout.show_copies and every == 1:
-            canvas.words(_LEFT - 8, y + layout.row_height + 1 + _WIRE, "copies", class_="end")
+            canvas.words(LEFT - 8, y + layout.row_height + 1 + WIRE, "copies", class_="end")
         if layout.show_copies:
             _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
-        arrived = [(layout.time(at), y - _ARRIVALS + 0.5) for at in _arrivals(timeline, rank)]
+        arrived = [(layout.time(at), y - ARRIVALS + 0.5) for at in _arrivals(timeline, rank)]
         if arrived:
-            canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
+            canvas.ticks(arrived, ARRIVALS - 0.5, class_="arrival")
 
 
-def _boxes(canvas: Canvas, timeline: Timeline, events: Sequence[Event], layout: _Layout, y: float) -> None:
+def _boxes(canvas: Canvas, timeline: TimelineFigures, events: Sequence[Event], layout: Layout, y: float) -> None:
     """What one rank does."""
-    height, size = layout.row_height, _size(layout.row_height)
+    height, size = layout.row_height, label_size(layout.row_height)
     by_kind: dict[str, list[tuple[float, float, float, float]]] = {}
     for event in events:
-        x, width = _box(event, layout.time)
+        x, width = box(event, layout.time)
         by_kind.setdefault(event.action.kind.value, []).append((x, y, width, height))
     for kind, boxes in by_kind.items():
         canvas.boxes(boxes, class_=kind)
     for event in events if layout.show_labels else ():
-        text, (x, width) = label(timeline.schedule, event.action), _box(event, layout.time)
+        text, (x, width) = label(timeline.schedule, event.action), box(event, layout.time)
         shade = "light" if event.action.kind.value in _ON_DARK else "dark"
-        if _fits(text, width, height):
+        if fits(text, width, height):
             place = (x + width / 2, y + height / 2 + size * 0.36)
             canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
 
 
-def _copies(canvas: Canvas, timeline: Timeline, rank: int, layout: _Layout, y: float) -> None:
+def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: Layout, y: float) -> None:
     """What ``rank`` sends to others: activations, and under them gradients."""
     sent: dict[str, list[tuple[float, float, float, float]]] = {"there": [], "back": []}
     for message in _from(timeline, rank):
         x, end = layout.time(message.sent_seconds), layout.time(message.arrived_seconds)
         way = "there" if message.action.kind is Kind.FORWARD else "back"
-        sent[way].append((x, y + (_WIRE if way == "back" else 0.0), end - x - min(1.0, 0.15 * (end - x)), _WIRE - 2))
+        sent[way].append((x, y + (WIRE if way == "back" else 0.0), end - x - min(1.0, 0.15 * (end - x)), WIRE - 2))
     for way, boxes in sent.items():
         if boxes:
             canvas.boxes(boxes, class_=way)
 
 
-def _from(timeline: Timeline, rank: int) -> list[Message]:
+def _from(timeline: TimelineFigures, rank: int) -> list[Message]:
     """What goes from ``rank`` to another one."""
     placement = timeline.schedule.placement
     return [
@@ -228,13 +199,7 @@ def _from(timeline: Timeline, rank: int) -> list[Message]:
     ]
 
 
-def _box(event: Event, time: Axis) -> tuple[float, float]:
-    """Where the box of ``event`` begins, and its width; a sliver of white parts it from the next."""
-    start, end = time(event.start_seconds), time(event.end_seconds)
-    return start, (end - start) - min(1.0, 0.15 * (end - start))
-
-
-def _arrivals(timeline: Timeline, rank: int) -> list[float]:
+def _arrivals(timeline: TimelineFigures, rank: int) -> list[float]:
     """When gradients come to ``rank`` from another one."""
     placement = timeline.schedule.placement
     return [
@@ -245,76 +210,30 @@ def _arrivals(timeline: Timeline, rank: int) -> list[float]:
     ]
 
 
-def _memory(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float, bottom: float) -> None:
-    """[3]"""
-    axis = Axis(layout.memory_bytes, bottom, top)
-    ticks = axis.ticks(5, layout.units.bytes)
-    for tick in ticks:
-        text = layout.units.of_memory(tick) if tick == ticks[-1] else number(tick / layout.units.bytes)
-        canvas.line(_LEFT, axis(tick), _WIDTH - _RIGHT, axis(tick), class_="grid")
-        canvas.words(_LEFT - 8, axis(tick) + 4, text, class_="end")
-    middle = (top + bottom) / 2
-    canvas.words(16, middle, "memory", class_="middle", transform=f"rotate(-90 16 {middle:g})")
-    peaks = timeline.peak_bytes
-    largest = peaks.index(max(peaks)) if peaks else None
-    for rank, curve in enumerate(timeline.memory):
-        if rank != largest and len(timeline.memory) <= _FEW_RANKS:
-            canvas.steps(_corners(curve, timeline, layout.time, axis), class_="curve")
-    if largest is not None:
-        outline = _corners(timeline.memory[largest], timeline, layout.time, axis)
-        canvas.steps([(_LEFT, bottom), *outline, (outline[-1][0], bottom)], class_="largest")
-    if layout.budget_bytes is not None:
-        at = axis(layout.budget_bytes)
-        canvas.line(_LEFT, at, _WIDTH - _RIGHT, at, class_="budget")
-
-
-def _own_memory(canvas: Canvas, timeline: Timeline, layout: _Layout, top: float, bottom: float) -> None:
-    """[3], of each rank by itself."""
-    for rank, curve in enumerate(timeline.memory):
-        low = bottom - (len(timeline.memory) - rank - 1) * (_OWN_MEMORY + _APART)
-        axis = Axis(layout.memory_bytes, low, low - _OWN_MEMORY)
-        outline = _corners(curve, timeline, layout.time, axis)
-        canvas.steps([(_LEFT, low), *outline, (outline[-1][0], low)], class_="largest")
-        budget = layout.own_bytes[rank] if rank < len(layout.own_bytes) else 0.0
-        canvas.line(_LEFT, axis(budget), _WIDTH - _RIGHT, axis(budget), class_="budget")
-        canvas.words(_LEFT - 8, low - 12, f"memory {rank}", class_="end")
-        canvas.words(_LEFT - 8, low - 1, layout.units.of_memory(timeline.peak_bytes[rank]), class_="end")
-
-
-def _corners(
-    curve: Sequence[tuple[float, float]], timeline: Timeline, time: Axis, memory: Axis
-) -> list[tuple[float, float]]:
-    """The places of the changes of a curve that holds each value up to the next one, to the end of the step."""
-    changes = {0.0: 0.0, **dict(curve)}  # of changes at one moment, the last
-    changes.setdefault(timeline.step_seconds, curve[-1][1] if curve else 0.0)
-    return [(time(seconds), memory(amount)) for seconds, amount in changes.items()]
-
-
-def _times(canvas: Canvas, layout: _Layout, bottom: float) -> None:
+def _times(canvas: Canvas, layout: Layout, bottom: float) -> None:
     """[4]"""
-    canvas.words(_LEFT - 8, bottom + 16, "time", class_="end")
-    canvas.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, class_="axis")
-    ticks = layout.time.ticks(10, layout.units.seconds)
-    for tick in ticks:
-        text = layout.units.of_time(tick) if tick == ticks[-1] else number(tick / layout.units.seconds)
+    unit = layout.units.time
+    canvas.words(LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
+    canvas.line(LEFT, bottom, WIDTH - RIGHT, bottom, class_="axis")
+    for tick in layout.time.ticks(10, layout.units.seconds):
         canvas.line(layout.time(tick), bottom, layout.time(tick), bottom + 4, class_="axis")
-        canvas.words(layout.time(tick), bottom + 16, text, class_="middle")
+        canvas.words(layout.time(tick), bottom + 17, number(tick / layout.units.seconds), class_="middle")
 
 
-def _legend(canvas: Canvas, timelines: Sequence[Timeline], layout: _Layout, top: float) -> float:
+def _legend(canvas: Canvas, timelines: Sequence[TimelineFigures], layout: Layout, top: float) -> float:
     """[5]; where it ends."""
-    x, y = _LEFT, top + 8
+    x, y = LEFT, top + 8
     for style, text in _entries(timelines, layout):
-        width = 34 + len(text) * 11 * 0.55
-        if x + width > _WIDTH and x > _LEFT:
-            x, y = _LEFT, y + 18
+        width = 34 + len(text) * TEXT * _LETTER
+        if x + width > WIDTH and x > LEFT:
+            x, y = LEFT, y + 18
         _key(canvas, style, x, y)
         canvas.words(x + 18, y, text)
         x += width
     return y + 16
 
 
-def _entries(timelines: Sequence[Timeline], layout: _Layout) -> list[tuple[str, str]]:
+def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple[str, str]]:
     present = {event.action.kind.value for timeline in timelines for event in timeline.events}
     entries = [(kind, name) for kind, name in _NAMES.items() if kind in present]
     if {"B", "I"} <= present:  # of one colour
@@ -327,7 +246,7 @@ def _entries(timelines: Sequence[Timeline], layout: _Layout) -> list[tuple[str, 
         return entries
     if layout.own_bytes:
         return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
-    if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
+    if any(1 < len(timeline.memory) <= FEW_RANKS for timeline in timelines):
         entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
     else:
         entries.append(("largest", "memory of the rank that needs most"))

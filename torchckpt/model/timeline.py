@@ -1,60 +1,73 @@
-"""Timeline: when everything of one step happened, simulated or measured."""
+"""Timeline: one step that says of itself what it took, as text and as a picture."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from torchckpt.model.action import Action
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.action import Kind
+from torchckpt.model.figures import TimelineFigures
+from torchckpt.model.svg import svg
+from torchckpt.model.units import Units, aligned, percent, row_name, units_for
 
-__all__ = ["Event", "Message", "Timeline"]
+__all__ = ["Timeline"]
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An action on a rank, from ``start_seconds`` to ``end_seconds``."""
-
-    rank: int
-    action: Action
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What ``action`` sent to ``to_stage``: an activation after a forward, a gradient after a backward."""
-
-    action: Action
-    to_stage: int
-    sent_seconds: float
-    arrived_seconds: float
+_COLUMNS = (
+    ("forward", (Kind.FORWARD,)),
+    ("backward", (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)),
+    ("recompute", (Kind.RECOMPUTE,)),
+)
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """One step. ``memory`` is per rank the curve of bytes alive, as (time, bytes) at each change."""
+class Timeline(TimelineFigures):
+    """One step, simulated or measured. ``print()`` shows a table, a notebook the picture.
 
-    schedule: Schedule
-    events: tuple[Event, ...]
-    messages: tuple[Message, ...]
-    memory: tuple[tuple[tuple[float, float], ...], ...]
-    exposed_seconds: tuple[float, ...] = ()
-    """Per stage, by how much its recomputation lengthens the step."""
-    critical_path: tuple[Event | Message, ...] = ()
+    >>> print(simulate(one_f_one_b(2, 4)))
+    1f1b, 2 stages, 4 micro-batches: step 15
+    <BLANKLINE>
+             forward  backward  recompute    idle  peak
+    stage 0        4         8          0  20.0 %   2 A
+    stage 1        4         8          0  20.0 %   1 A
+    """
+
+    units: Units | None = field(default=None, compare=False, repr=False)
+    """How its times and its memory are written. Default: seconds and bytes where memory is large, else bare numbers."""
+
+    def draw(
+        self,
+        *,
+        budget_bytes: float | Sequence[float] | None = None,
+        units: Units | None = None,
+        copies: bool = False,
+    ) -> str:
+        """An SVG: who does what when, and the memory that it takes.
+
+        >>> text = simulate(one_f_one_b(2, 4)).draw()  # for Path("step.svg").write_text(text, encoding="utf-8")
+
+        Args:
+            budget_bytes, units, copies: as of :func:`~torchckpt.model.svg.svg`.
+        """
+        return svg(self, budget_bytes=budget_bytes, units=units or self._units, copies=copies)
+
+    def _repr_svg_(self) -> str:
+        """For a notebook."""
+        return self.draw()
+
+    def __str__(self) -> str:
+        schedule, units = self.schedule, self._units
+        has_memory = any(self.memory)
+        rows = [("", *(name for name, _ in _COLUMNS), "idle", *(["peak"] * has_memory))]
+        for rank, idle in enumerate(self.idle_share):
+            times = (units.of_time(self._seconds_of(rank, kinds)) for _, kinds in _COLUMNS)
+            peak = [units.of_memory(self.peak_bytes[rank])] if has_memory else []
+            rows.append((row_name(schedule, rank), *times, percent(idle), *peak))
+        counts = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
+        return f"{schedule.name}, {counts}: step {units.of_time(self.step_seconds)}\n\n{aligned(rows)}"
 
     @property
-    def step_seconds(self) -> float:
-        return max((event.end_seconds for event in self.events), default=0.0)
+    def _units(self) -> Units:
+        return self.units or units_for(max(self.peak_bytes, default=0.0))
 
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank."""
-        return tuple(max((amount for _, amount in curve), default=0.0) for curve in self.memory)
-
-    @property
-    def idle_share(self) -> tuple[float, ...]:
-        """Per rank, the share of the step in which it computes nothing."""
-        step = self.step_seconds
-        busy = [0.0] * len(self.schedule.ranks)
-        for event in self.events:
-            busy[event.rank] += event.end_seconds - event.start_seconds
-        return tuple(1 - seconds / step if step else 0.0 for seconds in busy)
+    def _seconds_of(self, rank: int, kinds: Sequence[Kind]) -> float:
+        own = (event for event in self.events if event.rank == rank and event.action.kind in kinds)
+        return sum(event.end_seconds - event.start_seconds for event in own)

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from torchckpt.model.action import Action, Kind
-from torchckpt.model.timeline import Timeline
+from torchckpt.model.figures import TimelineFigures
 from torchckpt.model.units import Units
 
 __all__ = ["trace"]
@@ -35,7 +35,7 @@ class _Stream(IntEnum):
         return "compute" if self is _Stream.COMPUTE else f"link out {self.name.lower()}"
 
 
-def trace(*timelines: Timeline, names: Sequence[str] = (), units: Units | None = None) -> str:
+def trace(*timelines: TimelineFigures, names: Sequence[str] = (), units: Units | None = None) -> str:
     """The JSON text; several timelines stand one under the other.
 
     >>> text = trace(simulate(gpipe(2, 4)))  # for Path("step.json").write_text(text)
@@ -55,7 +55,7 @@ def trace(*timelines: Timeline, names: Sequence[str] = (), units: Units | None =
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _entries(timeline: Timeline, prefix: str, first_process: int, units: Units) -> Iterator[_Entry]:
+def _entries(timeline: TimelineFigures, prefix: str, first_process: int, units: Units) -> Iterator[_Entry]:
     placement = timeline.schedule.placement
     for rank in range(len(timeline.schedule.ranks)):
         yield from _named("process", f"{prefix}rank {rank}", first_process + rank, 0)

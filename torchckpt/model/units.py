@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from torchckpt.model.action import Action
 from torchckpt.model.schedule import Schedule
 
-__all__ = ["Units", "aligned", "label", "number", "percent", "row_name"]
+__all__ = ["Units", "aligned", "label", "number", "percent", "row_name", "units_for"]
+
+_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_BARE = 1e5
+"""Amounts of memory below this many are in units of the caller's own."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +26,36 @@ class Units:
     seconds: float = 1.0
     memory: str = "A"
     bytes: float = 1.0
+    digits: int = 4
+    """That count, at most."""
+    many: str = ""
+    """The name of several units of memory, if it is another one."""
 
     def of_time(self, seconds: float) -> str:
-        return f"{number(seconds / self.seconds)} {self.time}".rstrip()
+        return f"{number(seconds / self.seconds, self.digits)} {self.time}".rstrip()
 
     def of_memory(self, amount_bytes: float) -> str:
-        return f"{number(amount_bytes / self.bytes)} {self.memory}".rstrip()
+        amount = number(amount_bytes / self.bytes, self.digits)
+        return f"{amount} {self.memory if amount == '1' else self.many or self.memory}".rstrip()
 
 
-def number(value: float) -> str:
-    """At most four significant digits, in full up to a million: ``33``, ``0.25``, ``1234``."""
-    if 1e3 <= abs(value) < 1e6:
+def units_for(most_bytes: float, memory: str = "A") -> Units:
+    """Bytes and milliseconds where memory is large; else memory in ``memory``, and time as a bare number.
+
+    >>> units_for(2.5e6).of_memory(2.5e6), units_for(3).of_memory(3)
+    ('2.5 MB', '3 A')
+    """
+    if most_bytes < _BARE:
+        return Units(memory=memory)
+    amount, name = next(pair for pair in _BYTES if most_bytes >= pair[0])
+    return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
+
+
+def number(value: float, digits: int = 4) -> str:
+    """At most so many significant digits, in full up to a million: ``33``, ``0.25``, ``1234``."""
+    if 10 ** (digits - 1) <= abs(value) < 1e6:
         return f"{value:.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def percent(share: float) -> str:

@@ -98,6 +98,10 @@ def test_the_picture_has_the_memory_of_each_rank_under_its_budget(plan):
     assert len(lines) == 2 * 4 + 1  # and the legend's
 
 
+def test_a_notebook_shows_the_picture(plan):
+    assert plan._repr_svg_() == plan.draw()
+
+
 def test_shares(plan):
     assert plan.balance == (8, 8, 8, 7)
     every = sum(len(stage.blocks) for stage in gpt(8, 8, 8, 7)) * 8

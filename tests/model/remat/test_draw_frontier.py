@@ -6,7 +6,7 @@ import pytest
 from tests.model.remat.test_draw import SPACE, Picture, outside, overlaps
 from torchckpt.model.remat.draw_frontier import draw_frontier
 
-LEFT, END, TOP, BOTTOM = 76.0, 696.0, 92.0, 372.0
+LEFT, END, TOP, BOTTOM = 76.0, 696.0, 116.0, 396.0
 OURS = [(100, 0.0), (60, 0.1), (40, 0.25), (70, 0.2)]
 OTHERS = {"torch activation_memory_budget": [(100, 0.0), (80, 0.3), (120, 0.4)], "torch min-cut": [(90, 0.05)]}
 
@@ -99,3 +99,23 @@ def test_few_points_and_none(points: list[tuple[int, float]], eager: int) -> Non
 def test_the_same_text_every_time() -> None:
     text = draw_frontier(OURS, OTHERS, eager_peak_bytes=100)
     assert text == draw_frontier(OURS[::-1], OTHERS, eager_peak_bytes=100)
+
+
+def test_budgets_stand_beside_their_points() -> None:
+    budgets = {(60, 0.1): "0.6", (80, 0.3): "0.3", (100, 0.0): "1.0"}
+    drawn = picture(budgets=budgets)
+    assert overlaps(drawn) == outside(drawn) == []
+    words = {str(word.text): word for word in drawn.words if "budgeted" in word.attrib.get("class", "")}
+    assert set(words) == {"0.6", "0.3", "1.0"}
+    for (peak, share), text in budgets.items():
+        x, y = place(peak, share).expected  # type: ignore[attr-defined]
+        assert abs(float(words[text].attrib["x"]) - x) < 30
+        assert abs(float(words[text].attrib["y"]) - y) < 15
+
+
+def test_of_budgets_that_would_touch_one_is_left_out() -> None:
+    points = [(60 + index, 0.1) for index in range(6)]
+    budgets = {point: f"0.{index}" for index, point in enumerate(points)}
+    drawn = Picture(draw_frontier(OURS, {"torch": points}, eager_peak_bytes=100, budgets=budgets))
+    assert overlaps(drawn) == outside(drawn) == []
+    assert 1 <= sum("budgeted" in word.attrib.get("class", "") for word in drawn.words) < 6

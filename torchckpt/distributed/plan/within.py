@@ -30,7 +30,7 @@ from torchckpt.distributed.plan.alive import Alive
 from torchckpt.distributed.plan.make import Costs, made
 from torchckpt.distributed.plan.parts import Counted, Seconds
 from torchckpt.distributed.private import Live
-from torchckpt.distributed.record import Record, gather
+from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.sizes import Size
 from torchckpt.distributed.told import Told
 from torchckpt.errors import CheckpointError, ScheduleError
@@ -98,9 +98,7 @@ class RecomputeWithin(RecomputeAhead):
     def timeline(self) -> Timeline:
         if self._fitted is None:
             return super().timeline()
-        schedule, steps, _, links, _ = self._measured()
-        costs = [stage.costs() for stage in self._fitted.plan.problem.stages]
-        return with_memory_of(self._fitted.plan, measured_timeline(schedule, steps[-1], costs, links))
+        return _planned_timeline(self._fitted.plan, self._measured("timeline()"))
 
     def report(self) -> PlannedStep:  # type: ignore[override]  # which says what a plan is worth
         """The plan beside its steps: how long they take, and how many bytes of each rank; ``print()`` shows a table.
@@ -108,7 +106,8 @@ class RecomputeWithin(RecomputeAhead):
         Collective: every rank of the pipeline calls it, and gets the same.
 
         Raises:
-            ScheduleError: no step has followed a plan yet.
+            ScheduleError: no step has followed a plan yet; or a rank does not call it, within half of the timeout of
+                the group.
         """
         if self._fitted is None:
             raise ScheduleError(
@@ -116,14 +115,16 @@ class RecomputeWithin(RecomputeAhead):
                 f"  received: report() after {self._steps}\n  works:    print(schedule.report()) after step "
                 f"{FIRST_STEPS + 1}"
             )
-        measured = self._measured()
-        peaks = dict(of_all((self.rank, self._peak_bytes), self._group))
+        measured = self._measured("report()")
+        with self._record.device_current():
+            peaks = dict(of_all((self.rank, self._peak_bytes), self._group))
         found = [peaks.get(rank) for rank in range(self.pp_group_size)]
         counted = tuple(peak for peak in found if peak is not None)
         fitted, steps = self._fitted, tuple(_seconds_of(step) for step in measured.steps)
         is_counted = len(counted) == len(found)
+        timeline = _planned_timeline(fitted.plan, measured)
         return PlannedStep(
-            fitted.plan, self.timeline(), steps, fitted.budget_bytes, fitted.peak_bytes, counted if is_counted else None
+            fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, counted if is_counted else None
         )
 
     # what the runtime calls -----------------------------------------------------------------------------------------
@@ -306,6 +307,12 @@ class RecomputeWithin(RecomputeAhead):
             said = f"a step of the plan, which has {max(self._fitted.peak_bytes):.0f} bytes on a rank, takes"
             works = f"budget={0.9 * min(self._fitted.budget_bytes):.0f} or less, or {works}"
         return f"{error}\nrecompute_ahead: {said} more than the device has left\n  works:    {works}"
+
+
+def _planned_timeline(plan: PipelinePlan, measured: Gathered) -> Timeline:
+    schedule, steps, _, links, _ = measured
+    costs = [stage.costs() for stage in plan.problem.stages]
+    return with_memory_of(plan, measured_timeline(schedule, steps[-1], costs, links))
 
 
 def _forwards_and_backwards(schedule: Schedule) -> list[list[Action]]:

@@ -35,6 +35,10 @@ class PipelinePlan(PlanFigures):
         """An SVG: who does what when, and of each rank the memory over time under its budget."""
         return draw(self)
 
+    def _repr_svg_(self) -> str:
+        """For a notebook."""
+        return self.draw()
+
     def to_json(self) -> str:
         """For :meth:`from_json`."""
         return written(self)

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 from torchckpt.model.plan.figures import PlanFigures
 from torchckpt.model.plan.replay import Choice
-from torchckpt.model.units import Units, aligned, number, percent
+from torchckpt.model.units import Units, aligned, number, percent, units_for
 
 __all__ = ["by_stage", "summary", "table", "units_of"]
 
-_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
-_BARE = 1e5
-"""Budgets below this many are in units of the caller's own."""
 
 
 def table(plan: PlanFigures) -> str:
@@ -41,11 +38,7 @@ def summary(plan: PlanFigures) -> str:
 
 def units_of(plan: PlanFigures) -> Units:
     """Bytes and seconds where budgets are large; else memory in the caller's own unit, time as a bare number."""
-    most = max(plan.problem.budget_bytes)
-    if most < _BARE:
-        return Units(memory="")
-    amount, name = next(pair for pair in _BYTES if most >= pair[0])
-    return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
+    return units_for(max(plan.problem.budget_bytes), memory="")
 
 
 def by_stage(plan: PlanFigures, units: Units) -> str:

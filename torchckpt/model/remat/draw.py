@@ -1,7 +1,7 @@
 """Draw: the memory of one step as SVG, with and without recompute, and what is recomputed when.
 
- [1] title
- [2] peak, change, budget, recompute
+ [1] what recompute buys, in words
+ [2] title, budget, recompute
  ┌ [3] ─────────────────────────────────┐ [4] eager peak
  │ bytes alive over time, coloured by   │ [4] budget
  │ what runs; eager in grey behind      │ [4] planned peak
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
@@ -23,7 +23,7 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.axis import Axis
 from torchckpt.model.canvas import Canvas
-from torchckpt.model.look import CHARACTER, STYLE, clipped
+from torchckpt.model.look import CHARACTER, STYLE, TEXT, clipped, headed
 from torchckpt.model.remat.curve import Run, Span, joined, kinds, runs, spans, thinned
 from torchckpt.model.remat.dataflow import Dataflow, Schedule
 from torchckpt.model.remat.labels import Label, beside, spread
@@ -35,18 +35,20 @@ __all__ = ["draw_plan"]
 _STYLE = STYLE + """
 .fill{fill-opacity:.8} .before{fill:#e5e7eb;stroke:#9ca3af;stroke-width:1} .outline{fill:none;stroke:#111827}
 .leader{stroke:#9ca3af;stroke-width:1;stroke-dasharray:1 3} .leader.after{stroke:#111827}
-.red{fill:#c0392b} .bold{font-weight:600;fill:#111827} .small{font-size:10px}
+.red{fill:#c0392b} .bold{font-weight:600;fill:#111827} .small{font-size:12px}
 .dot{fill:#111827} .dot.grey{fill:#6b7280}
 """
 _KINDS = {"F": "forward", "B": "backward", "R": "recomputed"}
-_WIDTH, _LEFT, _RIGHT = 960.0, 84.0, 140.0
+_WIDTH, _LEFT, _RIGHT = 960.0, 92.0, 158.0
 _END = _WIDTH - _RIGHT
-_TOP, _BOTTOM = 56.0, 316.0  # of the chart
+_TOP, _BOTTOM = 78.0, 338.0  # of the chart
 _LANES = _BOTTOM + 42
 _FINEST, _FINEST_KIND = 1.0, 5.0  # pixels: of the curve, and of stripes of two colours
 _LINE = 14.0  # from one line of text to the next
-_LONGEST_TITLE, _LONGEST_NAME = 90, 24
-_SMALL = 10.0
+_LONGEST_TITLE, _LONGEST_NAME = 60, 24
+_SMALL = 12.0
+_LEAST = 0.02  # of the recomputed time, for a name
+_MOST_NAMES = 8  # of what is recomputed, that which takes longest
 
 
 def draw_plan(
@@ -68,7 +70,7 @@ def draw_plan(
         schedule: what to draw.
         before: drawn in grey behind; by default the eager step.
         budget_bytes: where to draw a line across; by default nowhere.
-        title: above the picture; clipped if long.
+        title: what the picture is of, below what it shows; clipped if long.
         paths: of each operation, the module that it belongs to, such as ``layers.3.mlp``: the names of what is
             recomputed, shortened until they have room. By default the names of the operations.
         units: how to write times and memory; by default time is in per cent of the eager step, and memory in B, kB,
@@ -84,16 +86,15 @@ def draw_plan(
     other = runs(flow, flow.eager if before is None else before)
     plan = _Plan(flow, runs(flow, schedule), other, before is None, budget_bytes, units)
     canvas = Canvas(_WIDTH)
-    facts = plan.facts
-    canvas.words(_LEFT, 22, clipped(title, _LONGEST_TITLE), class_="name")
-    canvas.words(_LEFT, 42, facts, class_="facts")
+    finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
+    headed(canvas, _LEFT, finding, facts)
     _axes(canvas, plan)
     _curves(canvas, plan)
     _levels(canvas, plan)
     y = _lanes(canvas, plan)
     if plan.repeats:
         y = _names(canvas, plan, [path or flow.operations[index].name for index, path in enumerate(named)], y)
-    return canvas.text(_legend(canvas, plan, y), f"{title}: {facts}", _STYLE)
+    return canvas.text(_legend(canvas, plan, y), f"{finding}; {facts}", _STYLE)
 
 _Part: TypeAlias = tuple[float, float, float]
 """Of a curve, from x to x, at y."""
@@ -139,7 +140,7 @@ class _Plan:
     def units(self) -> Units:
         eager = self.flow.seconds
         time, seconds = ("%", eager / 100) if eager > 0 else ("operations", 1.0)
-        return self.given_units or memory_units(self.memory.extent, time, seconds)
+        return replace(self.given_units or memory_units(self.memory.extent, time, seconds), digits=3)
 
     @cached_property
     def kinds(self) -> list[Span]:
@@ -153,13 +154,19 @@ class _Plan:
         return "eager" if self.before_is_eager else "before"
 
     @property
+    def finding(self) -> str:
+        """[1]"""
+        peak, before = _bytes(self.peak), _bytes(self.peak_before)
+        if not self.is_change:
+            return f"Peak memory {self.units.of_memory(peak)}"
+        change = f" ({(peak / before - 1) * 100:+.1f} %)" if before else ""
+        cost = f", for {self._share}" if self._share else ""
+        return f"Peak memory {self.units.of_memory(peak)} in place of {self.units.of_memory(before)}{change}{cost}"
+
+    @property
     def facts(self) -> str:
         """[2]"""
-        peak, before = _bytes(self.peak), _bytes(self.peak_before)
-        facts = [f"peak {self.units.of_memory(peak)}"]
-        if self.is_change:
-            change = f" ({(peak / before - 1) * 100:+.1f} %)" if before else ""
-            facts = [f"peak {self.units.of_memory(before)} → {self.units.of_memory(peak)}{change}"]
+        peak, facts = _bytes(self.peak), []
         if self.budget_bytes is not None:
             over = peak - self.budget_bytes
             budget = f"budget of {self.units.of_memory(self.budget_bytes)}"
@@ -170,11 +177,13 @@ class _Plan:
     def _cost(self) -> str:
         if not self.repeats:
             return "nothing is recomputed"
+        return "1 operation recomputed" if len(self.repeats) == 1 else f"{len(self.repeats)} operations recomputed"
+
+    @property
+    def _share(self) -> str:
         repeated = sum(run.end_seconds - run.start_seconds for run in self.repeats)
-        once = self.after[-1].end_seconds - repeated
-        share = f", {repeated / once * 100:+.1f} % time" if once else ""
-        operations = "1 operation" if len(self.repeats) == 1 else f"{len(self.repeats)} operations"
-        return f"recompute: {operations}{share}"
+        once = self.after[-1].end_seconds - repeated if self.after else 0.0
+        return f"{repeated / once * 100:.1f} % more time" if repeated and once else ""
 
 
 def _bytes(run: Run | None) -> int:
@@ -270,12 +279,12 @@ def _lanes(canvas: Canvas, plan: _Plan) -> float:
         x, end = plan.time(own[0].start_seconds), plan.time(own[-1].end_seconds)
         kind, name, shade = ("F", "forward", "dark") if is_forward else ("B", "backward", "light")
         canvas.rectangle(x, _LANES, end - x, 15, class_=f"{kind} phase")
-        if len(name) * 11 * CHARACTER < end - x:
+        if len(name) * TEXT * CHARACTER < end - x:
             canvas.words((x + end) / 2, _LANES + 11, name, class_=f"middle {shade}")
     if not plan.repeats:
         return _LANES + 15
     y = _LANES + 20
-    canvas.words(_LEFT - 8, y + 11, "recomputed", class_="end")
+    canvas.words(_LEFT - 8, y + 12, "recomputed", class_="end")
     repeated = [(plan.time(kind.start_seconds), plan.time(kind.end_seconds)) for kind in plan.kinds if kind.name == "R"]
     canvas.boxes(((start, y, end - start, 14) for start, end in repeated), class_="R repeated")
     return y + 14
@@ -288,7 +297,7 @@ def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float
     every = [spans(plan.after, paths, depth) for depth in range(max(map(len, parts)), numbered - 1, -1)]
     choices = [found for own in every for found in (own, joined(own))]
     tried = [(_beside(plan, found, flat), len(found), flat) for found in choices for flat in (True, False)]
-    labels, wanted, flat = max(tried, key=lambda names: sum(label.weight for label in names[0]))
+    labels, wanted, flat = max(tried, key=lambda names: _worth(plan, names[0]))
     for label in sorted(labels, key=lambda label: label.place):
         if flat:
             canvas.words(label.place, y + 14, label.name, class_="middle small")
@@ -301,6 +310,13 @@ def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float
     return y + (18 if flat else 8 + max(len(label.name) for label in labels) * _SMALL * CHARACTER)
 
 
+def _worth(plan: _Plan, labels: Sequence[Label]) -> tuple[float, int]:
+    """The share of the recomputed time that has a name, to a hundredth; of the same share, the shorter names."""
+    every = sum(run.end_seconds - run.start_seconds for run in plan.repeats)
+    share = sum(label.weight for label in labels) / every if every else 0.0
+    return round(share, 2), -sum(len(label.name) for label in labels)
+
+
 def _beside(plan: _Plan, found: Sequence[Span], flat: bool) -> list[Label]:
     """The names that have room, lying or standing on end."""
     labels = []
@@ -308,7 +324,9 @@ def _beside(plan: _Plan, found: Sequence[Span], flat: bool) -> list[Label]:
         name = clipped(span.name, _LONGEST_NAME, tail=True)
         extent = len(name) * _SMALL * CHARACTER + 6 if flat else _SMALL * 1.1
         labels.append(Label(name, plan.time((span.start_seconds + span.end_seconds) / 2), extent, span.seconds))
-    return beside(labels, _LEFT - 2, _WIDTH)
+    every = sum(label.weight for label in labels)
+    long = [label for label in labels if label.weight >= _LEAST * every] or labels
+    return beside(long, _LEFT - 2, _WIDTH)[:_MOST_NAMES]
 
 
 def _legend(canvas: Canvas, plan: _Plan, y: float) -> float:
@@ -326,5 +344,5 @@ def _legend(canvas: Canvas, plan: _Plan, y: float) -> float:
         else:
             canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
         canvas.words(x + 18, y, text)
-        x += 38 + len(text) * 11 * CHARACTER
+        x += 38 + len(text) * TEXT * 0.58
     return y + 16

@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, cycle
 from typing import NamedTuple, TypeAlias
 
 from torchckpt.model.axis import Axis
 from torchckpt.model.canvas import Canvas
-from torchckpt.model.look import CHARACTER, STYLE, clipped
+from torchckpt.model.look import CHARACTER, STYLE, TEXT, clipped, headed
 from torchckpt.model.remat.scale import memory_units
 from torchckpt.model.units import Units, number, percent
 
@@ -37,12 +37,14 @@ _OTHERS = (
     _Mark("#6b7280", False, True, True),
 )
 _STYLE = STYLE + """
+.budgeted{font-size:11px;paint-order:stroke;stroke:#fff;stroke-width:3px}
 .frontier{fill:none;stroke:#0072b2;stroke-width:1.8} .eager{stroke:#6b7280;stroke-width:1.2;stroke-dasharray:2 3}
 """
 _WIDTH, _LEFT, _RIGHT = 720.0, 76.0, 24.0
 _END = _WIDTH - _RIGHT
-_TOP, _BOTTOM = 92.0, 372.0  # of the chart
-_LONGEST_TITLE, _LONGEST_NAME = 70, 40
+_BUDGET = 11.0  # the size of a budget's font
+_TOP, _BOTTOM = 116.0, 396.0  # of the chart
+_LONGEST_TITLE, _LONGEST_NAME = 56, 40
 
 
 def draw_frontier(
@@ -53,6 +55,7 @@ def draw_frontier(
     title: str = "Memory against recompute",
     name: str = "torchckpt",
     cost: str = "extra compute",
+    budgets: Mapping[Point, str] | None = None,
 ) -> str:
     """Peak memory across, extra compute up, as a document for a file: down and to the left is better.
 
@@ -64,12 +67,12 @@ def draw_frontier(
         title: above the picture; clipped if long.
         name: of the tool that made ``points``.
         cost: what the shares are of, such as ``extra FLOPs`` or ``extra time``.
+        budgets: of any point, what its budget was; written beside it where there is room.
     """
     picture = _Frontier(tuple(sorted(points)), dict(others or {}), eager_peak_bytes)
     canvas = Canvas(_WIDTH)
     facts = picture.facts
-    canvas.words(_LEFT, 22, clipped(title, _LONGEST_TITLE), class_="name")
-    canvas.words(_LEFT, 42, facts, class_="facts")
+    headed(canvas, _LEFT, clipped(title, _LONGEST_TITLE), facts)
     _axes(canvas, picture, cost)
     if picture.line:
         canvas.steps([(picture.memory(peak), picture.cost(share)) for peak, share in picture.line], class_="frontier")
@@ -77,6 +80,7 @@ def draw_frontier(
     for (_, mark), of_tool in reversed([*zip(entries, (picture.points, *picture.others.values()))]):
         for peak, share in of_tool:
             _mark(canvas, picture.memory(peak), picture.cost(share), mark)
+    _budgets(canvas, picture, budgets or {})
     return canvas.text(_legend(canvas, entries), f"{title}: {facts}", _STYLE)
 
 
@@ -96,17 +100,17 @@ class _Frontier:
 
     @property
     def memory(self) -> Axis:
-        peaks = (peak for peak, _ in self._all)
+        peaks = (peak for peak, _ in self.all)
         return Axis(max((self.eager_peak_bytes, *peaks)) * 1.04, _LEFT, _END)
 
     @property
     def cost(self) -> Axis:
-        most = max((share for _, share in self._all), default=0.0)
+        most = max((share for _, share in self.all), default=0.0)
         return Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
 
     @property
     def units(self) -> Units:
-        return memory_units(self.memory.extent)
+        return replace(memory_units(self.memory.extent), digits=3)
 
     @property
     def facts(self) -> str:
@@ -118,7 +122,7 @@ class _Frontier:
         return f"{facts}; the least here {self.units.of_memory(peak)}{of_eager} for +{percent(share)}"
 
     @property
-    def _all(self) -> list[Point]:
+    def all(self) -> list[Point]:
         return [*self.points, *chain.from_iterable(self.others.values())]
 
 
@@ -153,12 +157,29 @@ def _mark(canvas: Canvas, x: float, y: float, mark: _Mark) -> None:
     canvas.rectangle(x - 4, y - 4, 8, 8, stroke_width=1.5, **look)
 
 
+def _budgets(canvas: Canvas, picture: _Frontier, budgets: Mapping[Point, str]) -> None:
+    """Beside a point: of ours to the left, below the line. Left out where another one stands, or a point is."""
+    marks = [(picture.memory(peak), picture.cost(share)) for peak, share in picture.all]
+    taken: list[tuple[float, float, float]] = []  # the middle, the line, and half the length
+    for (peak, share), text in sorted(budgets.items()):
+        x, y, half = picture.memory(peak), picture.cost(share), len(text) * _BUDGET * CHARACTER / 2
+        places = [(x + half + 7, y + 4), (x, y - 8)]
+        if (peak, share) in picture.points:
+            places = [(x - half - 6, y + 12), (x, y - 8)] if y < _BOTTOM - 12 else [(x, y - 8)]
+        for at, line in places:
+            is_free = all(abs(at - other) > half + long + 2 or abs(line - low) >= _BUDGET for other, low, long in taken)
+            if is_free and not any(abs(at - px) < half + 5 and line - _BUDGET - 4 < py < line + 4 for px, py in marks):
+                taken.append((at, line, half))
+                canvas.words(at, line, text, class_="middle budgeted")
+                break
+
+
 def _legend(canvas: Canvas, entries: Sequence[tuple[str, _Mark]]) -> float:
     """Where it ends."""
     x, y = _LEFT, _BOTTOM + 60
     for index, (tool, mark) in enumerate([*entries, ("eager", None)]):
         text = clipped(tool, _LONGEST_NAME)
-        width = 34 + len(text) * 11 * CHARACTER
+        width = 34 + len(text) * TEXT * 0.58
         if x + width > _END and x > _LEFT:
             x, y = _LEFT, y + 18
         if index == 0:

@@ -1,0 +1,131 @@
+"""Meeting: before a collective call, each rank waits for the others to make it, too, and a rank left alone says so.
+
+A collective that one rank alone enters ends with the timeout of its group, and names nothing. So ranks first say in the
+store of the group which call they make. They take turns, numbered on each rank; a turn is decided once, by whoever is
+first: "met" by the rank that sees all others, "missed" by one that has waited too long. Late ranks pass over a missed
+turn, and so meet in the next one::
+
+    rank 0   turn/0 = 1   1/0 = report()   waits ... 1/verdict = missed: error    turn/0 = 2   2/0 = report()   met
+    rank 1                                           (passes over turn 1)   turn/1 = 2   2/1 = report()         met
+
+The last rank to leave a turn clears it. Nothing of this is in a step.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from torchckpt.distributed.private import store_of, timeout_of
+from torchckpt.errors import CheckpointError, ScheduleError
+
+__all__ = ["meeting"]
+
+_WARNED_AFTER = timedelta(seconds=10)
+_MET, _MISSED = "met", "missed"
+
+
+@contextmanager
+def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Within, all ranks of ``group`` make this ``call``, such as ``"report()"``, whose body is collective.
+
+    A rank waits for half of the timeout of the group, and warns before.
+
+    Raises:
+        ScheduleError: a rank does not make the call, or makes another one, or is lost in it.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is not None and found.size() > 1:
+        _meet(call, found, device)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # of the group
+        raise _refusal(call, f"{type(error).__name__}: {error}") from error
+
+
+def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    store, patience = store_of(group), timeout_of(group, device) / 2
+    if store is None:
+        return
+    turns = _Turns(PrefixStore("torchckpt/meeting", store), group.rank(), group.size())
+    turn = turns.entered(call)
+    warned = min(_WARNED_AFTER, patience / 2)
+    if not turns.wait(turn, warned):
+        said = f"schedule.{call} waits for {_ranks(turns.absent(turn))}: it is collective, every rank is to call it"
+        warnings.warn(said, stacklevel=6)
+        turns.wait(turn, patience - warned)
+    absent = turns.absent(turn)
+    if turns.decided(turn, _MISSED if absent else _MET) == _MISSED:
+        late = f"no such call on {_ranks(absent)}" if absent else "the last call after another rank had given up"
+        raise _refusal(call, f"{call} on rank {group.rank()}, {late} within {patience.total_seconds():g} s")
+    said_by = turns.left(turn)
+    if len(set(said_by)) > 1:
+        received = ", ".join(f"{said} on rank {rank}" for rank, said in enumerate(said_by))
+        raise _refusal(call, received)
+
+
+class _Turns:
+    """Of one rank, in the ``store`` of its group."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def entered(self, call: str) -> int:
+        """The number of the turn; the first that is not missed."""
+        while True:
+            turn: int = self._store.add(f"turn/{self._rank}", 1)
+            if not self._store.check([f"{turn}/verdict"]):
+                self._store.set(f"{turn}/{self._rank}", call)
+                return turn
+
+    def wait(self, turn: int, time: timedelta) -> bool:
+        """Whether all ranks came, after at most so much time."""
+        try:
+            self._store.wait(self._keys(turn), time)
+        except RuntimeError:  # the time is over; a store that is lost raises again
+            return not self.absent(turn)
+        return True
+
+    def absent(self, turn: int) -> list[int]:
+        return [rank for rank, key in enumerate(self._keys(turn)) if not self._store.check([key])]
+
+    def decided(self, turn: int, verdict: str) -> str:
+        """The verdict that came first."""
+        first: bytes = self._store.compare_set(f"{turn}/verdict", "", verdict)
+        return first.decode()
+
+    def left(self, turn: int) -> list[str]:
+        """What each rank called."""
+        said = [self._store.get(key).decode() for key in self._keys(turn)]
+        if self._store.add(f"{turn}/left", 1) == self._size:  # nobody reads this turn, or one before it, again
+            self._clear(turn)
+        return said
+
+    def _clear(self, turn: int) -> None:
+        while self._store.check([f"{turn}/verdict"]):
+            for key in (*self._keys(turn), f"{turn}/left", f"{turn}/verdict"):
+                self._store.delete_key(key)
+            turn -= 1
+
+    def _keys(self, turn: int) -> list[str]:
+        return [f"{turn}/{rank}" for rank in range(self._size)]
+
+
+def _ranks(listed: Sequence[int]) -> str:
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"
+
+
+def _refusal(call: str, received: str) -> ScheduleError:
+    name = call.removesuffix("()")
+    return ScheduleError(
+        f"schedule.{call} is collective: call it on every rank of the pipeline\n"
+        f"  received: {received}\n"
+        f"  works:    {name} = schedule.{call} on every rank; then, on one: print({name})"
+    )
