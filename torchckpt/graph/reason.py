@@ -1,4 +1,4 @@
-"""Reason: why a call is traced anew, by what differs from the nearest call that was traced."""
+"""Reason: why a call is traced anew: its differences from the most similar call that was traced before."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,14 +21,14 @@ _OTHERS = "other arguments"
 
 
 def reason_of(model: nn.Module, before: Sequence[Guard], after: Guard, args: Any, kwargs: Any) -> str:
-    """Such as ``first call``, or ``shape of args[0]: (2, 8), now (3, 8)``."""
+    """The reason for a trace, such as ``the first call``, or ``shape of args[0]: (2, 8), now (3, 8)``."""
     if not before:
         return "the first call"
     names = [name for name, _ in argument_names(args, kwargs)]
     every = [
         list(_differences(model, guard, after, names)) or list(_of_outside(guard, after)) for guard in reversed(before)
     ]
-    found = min(every, key=lambda one: (one[:1] == [_OTHERS], len(one)))  # of others nothing more can be told
+    found = min(every, key=lambda one: (one[:1] == [_OTHERS], len(one)))  # _OTHERS comes last: it says little
     more = f", and {len(found) - _MOST} more" if len(found) > _MOST else ""
     return ", ".join(found[:_MOST]) + more if found else "something else that its code reads"
 
@@ -48,7 +48,7 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
     yield from _of_modules(model, before, after)
     names_are_same = (before.structure, before.state) == (after.structure, after.state)
     if names_are_same and (before.places, before.aliases) != (after.places, after.aliases):
-        yield "which tensors are one"
+        yield "which tensors are the same tensor"
 
 
 def _of_kinds(names: Sequence[str], before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _of_modules(model: nn.Module, before: Guard, after: Guard) -> Iterator[str]:
 
 
 def _of_outside(before: Guard, after: Guard) -> Iterator[str]:
-    """By place: names may come twice. Where the places differ, there is none to tell of."""
+    """Differences in values outside of the modules, by position, since names may repeat. None if the names differ."""
     if [name for name, _ in before.outside] == [name for name, _ in after.outside]:
         for (name, old), (_, new) in zip(before.outside, after.outside):
             if old != new:
