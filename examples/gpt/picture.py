@@ -9,12 +9,12 @@ from .table import MIB
 
 __all__ = ["draw_memory"]
 
-_BLACK, _ORANGE, _BLUE = "#333333", "#d55e00", "#0072b2"  # told apart by the colour-blind, too
-_BACKWARD = 2.0  # how wide the backward is drawn, if the forward is 1
+_BLACK, _ORANGE, _BLUE = "#333333", "#d55e00", "#0072b2"  # also distinct for the colour-blind
+_BACKWARD = 2.0  # width of the backward; the forward has 1
 
 
 def draw_memory(plain: Curve, stock: Curve, ours: Curve, subtitle: str, path: Path) -> None:
-    """Each phase is drawn as wide for one curve as for the other, however many operations it has."""
+    """Draw the three curves. Each phase has the same width in all of them, however many operations it has."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -28,7 +28,7 @@ def draw_memory(plain: Curve, stock: Curve, ours: Curve, subtitle: str, path: Pa
     font: dict[str, Any] = {"fontsize": 11, "color": "#555555", "horizontalalignment": "right"}
     axes.text(0.99, 0.74, note, transform=axes.transAxes, **font)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "torchckpt"}):  # the same picture is the same file
+    with rc_context({"svg.hashsalt": "torchckpt"}):  # equal pictures give equal files
         figure.savefig(path, metadata={"Date": None})
 
 
@@ -56,7 +56,7 @@ def _curve(axes: Any, curve: Curve, name: str, color: str, label: tuple[float, f
 
 
 def _spread(alive: list[int], start: float, width: float) -> list[tuple[float, float]]:
-    """The most that was alive in each part of a phase."""
+    """Points of a curve: the peak MiB alive in each part of a phase."""
     parts = min(len(alive), round(300 * width))
     ends = [len(alive) * i // parts for i in range(parts + 1)]
     return [(start + width * i / parts, max(alive[ends[i] : ends[i + 1]]) / MIB) for i in range(parts)]

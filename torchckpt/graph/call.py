@@ -38,14 +38,14 @@ class Call:
         data = dict(zip(self._places[len(names) :], paths))
         chooser.inputs = frozenset(data)
         with leaving_no_tensors(model):
-            self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
+            self._capture = Capture(self._function, _distinct(tensors), data, chooser.cost, chooser, chooser.replay)
         self._capture.witness.refuse_left()
         self.plan: Plan | None = getattr(chooser, "plan", None)
         self.planning_seconds = chooser.watch.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""
-        outputs, replaced = self._capture(_once(tensors))
+        outputs, replaced = self._capture(_distinct(tensors))
         if replaced:
             with TURNS.calling():  # a trace at the same time would undo this
                 for name, value in replaced.items():
@@ -101,5 +101,5 @@ def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
     return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
 
 
-def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())

@@ -11,7 +11,7 @@ from torchckpt.graph.guard import Guard, Itself, argument_names
 __all__ = ["reason_of"]
 
 _TENSOR = ("class", "shape", "layout in memory", "dtype", "device", "requires_grad")
-_SAID_FIRST = ("shape", "dtype", "device", "requires_grad", "layout in memory", "class")
+_BY_INTEREST = ("shape", "dtype", "device", "requires_grad", "layout in memory", "class")
 _AROUND = (
     "autocast", "the kernels of attention that are enabled", "the default dtype, determinism or oneDNN",
     "the default device", "hooks of all modules",
@@ -60,7 +60,7 @@ def _of_kinds(names: Sequence[str], before: Sequence[Hashable], after: Sequence[
 def _changed(name: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
     if len(one) == len(other) == len(_TENSOR):
         differ = {what: pair for what, pair in zip(_TENSOR, zip(one, other)) if pair[0] != pair[1]}
-        what = next(what for what in _SAID_FIRST if what in differ)
+        what = next(what for what in _BY_INTEREST if what in differ)
         old, new = (bool(side) if what == "requires_grad" else side for side in differ[what])
         if old != new:
             return f"{what} of {name}: {old}, now {new}"
