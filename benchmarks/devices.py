@@ -1,4 +1,4 @@
-"""Devices: what a benchmark runs on. ``sim`` is the simulated device of the tests, for a rehearsal without a GPU."""
+"""Devices: the devices that a benchmark runs on. ``sim`` is the tests' simulated device, to rehearse without a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ __all__ = ["Pace", "chosen", "half", "module_of", "name_of", "seconds_of", "sync
 
 
 def chosen(name: str, devices: int = 2) -> torch.device:
-    """The device of that name; ``sim`` has so many. To be called before the first backward of the process."""
+    """The device with this name; ``sim`` has ``devices`` devices. Call it before the first backward of the process."""
     if name == "sim":
         from tests.device import load
 
@@ -19,7 +19,7 @@ def chosen(name: str, devices: int = 2) -> torch.device:
 
 
 def module_of(device: torch.device | None = None) -> Any:
-    """``torch.cuda`` and its like; by default that of the machine's accelerator."""
+    """The torch module of a device type, such as ``torch.cuda``; by default that of the machine's accelerator."""
     return torch.get_device_module(device)
 
 
@@ -28,19 +28,19 @@ def name_of(device: torch.device) -> str:
 
 
 def half(device: torch.device) -> torch.dtype:
-    """bfloat16; the simulated device has no layer norm of it."""
+    """bfloat16; float32 on the simulated device, which has no layer norm in bfloat16."""
     return torch.float32 if device.type == "sim" else torch.bfloat16
 
 
 def synchronize() -> None:
-    """Wait for all accelerators, where there are any."""
+    """Wait for all accelerators, if there are any."""
     if torch.accelerator.is_available():
         for device in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(device)
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """By the clock of the current accelerator, with nothing else there."""
+    """Seconds of ``call()`` by the clock of the current accelerator, which does nothing else meanwhile."""
     module = module_of()
     module.synchronize()
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
@@ -59,6 +59,6 @@ class Pace:
         self._cycles_a_second = cycles / min(seconds_of(lambda: self._sleep(cycles)) for _ in range(5))
 
     def pause(self, seconds: float) -> None:
-        """On the current stream."""
+        """Pause the current stream."""
         if seconds > 0:
             self._sleep(int(seconds * self._cycles_a_second))

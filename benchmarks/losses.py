@@ -1,4 +1,4 @@
-"""Losses: what the models of benchmarks are trained for."""
+"""Losses: the loss functions of the benchmarks."""
 from __future__ import annotations
 
 from torch import Tensor

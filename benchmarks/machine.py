@@ -1,4 +1,4 @@
-"""Machine: what a benchmark ran on, in words."""
+"""Machine: a description of the machine that a benchmark ran on."""
 from __future__ import annotations
 
 import platform
@@ -24,7 +24,7 @@ def processor() -> str:
 
 
 def _models() -> list[str]:
-    """Of each core, where Linux tells."""
+    """The model name of each core, where Linux reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

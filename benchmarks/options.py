@@ -1,4 +1,4 @@
-"""Options: those that all of the benchmarks have that run on a device."""
+"""Options: the command line options of all benchmarks that run on a device."""
 from __future__ import annotations
 
 import argparse
@@ -14,13 +14,13 @@ def options(question: str | None, rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--device", default="cpu", help="cpu, or an accelerator such as cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"at least 20 (default: {rounds})")
-    parser.add_argument("--rehearse", action="store_true", help="does all of it run? small and few; no figures")
+    parser.add_argument("--rehearse", action="store_true", help="only see whether all of it runs: small and few")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser
 
 
 def write(results: dict[str, Any], file: Path | None) -> None:
-    """As JSON, where there is a file to write to."""
+    """Write the results as JSON, if a file is given."""
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(results, indent=1) + "\n")

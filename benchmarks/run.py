@@ -1,10 +1,10 @@
-"""Runs every ``benchmarks/*/bench.py``, and writes what they measured to ``benchmarks/results/<device>.json``.
+"""Run every ``benchmarks/*/bench.py``, and write the results to ``benchmarks/results/<device>.json``.
 
-    python benchmarks/run.py                           # all that the accelerator makes a difference to, or the CPU
-    python benchmarks/run.py --only graph --parts exactness    # what is not known here goes to the benchmarks
-    python benchmarks/run.py --rehearse                # do all of them run? without a GPU: on the simulated device
+    python benchmarks/run.py                           # all benchmarks, on the accelerator, or else on the CPU
+    python benchmarks/run.py --only graph --parts exactness    # options unknown here are passed to the benchmarks
+    python benchmarks/run.py --rehearse                # do they all run? without a GPU: on the simulated device
 
-The file is written after each benchmark, and what it has of others stays.
+The file is written after each benchmark; results of other benchmarks in it are kept.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import torch
 HERE = Path(__file__).parent
 NAMES = [file.parent.name for file in sorted(HERE.glob("*/bench.py"))]
 ON_PAPER = ("simulator",)
-"""They compute without a device, and take no options of it."""
+"""Benchmarks that use no device, and take no options for one."""
 REHEARSED_ROUNDS = 2
 UNSIMULATED = (
     "bfloat16 (float32 in its place): a layer norm of it has statistics of another dtype on the CPU",
     "models of the graph level with attention (gpt6, gpt24): the simulated device's cannot be traced",
     "running out of memory",
 )
-"""What a rehearsal without a GPU leaves out."""
+"""The parts that a rehearsal without a GPU leaves out."""
 
 
 def slug(device: str) -> str:
@@ -51,7 +51,7 @@ def results_of(name: str, options: list[str]) -> dict[str, Any]:
 
 
 def run_all(names: list[str], options: list[str], file: Path) -> list[str]:
-    """Those that failed; the others are in ``file``."""
+    """Run the benchmarks; return the names of those that failed. Results of the others are in ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in names:
@@ -93,7 +93,7 @@ def main() -> None:
         out = arguments.out or (Path(folder) if arguments.rehearse else HERE / "results")
         failed = run_all(names, options, out / f"{slug(device)}.json")
     if arguments.rehearse:
-        left_out = [f"{name}: it only computes on paper" for name in ON_PAPER]
+        left_out = [f"{name}: it uses no device" for name in ON_PAPER]
         left_out += UNSIMULATED if device == "sim" else []
         print("not rehearsed:", *left_out, sep="\n  ")
     if failed:

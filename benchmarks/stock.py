@@ -1,4 +1,4 @@
-"""Stock: layers in ``torch.utils.checkpoint``, to compare with."""
+"""Stock: layers under ``torch.utils.checkpoint``, for comparison."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Transformer: the block that benchmarks are made of, and the embedding before it."""
+"""Transformer: the transformer block and the embedding that the benchmarks use."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ __all__ = ["Block", "Embedding", "fused_causal", "written_out"]
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention whose FLOPs torch can count on every device, as it cannot those of all fused kernels."""
+    """Attention from plain operators, whose FLOPs torch can count on every device; some fused kernels it cannot."""
     return (query @ key.mT / query.size(-1) ** 0.5).softmax(-1) @ value
 
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Of tokens and of their places. Tokens may come as floats, as what a pipeline sends on has to."""
+    """Embedding of tokens and positions. Tokens may be floats, since a pipeline sends only floating tensors."""
 
     def __init__(self, vocabulary: int, length: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Turns: what is compared takes turns in each round, so that whatever else the machine does slows each alike."""
+"""Turns: the compared variants run one after the other in each round, so that other load slows all of them alike."""
 from __future__ import annotations
 
 import gc
@@ -13,7 +13,7 @@ __all__ = ["Spread", "in_turn", "quartiles", "ratios", "spread"]
 
 
 class Spread(NamedTuple):
-    """Of the values of all rounds."""
+    """Median, 10th and 90th percentile of the values of all rounds."""
 
     p10: float
     median: float
@@ -39,7 +39,7 @@ def _cuts(values: Sequence[float], n: int) -> list[float]:
 def in_turn(
     runs: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, warm_up: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds a call, per round, of each of ``runs``, after ``warm_up`` rounds. Every other round goes backwards.
+    """Seconds per call of each of ``runs``, for each round, after ``warm_up`` rounds. Every other round is reversed.
 
     Args:
         calls: made one after the other, and timed together, until all devices have done what they were given.
@@ -58,5 +58,5 @@ def in_turn(
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Taken within a round."""
+    """The ratio of two variants in each round."""
     return spread([a / b for a, b in zip(over, under)])

@@ -1,4 +1,4 @@
-"""Trains a ResNet-110 within 100 MB: its step keeps less, recomputes the rest, and is eager's to the bit.
+"""Trains a ResNet-110 within 100 MB: its step keeps less, recomputes the rest, and is bit-equal to eager.
 
     python examples/fit_resnet.py --budget 100MB
     python -m torchckpt fit examples.fit_resnet:model --budget 100MB
@@ -18,7 +18,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-# Before torch is loaded: its profiler says when it starts and ends.
+# Set before torch is loaded, to silence its profiler's messages about start and end.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -40,7 +40,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Block(nn.Module):
-    """Two convolutions beside a skip, which takes every other pixel and pads channels where the width grows."""
+    """Two convolutions and a skip. Where the width grows, the skip takes every other pixel and pads channels."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """That of CIFAR, without a parameter in its skips: 6n + 2 layers (He et al. 2015, section 4.2)."""
+    """The ResNet for CIFAR with 6n + 2 layers, without parameters in its skips (He et al. 2015, section 4.2)."""
 
     def __init__(self, depth: int, width: int = 16) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def model(depth: int = DEPTH, batch: int = BATCH) -> tuple[nn.Module, Tensor]:
 
 
 def draw(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of one shape each, in a colour of its own and in noise, and which shape it is."""
+    """Noisy images, each of one shape in a random colour, and the class of each shape."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(len(CLASSES), (rows,), generator=generator)
     places = torch.randint(SIDE // 4, SIDE * 3 // 4, (2, rows, 1, 1), generator=generator)
@@ -99,11 +99,11 @@ def draw(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Course:
-    """A network in training: its losses, and the seconds of its steps."""
+    """A network, its optimizer, its losses, and the seconds of its steps."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
-        # The rate of the paper's warm-up: at 110 layers more is too much at first.
+        # The learning rate of the paper's warm-up: with 110 layers, a larger one is too large at first.
         self.optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
@@ -128,7 +128,7 @@ class Course:
 
 
 def are_equal(one: Course, other: Course) -> bool:
-    """To the bit."""
+    """Whether all tensors are bit-equal."""
     return all(torch.equal(mine, yours) for mine, yours in zip(one.results(), other.results(), strict=True))
 
 
@@ -136,7 +136,7 @@ def are_equal(one: Course, other: Course) -> bool:
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """What ``function()`` allocates above what is there before, at its highest point, as the allocator tells it."""
+    """Bytes that ``function()`` allocates at its peak, above those before it, as the allocator reports them."""
     if DEVICE.type == "cpu":
         return max(accumulate(allocations(function)), default=0)
     torch.cuda.reset_peak_memory_stats()
@@ -146,7 +146,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def allocations(function: Callable[[], object]) -> Iterator[int]:
-    """Bytes of each tensor and each temporary that is allocated on the CPU, and their negative where it is freed."""
+    """Bytes of each allocation on the CPU, temporaries included, in order; negative numbers are bytes freed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -159,7 +159,7 @@ def allocations(function: Callable[[], object]) -> Iterator[int]:
         if told["Bytes"] > 0:
             sizes[told["Addr"]] = told["Bytes"]
             yield told["Bytes"]
-        elif told["Addr"] in sizes:  # what is older counts for nothing
+        elif told["Addr"] in sizes:  # older allocations do not count
             yield -sizes.pop(told["Addr"])
 
 
@@ -168,7 +168,7 @@ def allocations(function: Callable[[], object]) -> Iterator[int]:
 
 def main() -> None:
     options = parsed_options()
-    torch.backends.cudnn.deterministic = True  # or, on a GPU, not even two eager steps are equal
+    torch.backends.cudnn.deterministic = True  # otherwise, on a GPU, even two eager steps differ
     network, example = model(options.depth, options.batch)
     began = time.perf_counter()
     try:
@@ -185,7 +185,7 @@ def main() -> None:
 def train(courses: list[Course], steps: int, rows: int) -> None:
     for step in range(steps):
         batch = draw(rows, seed=step)
-        for course in courses[:: -1 if step % 2 else 1]:  # the machine may get slower or faster: take turns
+        for course in courses[:: -1 if step % 2 else 1]:  # take turns: the machine's speed may change
             course.step(*batch)
         if step % 5 == 4 or step == steps - 1:
             print(f"loss, step {step + 1:<7}" + "".join(f"{course.losses[-1].item():14.8f}" for course in courses))
@@ -208,7 +208,7 @@ def report(courses: list[Course], plan: graph.Plan, batch: tuple[Tensor, Tensor]
 
 
 def ratio(eager: Course, fitted: Course) -> str:
-    """Of the seconds of each step: the median, and the middle half of them."""
+    """The ratio of the seconds of each step: its median and quartiles."""
     ratios = [ours / theirs for ours, theirs in zip(fitted.seconds, eager.seconds)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return f"x {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"

@@ -1,9 +1,9 @@
-"""A Llama of 70 billion parameters in eight stages, to be planned before anything is rented.
+"""A Llama of 70 billion parameters in eight stages, to plan its training before any GPU is rented.
 
     python -m torchckpt plan examples.plan_llama:stages --device h100 --microbatches 32 --schedule all \\
         --budget 60GB --svg plan.svg
 
-Nothing of it is run: the stages are made of tensors without memory. ``tiny`` has the same stages, small enough to run.
+The stages are not run: their tensors have no memory. ``tiny`` has the same stages, small enough to run.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Made: TypeAlias = "tuple[list[Stage], Tensor, Callable[[Tensor], Tensor]]"
 
 @dataclass(frozen=True)
 class Size:
-    """By default that of Llama 2 70B (Touvron et al., 2023)."""
+    """The sizes of the model; the defaults are those of Llama 2 70B (Touvron et al., 2023)."""
 
     blocks: int = 80
     width: int = 8192
@@ -31,7 +31,7 @@ class Size:
     hidden: int = 28672
     vocabulary: int = 32000
     tokens: int = 4096
-    rows: int = 1  # of a micro-batch
+    rows: int = 1  # sequences in a micro-batch
     stages: int = 8
     dropout: float = 0.0
 
@@ -41,7 +41,7 @@ class Size:
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by an angle that their position says (Su et al., 2021)."""
+    """Rotary embedding: rotates queries and keys by an angle that depends on their position (Su et al., 2021)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each of ``key_heads`` keys and values serves several queries."""
+    """Grouped-query attention: each of the ``key_heads`` key and value heads serves several query heads."""
 
     def __init__(self, size: Size, rotary: Rotary) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """A feed-forward layer with SwiGLU (Shazeer, 2020)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """What the planner keeps or recomputes."""
+    """A transformer block: the unit that the planner keeps or recomputes."""
 
     def __init__(self, size: Size, rotary: Rotary) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks in a row; before them the embedding on the first stage, after them the head on the last."""
+    """A row of blocks; the first stage begins with the embedding, the last stage ends with the head."""
 
     def __init__(self, size: Size, at: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Stage(nn.Module):
 
 
 def made(size: Size) -> Made:
-    """The stages, what a micro-batch is, and the loss of what the last stage returns."""
+    """The stages, a micro-batch, and the loss function of the last stage's output."""
     tokens = torch.randint(size.vocabulary, (size.rows, size.tokens))
 
     def loss(logits: Tensor) -> Tensor:
@@ -148,5 +148,5 @@ def stages() -> Made:
 
 
 def tiny() -> Made:
-    """The same, of a size that a laptop runs."""
+    """The same stages, in sizes that run on a laptop."""
     return made(Size(8, 64, 8, 2, 224, 256, 32, 2, 4))

@@ -1,7 +1,7 @@
 """Trains a small U-Net to tell disks from rectangles in noise: as a plain Sequential, and as a pipeline.
 
-A U-Net's skips go from the first layers straight to the last ones, across the stages between: ``stash`` and ``pop``.
-The pipelines, of 2 and of 4 stages, make the plain model's training to the bit, and keep less of every forward.
+A U-Net's skips go from the first layers straight to the last ones, across the stages between, by ``stash`` and ``pop``.
+The pipelines, with 2 and 4 stages, train bit-equal to the plain model, and keep less memory after each forward.
 
     python examples/unet.py
 """
@@ -78,7 +78,7 @@ class Up(nn.Module):
 
 
 def draw(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of a disk and a rectangle each, with noise, and the class of each of their pixels."""
+    """Noisy images, each with a disk and a rectangle, and the class of each pixel."""
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     classes = torch.zeros(rows, SIDE, SIDE, dtype=torch.long)
@@ -112,7 +112,7 @@ class Course:
         self.losses.append(loss.item())
 
     def bytes_alive(self, images: Tensor, classes: Tensor) -> tuple[int, int]:
-        """Between a forward and its backward; and at most."""
+        """Bytes alive between forward and backward, and the peak of the step."""
         self.optimizer.zero_grad()
         with LiveBytes() as ledger:
             loss = cross_entropy(self.model(images), classes)
@@ -122,7 +122,7 @@ class Course:
 
 
 def micro_batch_by_micro_batch(model: nn.Sequential) -> Model:
-    """What a pipeline computes, without one. The backward takes the last micro-batch first, as a pipeline's does."""
+    """Computes like a pipeline, without one. The backward takes the last micro-batch first, as in a pipeline."""
 
     def run(images: Tensor) -> Tensor:
         with DeferredBatchNorm.mini_batch(model):
@@ -145,7 +145,7 @@ def courses(width: int, levels: int) -> Iterator[Course]:
 
 
 def is_equal(one: Course, other: Course) -> bool:
-    """Losses, parameters, and running statistics, to the bit."""
+    """Whether losses, parameters and running statistics are bit-equal."""
     states = one.layers.state_dict(), other.layers.state_dict()
     return one.losses == other.losses and all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 

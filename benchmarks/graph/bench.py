@@ -1,4 +1,4 @@
-"""What does the graph level cost, and what do torch's own ways? On a CPU all of it; on a GPU what depends on one."""
+"""What does the graph level cost, beside torch's own ways to save memory? On a GPU, only parts that depend on it."""
 from __future__ import annotations
 
 import sys
@@ -19,14 +19,14 @@ from benchmarks.options import options, write
 
 
 class Work(NamedTuple):
-    """Models, their sizes and budgets."""
+    """The models to measure, their sizes and budgets."""
 
     models: Mapping[str, Sequence[str]]
-    """By part."""
+    """The models of each part."""
     sizes: Mapping[str, dict[str, Any]]
-    """By model, where they are others than those of benchmarks."""
+    """By model: sizes that replace the benchmark's default sizes."""
     budgets: tuple[float, ...]
-    """Of the frontier."""
+    """The budgets of the frontier."""
 
 
 FULL = Work(
@@ -44,7 +44,7 @@ REHEARSED = Work(
     budgets=(0.8, 0.6),
 )
 UNTRACED = ("gpt6",)
-"""Rehearsed where the device is not simulated, which has no attention that can be traced."""
+"""Models that cannot be rehearsed on the simulated device: it has no attention that can be traced."""
 
 
 def rehearsed(device: str) -> Work:

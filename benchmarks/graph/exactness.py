@@ -1,4 +1,4 @@
-"""Exactness: bit-equality with eager, and the peak that was planned beside the peak that is measured.
+"""Exactness: are plans bit-equal with eager, and are their planned peaks equal to the measured peaks?
 
     python benchmarks/graph/exactness.py
 """
@@ -25,7 +25,7 @@ POLICIES = (None, "speed", "memory")
 def count(
     name: str, device: str = "cpu", sizes: dict[str, Any] | None = None, budgets: tuple[float, ...] = BUDGETS
 ) -> dict[str, Any]:
-    """Of a model under every policy and budget: equal to the bit, planned and measured bytes; None if none fits."""
+    """For a model, every policy and budget: bit-equality, planned and measured bytes; None if no plan fits."""
     one = subject(name, device, sizes)
     rows = {}
     for key, options in _options(one, budgets):
@@ -34,7 +34,7 @@ def count(
         except BudgetInfeasible as error:
             rows[key] = {"least": error.plan.peak_bytes / one.eager_peak_bytes}
             continue
-        except ArgumentError:  # "speed", of a model without convolutions and products
+        except ArgumentError:  # "speed" needs a convolution or a matrix product
             continue
         rows[key] = {
             "bit-equal": is_same(one.result(made), one.result()),

@@ -1,4 +1,4 @@
-"""Fewest: how many FLOPs of recomputation no schedule within a budget can do without, proven by an integer programme.
+"""Fewest: a lower bound of the recomputed FLOPs of all schedules within a budget, proven by an integer programme.
 
 While one operation of the backward runs, what the later ones read is in memory or is repeated after it; so is what that
 repeat reads. What is in memory beside that operation's own bytes fits into the budget. The fewest FLOPs that this
@@ -14,7 +14,7 @@ __all__ = ["fewest_flops"]
 
 
 def fewest_flops(flow: Dataflow, budget_bytes: int, seconds: float = 60.0) -> int:
-    """A lower bound of the FLOPs of repeats; the linear programme chooses the operation, the integer one is solved."""
+    """A lower bound of recomputed FLOPs: a linear programme chooses the operation, then the integer one is solved."""
     at, most = flow.forward, 0.0
     for index in range(flow.forward, len(flow.operations)):
         found = _Programme(flow, budget_bytes, index, "GLOP").solved(seconds)
@@ -23,7 +23,7 @@ def fewest_flops(flow: Dataflow, budget_bytes: int, seconds: float = 60.0) -> in
 
 
 class _Programme:
-    """Of each storage of the forward, whether it is there while ``index`` runs; of each operation, if it repeats."""
+    """Variables: for each forward storage, whether it is alive while ``index`` runs; for each operation, its repeat."""
 
     def __init__(self, flow: Dataflow, budget_bytes: int, index: int, solver: str) -> None:
         from ortools.linear_solver import pywraplp
@@ -46,7 +46,7 @@ class _Programme:
         self._solver.Minimize(sum(flops))
 
     def _hold(self, flow: Dataflow, budget_bytes: int, index: int) -> None:
-        """What ``index`` reads and writes, and the results before it, are there."""
+        """Require that the inputs and outputs of ``index``, and the results before it, are alive."""
         operation, sizes = flow.operations[index], flow.sizes_bytes
         before = {storage for one in flow.operations[:index] for storage in one.writes}
         own = {*operation.reads, *operation.writes, *(before & flow.results)} - flow.given
@@ -56,9 +56,9 @@ class _Programme:
         self._solver.Add(sum(sizes[storage] * there for storage, there in self._there.items()) <= room)
 
     def solved(self, seconds: float) -> float:
-        """The bound; 0 where there is none, for nothing fits."""
+        """The bound; 0 if the programme has no solution, because nothing fits."""
         self._solver.SetTimeLimit(int(1000 * seconds))
         status, objective = self._solver.Solve(), self._solver.Objective()
-        if self._is_linear:  # which has no other bound than its optimum
+        if self._is_linear:  # the bound of a linear programme is its optimum
             return float(objective.Value()) if status == self._solver.OPTIMAL else 0.0
         return float(objective.BestBound()) if status in (self._solver.OPTIMAL, self._solver.FEASIBLE) else 0.0

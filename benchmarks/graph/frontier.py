@@ -1,4 +1,4 @@
-"""Frontier: memory against recompute, ours beside torch's ``activation_memory_budget``, min-cut and checkpoints.
+"""Frontier: memory against recomputation, beside torch's ``activation_memory_budget``, min-cut and checkpoints.
 
     python benchmarks/graph/frontier.py
 """
@@ -26,18 +26,18 @@ __all__ = ["BUDGETS", "MODELS", "count", "draw", "measure", "show"]
 
 MODELS = ("gpt6", "resnet20", "mlp24", "unet")
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-"""Torch's; ours are the bytes that torch then takes, and these shares of eager's peak."""
+"""Torch's budgets. Our budgets are the bytes that torch then takes, and these shares of eager's peak."""
 
 _LOSS_BYTES = 64  # our planner leaves room for a loss outside of the graph
 
 
 @dataclass
 class Variant:
-    """One way to run the step, and what was counted of it; ``told`` says what else there is to say."""
+    """One way to run the step, and its counts; ``told`` has further facts."""
 
     step: Callable[[], None]
-    peak: float  # over eager's
-    flops: float  # beyond eager's, as a share of them
+    peak: float  # bytes, over eager's
+    flops: float  # recomputed FLOPs, over eager's FLOPs
     gradients: str  # "equal" to the bit, "close" by allclose, or "wrong"
     told: dict[str, Any] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ def measure(
     budgets: tuple[float, ...] = BUDGETS,
     sizes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Of one model: what is counted, and of each variant the time of its step over eager's."""
+    """The counts of one model, and for each variant the time of its step over eager's."""
     one = subject(name, device, sizes)
     variants = variants_of(one, budgets)
     distinct = {id(variant): variant.step for variant in variants.values()}
@@ -64,13 +64,13 @@ def measure(
 
 
 def count(name: str, sizes: dict[str, Any], budgets: tuple[float, ...]) -> dict[str, Any]:
-    """The same without time."""
+    """The counts of one model, without times."""
     one = subject(name, sizes=sizes)
     return _counted(one, variants_of(one, budgets))
 
 
 def variants_of(one: Subject, budgets: tuple[float, ...]) -> dict[str, Variant]:
-    """Such as ``torch 0.5``, ``ours at torch 0.5`` (in the bytes that torch then takes), ``ours 0.5``, ``by block``."""
+    """Variants such as ``torch 0.5``, ``ours at torch 0.5`` (with as many bytes), ``ours 0.5`` and ``by block``."""
     found: dict[str, Variant] = {}
     route = route_of(one)
     ours: dict[int, Variant] = {}
@@ -96,10 +96,10 @@ def variants_of(one: Subject, budgets: tuple[float, ...]) -> dict[str, Variant]:
 
 
 def route_of(one: Subject) -> str:
-    """As traced, where that runs: it is the faster one, and takes fewer bytes below half of eager's."""
+    """The graph as traced, if torch can run it: it is faster, and takes fewer bytes below half of eager's peak."""
     try:
         one.step(budgeted(one, 0.5, ROUTES[0]))()
-    except RuntimeError:  # the backward reads running statistics that the forward has changed
+    except RuntimeError:  # this backward reads running statistics after the forward has changed them
         return ROUTES[1]
     return ROUTES[0]
 
@@ -111,7 +111,7 @@ def variant(one: Subject, call: Call | None, module: nn.Module | None = None, **
 
 
 def rematerialized(one: Subject, budget: int) -> tuple[Call, dict[str, Any]]:
-    """Ours within ``budget`` bytes; or, as the refusal of a budget says, within the least that was found."""
+    """Our plan within ``budget`` bytes; if none fits, the plan with the least bytes, from the error."""
     made = _within(one, budget)
     plan = made.plan
     fits = plan.peak_bytes <= budget
@@ -162,8 +162,8 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """At how many of torch's budgets ours, in the bytes that torch takes, computes less or takes less memory; at which
-    it computes more; and at which its step is slower by more than the rounds differ."""
+    """A summary: at how many of torch's budgets our plan, with as many bytes, computes less or takes less memory; at
+    which it computes more; and at which its step is slower by more than the rounds differ."""
     variants = found["variants"]
     pairs = {key: (row, variants[f"ours at {key}"]) for key, row in variants.items() if key.startswith("torch 0")}
     return {

@@ -29,16 +29,16 @@ FLOWS: dict[str, Callable[[int], Dataflow]] = {
     "perceptron": lambda size: flows.mlp(size // 5),
     "random": lambda size: flows.random_step(size // 3),
 }
-"""Steps of about that many operations."""
+"""Functions that make a step with about so many operations."""
 
 BOUNDS = {400: 1.0, 4_000: 5.0, 40_000: 60.0}
-"""Seconds asked for, by operations."""
+"""The required seconds, by number of operations."""
 
 _SHARES = (0.7, 0.5, 0.35)
 
 
 def measure(rounds: int = 3) -> dict[str, Any]:
-    """Seconds of the processor; of ``rounds`` the least, for tens of thousands of operations the only one."""
+    """The least processor seconds of ``rounds``; tens of thousands of operations are planned only once."""
     plans = [_planned(kind, size, share, rounds if size < 10_000 else 1)
              for size in BOUNDS for kind in FLOWS for share in _SHARES]
     chain = [[node - 1, node - 3] if node > 3 else [] for node in range(3000)]
@@ -50,7 +50,7 @@ def measure(rounds: int = 3) -> dict[str, Any]:
 
 
 def count(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Without seconds."""
+    """The counts, without seconds."""
     found = [_planned(kind, size, share, 1) for size in sizes for kind in FLOWS for share in _SHARES]
     return [{key: value for key, value in row.items() if "seconds" not in key} for row in found]
 
@@ -76,7 +76,7 @@ def _planned(kind: str, size: int, share: float, rounds: int) -> dict[str, Any]:
 
 
 def _gpt24(rounds: int) -> dict[str, float]:
-    """A first trace imports what tracing needs; it is not that which is asked for."""
+    """Seconds to trace and plan, after a first trace that imports the modules of tracing and is not measured."""
     one = subject("gpt24")
     graph.rematerialize(subject("gpt6").module, *one.inputs)
     capture = _least(lambda: graph.rematerialize(one.module, *one.inputs), rounds)

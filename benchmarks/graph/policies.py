@@ -1,4 +1,4 @@
-"""Policies: ours beside the 'speed' and 'memory' of TensorFlow's memory-saving gradients, on the same graphs.
+"""Policies: our 'speed' and 'memory' beside those of TensorFlow's memory-saving gradients, on the same graphs.
 
     python benchmarks/graph/policies.py
 """
@@ -25,16 +25,16 @@ from torchckpt.model.remat.separators import separating_storages
 __all__ = ["MODELS", "count", "measure", "seed_memory", "seed_speed", "show"]
 
 MODELS = ("gpt6", "resnet20", "unet")
-_SMALLEST_BYTES = 4096  # of 1024 elements; smaller values are no candidates
+_SMALLEST_BYTES = 4096  # 1024 elements; smaller values are not candidates
 
 
 def seed_speed(flow: Dataflow) -> frozenset[int]:
-    """Outputs of convolutions and products of matrices."""
+    """Outputs of convolutions and matrix products."""
     return frozenset(s for operation in flow.operations[: flow.forward] if operation.flops for s in operation.writes)
 
 
 def seed_memory(flow: Dataflow) -> frozenset[int]:
-    """Of the values that separate the forward, each n-th, so that about the square root of all values are kept."""
+    """Every n-th of the values that separate the forward, about the square root of the number of all values."""
     small = frozenset(storage for storage, size in enumerate(flow.sizes_bytes) if size < _SMALLEST_BYTES)
     values = [s for one in flow.operations[: flow.forward] for s in one.writes if s not in small]
     separating = separating_storages(flow, small)
@@ -43,7 +43,7 @@ def seed_memory(flow: Dataflow) -> frozenset[int]:
 
 
 def measure(name: str, rounds: int, device: str = "cpu", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Of the seed's two, of ours by the same names, and of ours in one byte less than the seed's: peak, FLOPs, time."""
+    """Peak, FLOPs and time of TensorFlow's two policies (the "seed"), of ours, and of ours with one byte less."""
     one = subject(name, device, sizes)
     made = _variants(one)
     rows = {key: counted(one, call) for key, call in made.items()}
@@ -56,7 +56,7 @@ def measure(name: str, rounds: int, device: str = "cpu", sizes: dict[str, Any] |
 
 
 def _fewest(plan: Plan) -> float:
-    """The extra FLOPs that no schedule below the bytes of ``plan`` can do without, as a share of eager's."""
+    """A lower bound of the recomputed FLOPs of all schedules with fewer bytes than ``plan``, over eager's FLOPs."""
     return fewest_flops(plan.flow, plan.peak_bytes - 1) / sum(operation.flops for operation in plan.flow.operations)
 
 

@@ -1,4 +1,4 @@
-"""ResNet-200 on CIFAR, batch 64, in a tenth of eager's bytes: what does the step cost, and what of it is what?
+"""ResNet-200 on CIFAR, batch 64, in a tenth of eager's bytes: what does the step cost, by kind of operation?
 
     python benchmarks/graph/resnet200.py
 """
@@ -36,7 +36,7 @@ def measure(
 
 
 def _calls(one: Subject, shares: tuple[float, ...]) -> dict[str, Any]:
-    """The same graph without recomputation too: what of the time is not recomputation."""
+    """Measure each budget, and the same graph without recomputation, which shows the time that has other causes."""
     found: dict[str, Any] = {
         "keeps all": graph.rematerialize(one.module, *one.inputs),
         'keep="memory"': graph.rematerialize(one.module, *one.inputs, keep="memory"),
@@ -49,7 +49,7 @@ def _calls(one: Subject, shares: tuple[float, ...]) -> dict[str, Any]:
 
 
 def repeats(plan: Plan) -> dict[str, float]:
-    """Planned seconds of repeats by the kind of operation, as shares of the eager step."""
+    """Planned seconds of recomputation by kind of operation, as shares of the eager step."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     for index in plan.schedule:

@@ -1,4 +1,4 @@
-"""The short version: what can be counted, of small models, on a CPU; no seconds. Prints it as JSON.
+"""The short version: counts of small models on a CPU, without seconds, printed as JSON.
 
     python benchmarks/graph/short.py
 """

@@ -1,4 +1,4 @@
-"""Subjects: the models that are measured, each with its loss as one module, and what is read off a step of it."""
+"""Subjects: the measured models, each with its loss as one module, and the measurements of one training step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Call = Callable[..., Tensor]
-"""Runs a model and its loss on the model's inputs."""
+"""A function that runs a model and its loss on the model's inputs."""
 
 NAMES = {
     "gpt6": "GPT-6",
@@ -44,11 +44,11 @@ NAMES = {
     "lstm50": "LSTM, 50 steps",
     "moe": "mixture of experts",
 }
-"""What tables call the models."""
+"""The names of the models in tables."""
 
 
 class WithLoss(nn.Module):
-    """The loss is part of what is planned: its bytes are the step's too."""
+    """A model and its loss as one module: so the plan includes the bytes of the loss."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class WithLoss(nn.Module):
 
 @dataclass
 class Subject:
-    """A step of one model: a forward, the loss, a backward."""
+    """One model and its training step: a forward, the loss, a backward."""
 
     name: str
     module: nn.Module
     inputs: tuple[Tensor, ...]
 
     def step(self, call: Call | None = None, module: nn.Module | None = None) -> Callable[[], None]:
-        """A step by ``call``, of the module or of a copy of it; the gradients of the step before are freed."""
+        """A function that frees old gradients, then runs a step by ``call`` on the module or a copy of it."""
         module = module or self.module
 
         def run() -> None:
@@ -85,8 +85,8 @@ class Subject:
         return self.peak_bytes(self.step())
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """What ``run()``, a step, allocates above what is there, at most; it has been run before, so that what lasts is
-        there."""
+        """Bytes that the step ``run()`` allocates at its peak, above those before it. It runs once before, unmeasured,
+        so that allocations that last, such as caches, do not count."""
         run()
         if self.device.type == "cpu":
             return measured_peak(run)
@@ -105,13 +105,13 @@ class Subject:
 
 
 def subject(name: str, device: str = "cpu", sizes: Mapping[str, Any] | None = None) -> Subject:
-    """Of ``tests/models``, in the sizes of a benchmark unless told."""
+    """A model of ``tests/models``, in the sizes of the benchmark unless others are given."""
     case: Case = MODELS[name](device=device, **(BENCHMARK.get(name, {}) if sizes is None else sizes))
     return Subject(name, WithLoss(case.model, case.loss), case.inputs)
 
 
 def within(one: Subject, budget: int, **options: Any) -> Any:
-    """Rematerialized within that many bytes, or in the least that was found."""
+    """The model rematerialized within ``budget`` bytes; if no plan fits, within the least bytes found."""
     try:
         return graph.rematerialize(one.module, *one.inputs, budget=budget, **options)
     except BudgetInfeasible as error:
@@ -140,7 +140,7 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def flops(run: Callable[[], None]) -> int:
-    """Of products, convolutions and attention, as torch counts them; it leaves out the attention of a CPU."""
+    """FLOPs of matrix products, convolutions and attention, with a CPU's fused attention, which torch leaves out."""
     own: dict[Any, Any] = {_ATTENTION: _attention_flops, _ATTENTION_BACKWARD: _attention_backward_flops}
     with flop_counter.FlopCounterMode(display=False, custom_mapping=own) as counter:
         run()
@@ -156,7 +156,7 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest
 
 
 def is_same(received: Result, expected: Result) -> bool:
-    """To the bit: the loss, gradients, buffers, states of generators."""
+    """Whether loss, gradients, buffers and generator states are bit-equal."""
     try:
         assert_same(received, expected)
     except AssertionError:
@@ -165,7 +165,7 @@ def is_same(received: Result, expected: Result) -> bool:
 
 
 def likeness(received: Result, expected: Result) -> str:
-    """Of all gradients: "equal" to the bit, "close" (they differ by less than a hundredth of their norm), or "wrong".
+    """All gradients compared: "equal" to the bit, "close" (difference below 1 % of their norm), or "wrong".
 
     They are compared in their order: in a copy of the module names may differ.
     """

@@ -1,4 +1,4 @@
-"""Torch's own ways to keep less: its min-cut partitioner under a budget, and checkpoints of whole blocks."""
+"""Torch baselines: torch's own ways to save memory: its min-cut partitioner under a budget, and block checkpoints."""
 from __future__ import annotations
 
 import copy
@@ -20,7 +20,7 @@ from torchckpt.graph.private.trace import Boxed
 __all__ = ["ROUTES", "budgeted", "by_block"]
 
 ROUTES = ("ATen", "decomposed")
-"""The operations as they are traced; or those that Inductor makes of them, in which more may be recomputed."""
+"""The graph's operations: as traced, or decomposed as by Inductor, which lets the partitioner recompute more."""
 
 
 def budgeted(subject: Subject, budget: float, route: str) -> Call:
@@ -71,7 +71,7 @@ def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
 
 
 def by_block(subject: Subject) -> nn.Module:
-    """A copy of the subject's module with a checkpoint around each block; of a long perceptron, around five layers."""
+    """A copy of the subject's module with a checkpoint around each block; in the perceptron, around five layers."""
     module: Any = copy.deepcopy(subject.module)
     if isinstance(module.model, nn.Sequential) and not any(map(_is_block, module.model)):
         parts = [nn.Sequential(*list(module.model)[start : start + 10]) for start in range(0, len(module.model), 10)]

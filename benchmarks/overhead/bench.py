@@ -1,4 +1,4 @@
-"""What a region costs: time per call, FLOPs recomputed, bytes kept, import time. Each beside its alternatives."""
+"""What does one checkpointed region cost? Time per call, FLOPs, bytes and import time, beside the alternatives."""
 from __future__ import annotations
 
 import gc
@@ -59,8 +59,8 @@ def steps(device: torch.device) -> dict[str, Callable[[], None]]:
 
 
 def time_rounds(device: torch.device, rounds: int, calls: int = 200) -> dict[str, list[float]]:
-    """Microseconds a call: ``rounds`` rounds, the variants in turn in each."""
-    gc.disable()  # but between rounds
+    """Microseconds per call, in ``rounds`` rounds, each with all variants in turn."""
+    gc.disable()  # collect only between rounds
     try:
         seconds = in_turn(steps(device), rounds, calls, warm_up=1)
     finally:
@@ -69,7 +69,7 @@ def time_rounds(device: torch.device, rounds: int, calls: int = 200) -> dict[str
 
 
 def overhead(microseconds: dict[str, list[float]], over: str) -> list[float]:
-    """Round by round: what ours adds to no checkpointing, over what ``over`` adds."""
+    """For each round: the time that torchckpt adds to no checkpointing, over the time that ``over`` adds."""
     none = microseconds["no checkpointing"]
     return [
         (ours - base) / (other - base) for ours, other, base in zip(microseconds["torchckpt"], microseconds[over], none)
@@ -90,7 +90,7 @@ def flops(call: Callable[..., Any], block: Block, x: Tensor) -> int:
 
 
 def count_flops(device: torch.device) -> list[dict[str, Any]]:
-    """FLOPs recomputed, as a share of the block's forward."""
+    """Recomputed FLOPs, as a share of the FLOPs of the block's forward."""
     rows = []
     for batch, sequence, width, heads in SHAPES:
         block = Block(width, heads, written_out).to(device)
@@ -104,14 +104,14 @@ def count_flops(device: torch.device) -> list[dict[str, Any]]:
 
 
 def count_bytes(device: torch.device) -> list[dict[str, Any]]:
-    """Bytes kept between forward and backward, beside those of the boundary."""
+    """Bytes kept between forward and backward, and the bytes of the block's input (the boundary)."""
     rows = []
     for batch, sequence, width, heads in SHAPES:
         block = Block(width, heads, written_out).to(device)
         x = torch.randn(batch, sequence, width, device=device)
         row: dict[str, Any] = {"shape": f"{batch} x {sequence} x {width}", "boundary": x.nbytes}
         for name, call in VARIANTS.items():
-            if name.endswith("reentrant"):  # it runs the forward without gradients, on inputs that must have them
+            if name.endswith("reentrant"):  # reentrant checkpointing needs an input that requires gradients
                 continue
             with torchckpt.testing.saved_bytes() as saved:
                 call(block, x)
@@ -122,19 +122,19 @@ def count_bytes(device: torch.device) -> list[dict[str, Any]]:
 
 # import -------------------------------------------------------------------------------------------------------------
 
-# With its names, each of which is imported when it is first asked for.
-_IMPORT = (  # a collection of torch's own objects falls where it falls, and takes longer than all of the import
+# All public names, too: each is imported lazily, when it is first used.
+_IMPORT = (  # a garbage collection of torch's objects would take longer than the import
     "import gc, time, torch; gc.disable(); start = time.perf_counter(); from torchckpt import *; "
     "print(time.perf_counter() - start)"
 )
 
 
 def import_milliseconds(rounds: int) -> list[float]:
-    """What importing all of torchckpt adds to ``import torch``, each in a fresh interpreter."""
+    """Milliseconds that an import of all of torchckpt adds to ``import torch``, each in a fresh interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     options = {"env": environment, "cwd": Path(__file__).parents[2]}
     run = partial(subprocess.run, [sys.executable, "-c", _IMPORT], stdout=subprocess.PIPE, check=True, **options)
-    run()  # compiles it
+    run()  # the first run writes the bytecode files
     return [float(run().stdout) * 1e3 for _ in range(rounds)]
 
 

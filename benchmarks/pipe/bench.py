@@ -1,4 +1,4 @@
-"""What does ``Pipe`` cost? On a CPU its machinery and its ratios to the plain module; on a GPU samples and bytes."""
+"""What does ``Pipe`` cost? On a CPU, its overhead and ratios to the plain module; on GPUs, samples/s and bytes."""
 from __future__ import annotations
 
 import sys

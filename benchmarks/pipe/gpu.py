@@ -1,4 +1,4 @@
-"""GPU: samples a second and bytes of three models in pipelines, and what recomputing early hides.
+"""GPU: samples per second and bytes of three models in pipelines, and the time that early recomputation hides.
 
 Stages go to as many GPUs as there are, in order; where there are fewer GPUs than stages, neighbours share one. Variants
 are measured one after the other, each alone on the devices: of some only one fits. Three questions:
@@ -38,25 +38,25 @@ FACTORIES = ("Pipe, never", "Pipe, except_last", "Pipe, always", "late", "late, 
 
 
 class Work(NamedTuple):
-    """What is measured, and where."""
+    """The models to measure, the devices, and the settings."""
 
     jobs: dict[str, Callable[..., Job]]
     devices: Sequence[str]
     rounds: int
     m: int = 8
-    """Micro-batches; those of the ablation are ``cuts``."""
+    """Number of micro-batches; the ablation uses ``cuts``."""
     cuts: Sequence[int] = (4, 8, 32)
     shares: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 4.0)
-    """tc/tf: what a copy between stages takes, over the forward of a stage on a micro-batch."""
+    """tc/tf: the time of a copy between stages, over the forward time of a stage on one micro-batch."""
 
     @property
     def ablated(self) -> str:
-        """The last job: ablation and overlap are of it."""
+        """The last job, which ablation and overlap use."""
         return [*self.jobs][-1]
 
 
 class Cell(NamedTuple):
-    """A job, and how it is cut."""
+    """A job, and its division into stages and micro-batches."""
 
     job: Job
     balance: list[int]
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, stages: int, m: int, devices: Sequence[str]) -> Cell:
-        """Cut by time, on the first of ``devices``, where the mini-batch is."""
+        """A job divided by measured time, on the first of ``devices``, which has the mini-batch."""
         balance = balance_by_time(stages, job.copied(), job.x[: max(1, len(job.x) // m)])
         return cls(job, list(balance), m, placed(stages, devices))
 
@@ -80,7 +80,7 @@ def placed(stages: int, devices: Sequence[str]) -> list[str]:
 
 
 def variants_of(cell: Cell, skips: bool) -> dict[str, Callable[[], Variant]]:
-    """What makes each of them: they are not made before their turn, for want of memory."""
+    """A function that makes each variant, called at its turn: memory may not hold all of them."""
     made: dict[str, Callable[[], Variant]] = {
         "plain, one GPU": partial(whole, cell.job),
         "plain, accumulated": partial(accumulated, cell.job, cell.m),
@@ -103,7 +103,7 @@ def _pipeline(name: str, cell: Cell) -> Variant:
 
 
 def measured(make: Callable[[], Variant], samples: int, rounds: int) -> dict[str, Any]:
-    """Samples a second, seconds a step, and the peak of allocated bytes of each GPU, parameters included."""
+    """Samples per second, seconds per step, and the peak of allocated bytes of each GPU, parameters included."""
     _clear()
     try:
         variant = make()
@@ -162,7 +162,7 @@ def ablation(work: Work) -> list[dict[str, Any]]:
 
 
 def overlap(work: Work) -> list[dict[str, Any]]:
-    """Per tc/tf the step without recomputation, with late, and with early recomputation; 2 stages."""
+    """For each tc/tf, the step without, with late, and with early recomputation, in 2 stages."""
     rows = []
     pace = Pace()
     cell = Cell.of(work.jobs[work.ablated](work.devices[0]), 2, work.m, work.devices)
@@ -178,7 +178,8 @@ def overlap(work: Work) -> list[dict[str, Any]]:
 
 
 def hidden(steps: dict[str, dict[str, Any]]) -> float | None:
-    """None where late adds nothing, or something did not fit."""
+    """The share of late recomputation's extra time that early recomputation hides; None if it adds none or ran out of
+    memory."""
     if any("seconds a step" not in found for found in steps.values()):
         return None
     never, late, early = (steps[name]["seconds a step"][1] for name in ("never", "late", "early"))
@@ -186,7 +187,7 @@ def hidden(steps: dict[str, dict[str, Any]]) -> float | None:
 
 
 def _forward_seconds(cell: Cell) -> float:
-    """Of the first stage on a micro-batch."""
+    """Forward seconds of the first stage on one micro-batch."""
     _clear()
     stage = cell.job.copied()[: cell.balance[0]]
     x = cell.job.x[: max(1, len(cell.job.x) // cell.m)]
@@ -199,10 +200,10 @@ def _forward_seconds(cell: Cell) -> float:
 
 @contextmanager
 def throttled(pace: Pace, seconds: float) -> Iterator[None]:
-    """Copies between stages take ``seconds`` longer, on the stream that they arrive on, and only there.
+    """Inside this context, copies between stages take ``seconds`` longer, on the stream of arrival only.
 
-    The pause begins when the copied tensor is there: also where two stages share a GPU, nothing is copied, and so the
-    one stream does not wait for the other.
+    The pause begins when the copied tensor has arrived. If two stages share a GPU, nothing is copied, and the stream of
+    arrival waits for the sender's stream here.
     """
     moved = links._moved
 

@@ -1,4 +1,4 @@
-"""Large: three models that pipelines are measured with, for GPUs, each as a Sequential with a mini-batch."""
+"""Large: the three models of the GPU benchmarks of pipelines, each as a Sequential with a mini-batch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,14 +67,14 @@ def _convolved(inner: int, outer: int, size: int, stride: int = 1) -> list[nn.Mo
 def unet(
     device: torch.device | str, rows: int, side: int = 192, depth: int = 5, convolutions: int = 5, channels: int = 64
 ) -> Job:
-    """U-Net(convolutions, channels): so many at each of ``depth`` levels, whose channels double, down and up."""
+    """A U-Net: ``convolutions`` convolutions at each of ``depth`` levels, down and up; channels double per level."""
     torch.manual_seed(0)
     spaces = [Namespace() for _ in range(depth)]
     widths = [channels * 2**level for level in range(depth + 1)]
     downs, ups = [], []
     for space, inner, outer in zip(spaces, [3, *widths], widths):
         downs += [*_several(inner, outer, convolutions), Down(space)]
-        ups += [*reversed(_several(3 * outer, outer, convolutions)), Up(space)]  # turned around below
+        ups += [*reversed(_several(3 * outer, outer, convolutions)), Up(space)]  # reversed below
     bottom = _several(widths[-2], widths[-1], convolutions)
     model = nn.Sequential(*downs, *bottom, *reversed(ups), nn.Conv2d(channels, 1, 1))
     x, target = torch.randn(2, rows, 3, side, side, device=device)
@@ -118,7 +118,7 @@ def gpt(
     vocabulary: int = 50304,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Job:
-    """Like GPT-2 small, but for the weights that its embedding and its head share."""
+    """Like GPT-2 small, except that its embedding and its head do not share weights."""
     torch.manual_seed(0)
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
     model = nn.Sequential(Embedding(vocabulary, length, width), *(Block(width, heads) for _ in range(blocks)), head)
@@ -133,4 +133,4 @@ SMALL: dict[str, Callable[..., Job]] = {
     "U-Net": partial(unet, rows=4, side=32, depth=3, convolutions=2, channels=4),
     "GPT": partial(gpt, rows=4, length=16, width=32, heads=2, blocks=3, vocabulary=64, dtype=torch.float32),
 }
-"""The same three, small: for what is counted and not timed, and for rehearsals."""
+"""The same three models, small: for counts without times, and for rehearsals."""

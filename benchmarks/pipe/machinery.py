@@ -1,4 +1,4 @@
-"""Machinery: what a pipeline costs per micro-batch and stage, beside torchgpipe's design; all stages on one CPU."""
+"""Machinery: the overhead of a pipeline per micro-batch and stage, beside torchgpipe's; all stages on one CPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from torchckpt import Pipe
 __all__ = ["CELLS", "REQUIRED", "Cell", "gradients_equal", "measure", "show"]
 
 REQUIRED = 0.5
-"""At most, of the twin's, with one stage of two layers."""
+"""The largest allowed overhead over the twin's, for one stage of two layers."""
 MODES = ("never", "except_last", "always")
 CHUNKS = 8
 WIDTH = 16
 
 
 class Cell(NamedTuple):
-    """Stages, layers in each, and which micro-batches are regions."""
+    """The number of stages, the layers in each, and which micro-batches are recomputed."""
 
     stages: int
     layers: int
@@ -39,14 +39,14 @@ CELLS = [Cell(stages, layers, mode) for stages, layers in ((1, 2), (1, 8), (2, 2
 
 
 class Side(NamedTuple):
-    """A model, all with the same weights, and what runs it."""
+    """A model and the function that runs it; all models have the same weights."""
 
     model: nn.Sequential
     call: Callable[[Tensor], Tensor]
 
 
 def measure(rounds: int, calls: int = 20) -> list[dict[str, Any]]:
-    """Per cell the microseconds that each adds, per micro-batch and stage; and ours over the twin's."""
+    """For each cell, the microseconds that each side adds per micro-batch and stage, and ours over the twin's."""
     return [_measured(cell, rounds, calls) for cell in CELLS]
 
 
@@ -67,7 +67,7 @@ def _measured(cell: Cell, rounds: int, calls: int) -> dict[str, Any]:
 
 
 def _seconds(cell: Cell, rounds: int, calls: int) -> dict[str, list[float]]:
-    """In four groups of rounds, each with new threads: what a thread costs depends on the core that it gets."""
+    """Seconds in four groups of rounds, each with new threads: the cost of a thread depends on its core."""
     seconds: dict[str, list[float]] = {}
     x = torch.randn(2 * CHUNKS, WIDTH)
     for _ in range(4):
@@ -85,7 +85,7 @@ def _sides(cell: Cell) -> Iterator[dict[str, Side]]:
     twin = Twin(models[1], balance, CHUNKS, cell.mode)
     ours = Pipe(models[2], balance, chunks=CHUNKS, checkpoint=cell.mode)  # type: ignore[arg-type]  # one of three
     sides = {"plain": partial(_plain, models[0]), "twin": twin, "ours": ours}
-    if find_spec("torchgpipe"):  # itself, where somebody has installed it
+    if find_spec("torchgpipe"):  # torchgpipe itself, if it is installed
         devices = ["cpu"] * cell.stages
         gpipe = import_module("torchgpipe").GPipe
         sides["torchgpipe"] = gpipe(models[3], balance, devices=devices, chunks=CHUNKS, checkpoint=cell.mode)
@@ -96,7 +96,7 @@ def _sides(cell: Cell) -> Iterator[dict[str, Side]]:
 
 
 def gradients_equal(cell: Cell) -> bool:
-    """Of the twin and of ours, to those of the plain layers, to the bit."""
+    """Whether the gradients of the twin and of ours are bit-equal to those of the plain layers."""
     x = torch.randn(2 * CHUNKS, WIDTH)
     with _sides(cell) as sides:
         for side in sides.values():

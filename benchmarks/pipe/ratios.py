@@ -1,4 +1,4 @@
-"""Ratios: steps and bytes of a pipeline on one CPU, over those of the plain module."""
+"""Ratios: step times and bytes of a pipeline on one CPU, over those of the plain module."""
 from __future__ import annotations
 
 import gc
@@ -19,7 +19,7 @@ CELLS = [(name, stages, m) for name in JOBS for stages in (2, 4) for m in (4, 8)
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """Per cell and variant: the step over the plain one, and what is counted."""
+    """For each cell and variant: its step time over the plain one's, and its counts."""
     rows = []
     for name, stages, m in CELLS:
         contenders = _contenders(JOBS[name](), stages, m)
@@ -31,9 +31,9 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def count(name: str, job: Job, stages: int, m: int) -> dict[str, Any]:
-    """Per variant bytes kept from forward to backward, bytes at most in a step, replays, and whether gradients are
-    equal to the bit: to those of the plain variant that adds them up in the same order, the last micro-batch first, or
-    in ``Pipe.step`` the first."""
+    """For each variant: bytes kept from forward to backward, peak bytes of a step, replays, and whether gradients are
+    bit-equal to those of the plain variant that adds them in the same order: the last micro-batch first, or in
+    ``Pipe.step`` the first."""
     contenders = _contenders(job, stages, m)
     counted = {variant.name: _counted(variant) for variant in contenders}
     gradients = {variant.name: variant.gradients() for variant in contenders}

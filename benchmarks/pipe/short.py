@@ -1,4 +1,4 @@
-"""The short version: what can be counted, of small models, on a CPU; no seconds. Prints it as JSON.
+"""The short version: counts of small models on a CPU, without seconds, printed as JSON.
 
     python benchmarks/pipe/short.py
 """
@@ -23,7 +23,7 @@ from torchckpt.testing import count_recomputes
 
 
 def count_large() -> dict[str, dict[str, Any]]:
-    """Of what is measured on GPUs: per model and variant the replays, and whether gradients are equal to the bit."""
+    """For small versions of the GPU benchmark's models and variants: replays, and bit-equality of gradients."""
     found: dict[str, dict[str, Any]] = {}
     for name, job_of in SMALL.items():
         cell = gpu.Cell.of(job_of("cpu"), 2, 4, ["cpu"])
@@ -42,7 +42,7 @@ def _replays(variant: Variant) -> int:
 
 
 def throttle() -> list[list[float]]:
-    """The pauses of a copy inside of ``throttled``, and of one after it."""
+    """The pauses of one copy inside ``throttled``, and of one copy after it."""
     pauses: list[list[float]] = [[], []]
 
     class Noted:
@@ -62,7 +62,7 @@ def throttle() -> list[list[float]]:
 
 
 def hidden() -> list[float | None]:
-    """Half of what late adds; nothing to hide; and one that did not fit."""
+    """The hidden share in three cases: early hides half; late adds nothing; a variant ran out of memory."""
     seconds = [{"seconds a step": Spread(one, one, one)} for one in (1.0, 2.0, 1.5)]
     never, late, early = seconds
     return [

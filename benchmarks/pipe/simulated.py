@@ -1,4 +1,4 @@
-"""Does ``Pipe`` hide recomputation on several devices? Measured on simulated ones, beside the same steps on paper."""
+"""Does ``Pipe`` hide recomputation on several devices? Measured on simulated devices, beside the simulator's times."""
 from __future__ import annotations
 
 import argparse
@@ -37,7 +37,7 @@ STOCK = {base: f"{base}, torch.utils.checkpoint" for base in EARLY}
 
 
 def summary(found: dict[str, Trial]) -> dict[str, Any]:
-    """What is asked of a cell."""
+    """The figures of a cell: ratios of steps, and measured against simulated times."""
     off = {name: one.measured_seconds / one.simulated_seconds - 1 for name, one in found.items()}
     ratio = {base: found[EARLY[base]].measured_seconds / found[STOCK[base]].measured_seconds for base in EARLY}
     return {
@@ -49,7 +49,7 @@ def summary(found: dict[str, Trial]) -> dict[str, Any]:
 
 
 def show(cell: Cell, found: dict[str, Trial]) -> None:
-    """A row for one backward, and one for ``step()``."""
+    """Two rows: for one backward of the whole mini-batch, and for ``Pipe.step()``."""
     for base, early in EARLY.items():
         own = {name: one for name, one in found.items() if name.startswith(base)}
         stock = own[STOCK[base]].measured_seconds
@@ -84,7 +84,7 @@ def classic(sim: Any, cell: Cell, rounds: int) -> dict[str, list[float]]:
 
 
 def draw(sim: Any, folder: Path) -> None:
-    """Early above late, for one backward and for ``step()``."""
+    """Draw early above late recomputation, for one backward and for ``Pipe.step()``."""
     for base, file in (("GPipe", "simulated.svg"), ("1F1B", "simulated_step.svg")):
         late = f"{base}, Pipe{'.step()' if base == '1F1B' else ''} late"
         pair = timelines(sim, PICTURED, [EARLY[base], late])

@@ -1,4 +1,4 @@
-"""Twin: a small pipeline on the published design of torchgpipe (Kim et al., 2020), to be measured beside ours.
+"""Twin: a small pipeline with the published design of torchgpipe (Kim et al., 2020), for comparison with ours.
 
 Written from the paper, and only as much as is measured. Per micro-batch i and stage j:
 
@@ -71,7 +71,7 @@ class Twin:
 
 
 class Worker:
-    """A thread, and the two queues that it is spoken to by."""
+    """A thread, with one queue for tasks and one for results."""
 
     def __init__(self) -> None:
         self._tasks: queue.Queue[tuple[Callable[[], Tensor], bool] | None] = queue.Queue()
@@ -101,7 +101,7 @@ class Worker:
 
 
 class Region:
-    """A stage on a micro-batch: the function, its input, and what its recomputation has made."""
+    """One stage on one micro-batch: the function, its input, and the results of its recomputation."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.function, self.x, self.device = function, x, x.device
@@ -185,7 +185,7 @@ class _Identity(Function):
         return grad
 
 
-# On a device without streams there is nothing to wait for, and nothing to copy; the nodes are there.
+# On a device without streams, these nodes wait for nothing and copy nothing, but they are in the graph.
 _Wait = _Copy = _Identity
 
 

@@ -40,7 +40,7 @@ class Job:
     loss: Loss
 
     def copied(self) -> nn.Sequential:
-        """A model of the same weights, where the mini-batch is."""
+        """A copy of the model with the same weights, on the device of the mini-batch."""
         return copy.deepcopy(self.model).to(self.x.device)
 
 
@@ -51,11 +51,11 @@ class Variant:
     name: str
     module: nn.Module
     forward: Callable[[], Tensor] | None
-    """The loss. None: there is only ``both``."""
+    """Runs the forward and returns the loss. None if the variant has only ``both``, forward and backward in one."""
     both: Callable[[], Tensor] = field(default=lambda: torch.empty(0))
 
     def step(self) -> Tensor:
-        """A forward and a backward; the gradients of the step before are gone."""
+        """Run a forward and a backward, after dropping the gradients of the last step."""
         self.forget()
         if self.forward is None:
             return self.both()
@@ -72,7 +72,7 @@ class Variant:
 
 
 class Region(nn.Module):
-    """Some layers as a region of their own, recomputed when their gradient arrives."""
+    """Layers as one checkpointed region, recomputed late: when their gradient arrives."""
 
     def __init__(self, layers: nn.Sequential, stock: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Region(nn.Module):
 
 
 def variants(job: Job, balance: Sequence[int], m: int) -> list[Variant]:
-    """All of them, on the CPU, the plain one first."""
+    """All variants on the CPU, the plain one first."""
     return [
         plain(job, m),
         accumulated(job, m),
@@ -97,13 +97,13 @@ def variants(job: Job, balance: Sequence[int], m: int) -> list[Variant]:
 
 
 def plain(job: Job, m: int, name: str = "plain") -> Variant:
-    """Micro-batch by micro-batch, in one graph: what a pipeline computes, and in its order."""
+    """The model on one micro-batch after the other, in one graph: computes like a pipeline, in the same order."""
     model = job.copied()
     return _micro_batched(name, job, model, m)
 
 
 def accumulated(job: Job, m: int, name: str = "plain, accumulated") -> Variant:
-    """A backward after each micro-batch's forward: what ``Pipe.step`` computes, and in its order."""
+    """A forward and a backward for each micro-batch in turn: computes like ``Pipe.step``, in the same order."""
     model = job.copied()
     micro_batches = list(zip(job.x.tensor_split(m), job.target.tensor_split(m)))
 
@@ -124,7 +124,7 @@ def whole(job: Job, name: str = "plain, one batch") -> Variant:
 
 
 def stock(job: Job, balance: Sequence[int], m: int, name: str = "torch.utils.checkpoint") -> Variant:
-    """A region a stage and micro-batch, as in a pipeline."""
+    """One checkpointed region for each stage and micro-batch, as in a pipeline."""
     return _micro_batched(name, job, regions(job.copied(), balance, stock=True), m)
 
 
@@ -142,7 +142,7 @@ def pipe_of(
 def late_pipe_of(
     job: Job, balance: Sequence[int], m: int, stock: bool = False, devices: Sequence[str] | None = None
 ) -> Pipe:
-    """Each stage is a region inside, recomputed when its gradient arrives."""
+    """A pipeline without its own recomputation, whose stages are regions that are recomputed late."""
     model = regions(job.copied(), balance, stock)
     return Pipe(model, [1] * len(balance), devices, chunks=m, checkpoint="never")
 

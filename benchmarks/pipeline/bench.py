@@ -1,4 +1,4 @@
-"""For ``benchmarks/run.py``: the measurement that fits the device. On the CPU the four named cells, else ``gpu.py``."""
+"""The pipeline benchmark for ``benchmarks/run.py``: on a CPU the four named cells, on other devices ``gpu.py``."""
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""Cores: a real model, on two processes that have a core each. Is it recomputed before its gradient was even sent?"""
+"""Cores: a real model on two processes with one core each. Does it recompute before the gradient has been sent?"""
 from __future__ import annotations
 
 import os
@@ -26,8 +26,8 @@ __all__ = ["on_two_cores", "show_cores"]
 
 _SIZE = Size(blocks=6, width=128, heads=4, length=64, rows=32, chunks=8)
 _FIRST = 3
-"""Layers of the first stage, the embedding and 2 blocks: with 4 of them, the last stage sets the pace, and the first
-one has to wait for its gradients. Where it has not, nothing can be recomputed while it waits."""
+"""Layers of the first stage: the embedding and 2 blocks. The last stage has more work, so the first stage waits for its
+gradients; it can recompute only during such a wait."""
 _SHARE = 0.95
 
 
@@ -94,7 +94,7 @@ def _step(stage: PipelineStage, schedule: Any, turn: int) -> tuple[float, list[T
 
 
 def _shares(timeline: Timeline) -> list[float]:
-    """Of each recompute of stage 0, what lies before stage 1 has sent its gradient. Both looked at one clock."""
+    """The share of each recompute of stage 0 that ran before stage 1 sent the gradient, by one common clock."""
     sent = {
         message.action.micro_batch: message.sent_seconds
         for message in timeline.messages

@@ -1,4 +1,4 @@
-"""Counts: how often blocks run their forward, and how many bytes are alive. No clock here."""
+"""Counts: how often blocks run their forward, and how many bytes are alive, without any times."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def _blocks(variant: str, count: int, seed: int) -> nn.Sequential:
 
 
 def _step(schedule: Any, stages: list[PipelineStage], m: int) -> list[Tensor]:
-    """Losses and gradients."""
+    """Run one step; return its losses and gradients."""
     torch.manual_seed(stages[0].stage_index)
     x, y = torch.randn(2, m * _ROWS, _WIDTH, generator=torch.Generator().manual_seed(0))
     for stage in stages:
@@ -89,7 +89,7 @@ def _gathered(mine: Any, ranks: int) -> list[Any]:
 
 
 def count_forwards() -> dict[str, Any]:
-    """2 ranks, 4 stages of one block, 4 micro-batches: per schedule and variant, block forwards of each rank."""
+    """Block forwards of each rank, by schedule and variant; 2 ranks, 4 stages of one block, 4 micro-batches."""
     ((rows, equal),) = on_processes(2, _count_forwards)
     ours = {name: row["ours"] for name, row in rows.items()}
     wrong = [f"{name}: {counts} block forwards, not [16, 16]" for name, counts in ours.items() if counts != [16, 16]]
@@ -129,7 +129,7 @@ def _forwards(rank: int, make: Any, is_folded: bool, variant: str) -> tuple[int,
 
 
 class Alive(TorchDispatchMode):
-    """The bytes of all storages that operators make within, as far as they are alive; and their peak."""
+    """Counts the living bytes of all storages that operators make inside this context, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Alive(TorchDispatchMode):
 
 
 def count_peaks() -> dict[str, Any]:
-    """1F1B, 4 stages, 8 micro-batches: per variant and stage the peak of bytes alive in a step, gradients included."""
+    """Peak bytes alive in a 1F1B step, by variant and stage, gradients included; 4 stages, 8 micro-batches."""
     (rows,) = on_processes(4, _count_peaks)
     wrong = []
     for name, row in rows.items():
@@ -179,7 +179,7 @@ def _peak(rank: int, variant: str, blocks: int, segments: int | None) -> int:
     if variant == "ours":
         schedule = recompute_ahead(schedule, segments=segments)
     else:
-        schedule = Plain(schedule, schedule_of(schedule))  # which holds what it has sent as long as ours does
+        schedule = Plain(schedule, schedule_of(schedule))  # holds sent tensors as long as ours does
     _step(schedule, [stage], 8)
     with Alive() as alive:
         _step(schedule, [stage], 8)

@@ -1,7 +1,7 @@
-"""One GPU as two devices: a stage on a stream each, and between them copies through pinned memory, at a set pace.
+"""GPU: one GPU as two devices: each stage on its own stream, with paced copies through pinned memory between them.
 
-One thread hands out the actions of a :class:`~torchckpt.model.Schedule`, each to the stream of its stage; what waits
-for what is left to events::
+One thread launches the actions of a :class:`~torchckpt.model.Schedule`, each on the stream of its stage. CUDA events
+make an action wait for its inputs::
 
     stage 0    F0 ----- F1 ----- ......... R0 -- B0 ----------
                   [1] copy, pause [2]            ^ [4]
@@ -45,7 +45,7 @@ from torchckpt.model.exempt import free_to_keep
 __all__ = ["measure", "rehearse"]
 
 M = 8
-"""Micro-batches; 1F1B."""
+"""Micro-batches of the 1F1B schedule."""
 DEVIATION = 0.05
 VARIANTS = ("none", "stock", "ours")
 
@@ -56,7 +56,7 @@ Stage: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Throttled:
-    """One direction of a link. A copy takes ``seconds``, or as long as it takes."""
+    """One direction of a link. A copy takes ``seconds``, or longer if the real copy takes longer."""
 
     def __init__(self, pace: Pace, seconds: float, like: Tensor) -> None:
         self._pace = pace
@@ -66,7 +66,7 @@ class Throttled:
         self._pause_seconds = seconds - alone
 
     def send(self, tensor: Tensor) -> tuple[Tensor, torch.Event]:
-        """What arrives, and when."""
+        """Send ``tensor``; return the arriving tensor, and an event for its arrival."""
         tensor = tensor.detach()
         self._stream.wait_stream(module_of().current_stream())  # [1]
         with module_of().stream(self._stream):
@@ -81,7 +81,7 @@ class Throttled:
 
 
 class Pipeline:
-    """Runs a schedule over two stages: of one variant."""
+    """Runs the schedule of one variant over two stages."""
 
     def __init__(self, variant: str, stages: Sequence[Stage], schedule: Schedule, links: Sequence[Throttled]) -> None:
         self._variant, self._stages, self._schedule, self._links = variant, stages, schedule, links
@@ -92,7 +92,7 @@ class Pipeline:
         self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> float:
-        """Seconds, by the clock of the GPU."""
+        """Run one step; return its seconds, by the clock of the GPU."""
         begin, end = (module_of().Event(enable_timing=True) for _ in range(2))
         begin.record()
         for stream in self._streams:
@@ -150,7 +150,7 @@ def in_turn(schedule: Schedule) -> Iterator[Action]:
 
 
 def schedules(costs: Sequence[StageCosts], link: Link) -> dict[str, Schedule]:
-    """What each variant runs. Stock recomputes inside its backwards, so its order is that of none."""
+    """The schedule of each variant. Stock recomputes inside its backwards, so it has the schedule of none."""
     plain = one_f_one_b(2, M)
     every = {(j, i) for j in range(2) for i in range(M)}
     ours = with_recompute(plain, ahead(only=every - free_to_keep(plain), costs=costs, link=link))
@@ -166,7 +166,7 @@ def simulated(orders: dict[str, Schedule], costs: Sequence[StageCosts], link: Li
 
 
 class Pausing(nn.Module):
-    """A stage that takes a set time: ``tf``, and twice that backward. It leaves the GPU to others."""
+    """A stage that pauses for a set time: ``tf`` in the forward, twice that in the backward. The GPU stays free."""
 
     def __init__(self, pace: Pace, forward_seconds: float, width: int = 256) -> None:
         super().__init__()
@@ -194,18 +194,18 @@ class _Pause(Function):
 
 
 class Work(NamedTuple):
-    """What is measured."""
+    """The device and the settings of a measurement."""
 
     device: torch.device
     rounds: int
     shares: Sequence[float] = (0.1, 0.25, 0.5, 1.0)
-    """tc/tf."""
+    """tc/tf: copy time over forward time."""
     forward_seconds: float = 0.01
-    """Of stages that pause."""
+    """Forward seconds of the stages that pause."""
 
 
 def against_simulator(pace: Pace, work: Work) -> list[dict[str, Any]]:
-    """Per tc/tf, what the variants took beside what the simulator says; within 5 %."""
+    """For each tc/tf, the measured beside the simulated time of each variant; they must agree within 5 %."""
     rows = []
     device, forward_seconds = work.device, work.forward_seconds
     like = torch.empty(64, 256, device=device)
@@ -238,7 +238,7 @@ def _in_rounds(
     loss: Callable[[Tensor, int], Tensor],
     rounds: int,
 ) -> tuple[dict[str, list[float]], bool]:
-    """Seconds of each variant, in turn, after two rounds to warm up; and whether gradients were equal to the bit."""
+    """Seconds of each variant, run in turn after two warm-up rounds; and whether all gradients are bit-equal."""
     orders = schedules(costs, link)
     links = [Throttled(pace, link.latency_seconds, like) for _ in range(2)]
     pipelines = {name: Pipeline(name, stages, order, links) for name, order in orders.items()}
@@ -270,7 +270,7 @@ def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
 # a real model -------------------------------------------------------------------------------------------------------
 
 class Sizes(NamedTuple):
-    """Of the model, and of a micro-batch; GPT-2 small."""
+    """Sizes of the model and of a micro-batch; the defaults are GPT-2 small."""
 
     width: int = 768
     heads: int = 12
@@ -282,7 +282,7 @@ class Sizes(NamedTuple):
 
 
 def gpt_stages(sizes: Sizes, device: torch.device) -> list[nn.Sequential]:
-    """Half of the blocks each; of one dtype throughout."""
+    """Two stages with half of the blocks each, all in one dtype."""
     torch.manual_seed(0)
     width = sizes.width
     first, last = ([Block(width, sizes.heads) for _ in range(sizes.blocks // 2)] for _ in range(2))
@@ -292,9 +292,9 @@ def gpt_stages(sizes: Sizes, device: torch.device) -> list[nn.Sequential]:
 
 
 def of_gpt(pace: Pace, work: Work, sizes: Sizes) -> list[dict[str, Any]]:
-    """Per tc/tf the ratios of the steps. Both stages share one GPU, so what hides is what fits between them.
+    """Ratios of step times, for each tc/tf. Both stages share one GPU, so only its idle time can hide recomputation.
 
-    Whether gradients are equal to the bit is written down, not required: kernels of attention may not repeat theirs.
+    Bit-equality of gradients is recorded, but not required: attention kernels may not be deterministic.
     """
     stages = gpt_stages(sizes, work.device)
     text = torch.randint(sizes.vocabulary, (M, sizes.rows, sizes.length + 1), device=work.device)
@@ -316,7 +316,7 @@ def of_gpt(pace: Pace, work: Work, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _costs_of(stage: nn.Module, x: Tensor, grad: Tensor | None) -> StageCosts:
-    """Alone on the GPU, the fastest of five."""
+    """The costs of a stage that runs alone on the GPU, from the fastest of five runs."""
     x = x.detach().clone().requires_grad_()
     forwards, backwards = [], []
     for _ in range(5):

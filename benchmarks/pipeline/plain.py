@@ -1,4 +1,4 @@
-"""Plain: torch's runtime, on the same lists of actions as ours."""
+"""Plain: torch's pipeline runtime, on the same lists of actions as ours, but without recomputes."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ __all__ = ["Plain"]
 
 
 class Plain(Runtime):
-    """Without a recompute among them."""
+    """Runs a schedule's actions without recomputes."""
 
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Does a step with a byte budget take as long, and as many bytes, as its plan says, and how much less than the rules?
+"""Does a step under a byte budget match the time and bytes of its plan, and how much does it save over simple rules?
 
     python benchmarks/pipeline/planned.py                          # three cases, 20 rounds, about 12 minutes
     python benchmarks/pipeline/planned.py --cases 1f1b --rounds 10
@@ -50,7 +50,7 @@ RATIOS = {("1f1b", "all"): 0.84, ("1f1b", "same"): 0.91}
 
 @dataclass(frozen=True)
 class Case:
-    """``stages`` of ``blocks``, dealt to ``ranks``; the last one has a block less, and a head of one block instead."""
+    """``stages`` of ``blocks`` each, on ``ranks``; the last stage has a head in place of its last block."""
 
     make: Any
     ranks: int
@@ -95,7 +95,7 @@ class Variant:
         return PipelineStage(nn.Sequential(*first, *blocks, *head), index, self.case.stages, torch.device("cpu"))
 
     def step(self, seed: int) -> tuple[tuple[float, float], list[Tensor]]:
-        """When it began and ended, and its losses and gradients."""
+        """Run one step; return its start and end, and its losses and gradients."""
         for stage in self.stages:
             stage.submod.zero_grad()
         torch.manual_seed(seed)
@@ -112,7 +112,7 @@ class Variant:
 
 
 def same_blocks(plan: PipelinePlan) -> PipelinePlan:
-    """The first k blocks of every stage are recomputed inside the backwards, with the best k within the budget."""
+    """The rule that recomputes the first k blocks of every stage inside its backward; the best k within the budget."""
     few, stages = plan.same_recomputed.blocks, plan.problem.stages
     each = [tuple(range(len(stage.blocks))) for stage in stages]
     visits = {(stage, i): Choice(each[stage][few:], (), each[stage][:few]) for stage, i in plan.choices}
@@ -176,7 +176,7 @@ def _over(plan: PipelinePlan, rule: Any) -> float:
 
 
 def failures(row: dict[str, Any]) -> list[str]:
-    """Which of the requirements do not hold."""
+    """Messages for the requirements that do not hold."""
     name, found = row["case"], []
     if abs(row["deviation"]) > DEVIATION:
         found.append(f"{name}: {row['deviation']:+.1%} from the plan, not within {DEVIATION:.0%}")

@@ -1,4 +1,4 @@
-"""Processes: what each rank of a pipeline runs on, on this machine."""
+"""Processes: run each rank of a pipeline in its own process on this machine."""
 from __future__ import annotations
 
 import gc
@@ -19,7 +19,7 @@ __all__ = ["on_processes"]
 
 
 def on_processes(p: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """``work(rank, tell, *args)`` on each of ``p`` processes, which can talk to each other; what they ``tell``."""
+    """Run ``work(rank, tell, *args)`` on each of ``p`` processes of one process group; yield what they ``tell``."""
     told = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{Path(folder) / 'meet'}"
@@ -35,9 +35,9 @@ def _started(rank: int, p: int, meet: str, work: Callable[..., None], told: Any,
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sleep_precisely()
-    gc.disable()  # it is called between steps
+    gc.disable()  # collect only between steps
     gc.collect()
-    gc.freeze()  # what has been imported stays
+    gc.freeze()  # imported objects are not scanned
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=p)
     work(rank, told.put, *args)

@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "pipeline-cpu.json"
 
 
 def measure_cells(cells: Sequence[Cell], settings: Settings) -> list[dict[str, Any]]:
-    """The rows of ``cells``, printed as they come."""
+    """Measure ``cells``; return their rows, each printed when it is ready."""
     rows: list[dict[str, Any]] = []
 
     def done(measured: Any) -> None:
@@ -63,8 +63,8 @@ def _of(results: dict[str, Any], name: str) -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=["full"], help='"full", "named", or cells such as 1f1b-4-16-0.25')
-    parser.add_argument("--cells-only", action="store_true", help="nothing but the cells")
-    parser.add_argument("--variants", nargs="+", choices=MORE, default=(), help="none, stock and ours among them")
+    parser.add_argument("--cells-only", action="store_true", help="measure only the cells, no counts")
+    parser.add_argument("--variants", nargs="+", choices=MORE, default=(), help="must include none, stock and ours")
     parser.add_argument("--rounds", type=int, default=20, help="with the variants in turn, at least 20 (default: 20)")
     parser.add_argument("--forward-ms", type=float, default=10.0, help="tf (default: 10)")
     parser.add_argument("--json", type=Path, default=RESULTS, help="file for the results")

@@ -1,4 +1,4 @@
-"""The short version: two cells, of which only events count, not seconds. Prints them as JSON.
+"""The short version: two cells, checked by the order of events, not by seconds, and printed as JSON.
 
     python benchmarks/pipeline/short.py
     python benchmarks/pipeline/short.py forwards      # of blocks, where the backward is split; two stages on a rank

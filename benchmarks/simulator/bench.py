@@ -32,7 +32,7 @@ BUDGET_SECONDS = 2.0
 
 @dataclass
 class Size:
-    """One row: ``p`` stages, ``m`` micro-batches, 1F1B."""
+    """One row of the table: 1F1B with ``p`` stages and ``m`` micro-batches."""
 
     p: int
     m: int
@@ -59,11 +59,11 @@ class Size:
         self.rounds.append(number)
 
     def microseconds(self) -> list[float]:
-        """Per event, in each round."""
+        """Microseconds per event, for each round."""
         return [1e6 * seconds / self.events for seconds in self.simulate_seconds]
 
     def ratios(self, smallest: Size) -> list[float]:
-        """To the time per event of ``smallest`` in the same round."""
+        """The time per event over that of ``smallest`` in the same round."""
         reference = dict(zip(smallest.rounds, smallest.microseconds()))
         return [own / reference[number] for number, own in zip(self.rounds, self.microseconds())]
 

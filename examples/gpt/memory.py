@@ -1,4 +1,4 @@
-"""Memory: what a stage keeps, and how many bytes are alive while a step runs."""
+"""Memory: bytes that a stage keeps for its backward, and bytes alive during a step."""
 from __future__ import annotations
 
 import weakref
@@ -19,10 +19,10 @@ __all__ = ["Curve", "LiveBytes", "bytes_alive", "kept_bytes"]
 
 
 def kept_bytes(variant: Variant, x: Tensor) -> list[int]:
-    """What each stage keeps between its forward and its backward.
+    """Bytes that each stage keeps between its forward and its backward.
 
-    Counted is every storage, once, that autograd saves while the stage runs all its micro-batches: activations, or the
-    inputs of regions. Parameters are not.
+    Each storage that autograd saves while the stage runs all its micro-batches counts once: activations, or the inputs
+    of regions. Parameters do not count.
     """
     kept = []
     for stage in variant.stages():
@@ -45,7 +45,7 @@ class Curve:
 
 
 def bytes_alive(variant: Variant, batch: tuple[Tensor, Tensor], seed: int) -> Curve:
-    """Run a forward and its backward. What was there before, such as parameters, does not count."""
+    """Run a forward and its backward. Earlier allocations, such as parameters, do not count."""
     variant.optimizer.zero_grad()
     ledger = LiveBytes() if batch[0].device.type == "cpu" else AllocatedBytes()
     with ledger:
@@ -57,13 +57,13 @@ def bytes_alive(variant: Variant, batch: tuple[Tensor, Tensor], seed: int) -> Cu
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts each storage from the operation that makes it until nobody holds it: exact, where one thread does all."""
+    """Counts each storage from the operation that makes it until it is freed. Exact if all runs in one thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.curve: list[int] = []
         self.alive_bytes = 0
-        self._known: set[int] = set()  # ids of the storages that live, and are counted or were there before
+        self._known: set[int] = set()  # ids of living storages, also of those from before
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes(TorchDispatchMode):
-    """Asks the accelerators' allocators after each operation; after each module, in threads that have no such mode."""
+    """Asks the accelerators' allocators after each operation, and in threads without this mode after each module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,19 +14,19 @@ __all__ = ["Block", "Size", "cut", "gpt"]
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and its mini-batches are."""
+    """Sizes of the model and its mini-batches."""
 
     blocks: int
     width: int
     heads: int
-    length: int  # characters that it sees
-    rows: int  # of a mini-batch
-    chunks: int  # micro-batches of a mini-batch
+    length: int  # characters in a sequence
+    rows: int  # sequences in a mini-batch
+    chunks: int  # micro-batches in a mini-batch
     dropout: float = 0.1
 
     @property
     def balance(self) -> list[int]:
-        """Layers of each of the two stages: embedding and half of the blocks, the other half and the head."""
+        """Number of layers in each of the two stages: embedding and half of the blocks; the other half and the head."""
         return [1 + self.blocks // 2, self.blocks - self.blocks // 2 + 1]
 
 
@@ -35,7 +35,7 @@ def gpt(size: Size) -> nn.Sequential:
 
 
 def cut(model: nn.Sequential, stages: int) -> list[nn.Sequential]:
-    """The stages of a pipeline: 4 blocks on the last one, which recomputes nothing, where another one has 3."""
+    """Cut the model into stages. The last one, which recomputes nothing, gets 4 blocks for every 3 of another one."""
     blocks = len(model) - 2
     ends = [1 + round(blocks * 3 * stage / (3 * stages + 1)) for stage in range(1, stages)]
     return [model[start:end] for start, end in zip([0, *ends], [*ends, len(model)])]
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, written out: so every device counts its FLOPs, and repeats it to the bit."""
+    """Causal self-attention from plain operators: torch counts its FLOPs on every device, and repeats are bit-equal."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 def _bias(heads: int, length: int) -> Tensor:
-    """The further back, the less: by a slope of each head's own (Press et al., 2022). The future: not at all."""
+    """ALiBi, the bias of the attention scores: distance times a slope of each head (Press et al., 2022); causal."""
     back = torch.arange(length)[:, None] - torch.arange(length)
     slopes = 0.25 ** torch.arange(heads)
     return (-slopes[:, None, None] * back).masked_fill(back < 0, -math.inf)

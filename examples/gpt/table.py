@@ -1,4 +1,4 @@
-"""Table: what was measured of each variant, side by side."""
+"""Table: the measurements of all variants, side by side."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Measured:
-    """One variant, after the steps that all of them made."""
+    """The measurements of one variant, after the same number of steps for all."""
 
     name: str
     loss: float
-    gradients_equal: bool  # to those of the variant without checkpointing, to the bit
+    gradients_equal: bool  # bit-equal to those without checkpointing
     kept_bytes: list[int]  # by stage
     curve: Curve
     step_flops: int
@@ -24,7 +24,7 @@ class Measured:
 
 
 def table(measured: list[Measured], steps: int) -> str:
-    """A column a variant. The first is the one without checkpointing."""
+    """A table with one column for each variant. The first is the one without checkpointing."""
     plain = measured[0]
     rows = [
         ("", [m.name for m in measured]),

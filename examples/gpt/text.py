@@ -1,4 +1,4 @@
-"""Text: what the model learns, the sources of Python's own standard library."""
+"""Text: the training text, which is the source code of Python's standard library."""
 from __future__ import annotations
 
 import sysconfig

@@ -28,7 +28,7 @@ class Variant:
         self.optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3, betas=(0.9, 0.95))
 
     def loss(self, batch: tuple[Tensor, Tensor], seed: int) -> Tensor:
-        """The forward: with dropout, whose random numbers are those of the seed."""
+        """Run the forward, with dropout from this seed, and return the loss."""
         torch.manual_seed(seed)
         self.optimizer.zero_grad()
         logits = self.pipe(batch[0])
@@ -41,7 +41,7 @@ class Variant:
         return loss.item()
 
     def wait(self) -> None:
-        """Until the devices have done all that they were given."""
+        """Wait until the devices have finished all their work."""
         for device in {parameter.device for parameter in self.pipe.parameters()}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
@@ -58,7 +58,7 @@ class Variant:
 
 
 def variants(size: Size, devices: list[str], seed: int) -> list[Variant]:
-    """All of them, the one without checkpointing first."""
+    """All variants; the first is the one without checkpointing."""
     torch.manual_seed(seed)
     model = gpt(size)
     plain, ours, default = (copy.deepcopy(model) for _ in range(3))
@@ -74,7 +74,7 @@ def variants(size: Size, devices: list[str], seed: int) -> list[Variant]:
 
 
 class Checkpointed(nn.Module):
-    """A stage through torch's own checkpointing: as with ``torchckpt.Pipe``, one region a stage and micro-batch."""
+    """A stage under torch's own checkpointing: like ``torchckpt.Pipe``, one region for each stage and micro-batch."""
 
     def __init__(self, stage: nn.Sequential) -> None:
         super().__init__()

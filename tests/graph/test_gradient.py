@@ -256,17 +256,17 @@ def several(x, i):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"require_grads": ["y"]}, r"a name is that of an input, a mark, or a parameter.*'y'.*mark\(value, \"y\"\)"),
+        ({"require_grads": ["y"]}, r"a name in require_grads is one of an input.*'y'.*mark\(value, \"y\"\)"),
         ({"require_grads": [0, "x"]}, r"a gradient is asked for once.*'x' twice.*require_grads=\['x'\]"),
-        ({"require_grads": ["i"]}, "what is differentiated with respect to is floating.*'i': torch.int64"),
-        ({"require_grads": [2]}, r"a place is that of one of 2 inputs.*received: 2.*require_grads=\[1\]"),
-        ({"require_grads": [-1]}, "a place is that of one of 2 inputs.*received: -1"),
-        ({"require_grads": [None]}, "require_grads are places of inputs, or names"),
-        ({"require_grads": ["pair"]}, "a gradient is that of one tensor.*2 tensors marked 'pair'"),
+        ({"require_grads": ["i"]}, "each value in require_grads has a floating dtype.*'i': torch.int64"),
+        ({"require_grads": [2]}, r"an int is the position of one of 2 inputs.*received: 2.*require_grads=\[1\]"),
+        ({"require_grads": [-1]}, "an int is the position of one of 2 inputs.*received: -1"),
+        ({"require_grads": [None]}, "require_grads has positions of inputs, or names"),
+        ({"require_grads": ["pair"]}, "a mark in require_grads is on one tensor.*2 tensors marked 'pair'"),
         ({"target_index": 1}, r"the target is a scalar.*output 1 of shape \(3, 4\).*graph.gradients"),
         ({"target_index": 2}, "the target has a floating dtype.*output 2: torch.int64"),
         ({"target_index": 3}, "the target has a floating dtype.*output 3: 'text'"),
-        ({"target_index": 4}, "target_index is the place of one of 4 outputs.*received: 4"),
+        ({"target_index": 4}, "target_index is the index of one of 4 outputs.*received: 4"),
         ({"checkpoints": "sped"}, "checkpoints is one of.*checkpoints=\"speed\""),
         ({"target_index": 9, "require_grads": [7, "z"]}, "3 faults"),
     ],
@@ -283,7 +283,7 @@ def test_argument_is_refused(options, message, x):
         (3, (torch.ones(1),), "the first argument is a function or a module.*graph.gradient"),
         (torch.sum, (3,), "inputs are tensors.*input 0: 3"),
         (sum, ((torch.ones(1), torch.ones(1)),), r"(?s)inputs are tensors.*lambda a, b: fn\(\(a, b\)\)"),
-        (torch.sum, (torch.arange(3),), "an input is floating, or require_grads says what is"),
+        (torch.sum, (torch.arange(3),), "an input is floating, or require_grads names a value"),
     ],
 )
 def test_call_is_refused(function, inputs, message):
@@ -321,7 +321,7 @@ def _itself(x):
 
 @pytest.mark.parametrize("function", [_behind, _view, _itself])
 def test_gradient_of_what_is_written_to_after_its_mark_is_refused(function, x):
-    with pytest.raises(ArgumentError, match=r"(?s)stays as it is after its mark.*'h' is changed in place"):
+    with pytest.raises(ArgumentError, match=r"(?s)is not changed in place after its mark.*'h' is changed in place"):
         graph.gradient(function, x, require_grads=["h"])
     (slope,) = graph.gradient(function, x)(x)[1]
     with torch.enable_grad():

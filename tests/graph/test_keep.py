@@ -146,7 +146,7 @@ def test_names_where_there_are_none():
     ("keep", "received", "works"),
     [
         ([], "keep=[]", 'the name of a module that computes something, or keep="memory"'),
-        (lambda value: False, "a function that wants none", "keep=lambda value: value.flops > 0"),
+        (lambda value: False, "a function that returns False for every value", "keep=lambda value: value.flops > 0"),
         ("speed", 'keep="speed", but there is no convolution and no product', 'keep="memory"'),
         ("collection", 'keep="collection", but no value is marked', 'h = graph.mark(h, "h") in the model'),
     ],
@@ -154,7 +154,7 @@ def test_names_where_there_are_none():
 )
 def test_nothing_to_keep(keep, received, works):
     joint = joint_of(lambda x: x.sin().exp().sum(), leaf(3))
-    rule = "keep: what is kept is one value at least"
+    rule = "keep: at least one value is kept"
     assert said(kept_by, keep, joint) == f"{rule}\n  received: {received}\n  works:    {works}"
 
 

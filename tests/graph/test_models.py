@@ -134,7 +134,7 @@ def test_speed(name):
 
 
 def test_speed_needs_a_product():
-    with pytest.raises(ArgumentError, match=r'(?s)one value at least.*keep="speed", but there is no convolution'):
+    with pytest.raises(ArgumentError, match=r'(?s)at least one value is kept.*keep="speed", but there is no conv'):
         checked(build("tanh_chain"), keep="speed")
 
 

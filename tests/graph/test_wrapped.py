@@ -27,10 +27,10 @@ def in_place(wrap):
 
 
 WRAPPED = {
-    "scripted": (torch.jit.script, "what was scripted has none", "the module that it was made of"),
-    "traced": (lambda model: torch.jit.trace(model, torch.ones(2, 6)), "what was scripted has none", "it was made of"),
-    "compiled": (torch.compile, "what was compiled runs other code", "graph.backend"),
-    "compiled in place": (in_place(lambda model: model.compile()), "what was compiled runs other code", "inductor"),
+    "scripted": (torch.jit.script, "a scripted module has none", "the original module"),
+    "traced": (lambda model: torch.jit.trace(model, torch.ones(2, 6)), "a scripted module has none", "original module"),
+    "compiled": (torch.compile, "a compiled module runs other code", "graph.backend"),
+    "compiled in place": (in_place(lambda model: model.compile()), "a compiled module runs other code", "inductor"),
     "DataParallel": (nn.DataParallel, "runs copies on several devices", "DistributedDataParallel(graph.rematerialize"),
 }
 
@@ -100,7 +100,7 @@ def test_first_kind_of_fsdp_around_a_traced_module_is_refused(original):
     with one_rank():
         step = graph.rematerialize(plain())
         model = FullyShardedDataParallel(step, device_id=torch.device("cpu"), use_orig_params=original)
-        assert_refused(lambda: model(torch.ones(2, 6)), "FullyShardedDataParallel has made one of them", "fully_shard(")
+        assert_refused(lambda: model(torch.ones(2, 6)), "has merged them into one", "fully_shard(")
 
 
 def test_data_parallel_around_a_traced_module_is_refused():

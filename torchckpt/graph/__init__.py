@@ -1,11 +1,11 @@
-"""The graph level: one traced graph of a step, one schedule, many ways to choose what is kept and what recomputed.
+"""The graph level: it traces a step as one graph, and schedules which values are kept and which are recomputed.
 
     capture ──► Joint ──► choose ──► Schedule ──► emit ──► a forward and a backward, or one graph of gradients
                           keep: marks, regions, names, policies
                           planner: a byte budget
 
-A user begins with :func:`rematerialize`; a reader with ``joint``, then :mod:`torchckpt.model.remat`, where a step is
-operations on storages and needs no torch.
+A user begins with :func:`rematerialize`. A reader of the code begins with ``joint``, then reads
+:mod:`torchckpt.model.remat`, which describes a step as operations on storages and does not need torch.
 """
 from __future__ import annotations
 

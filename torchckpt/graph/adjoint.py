@@ -1,4 +1,4 @@
-"""Adjoint: a graph module that returns what a call returns, and gradients."""
+"""Adjoint: a graph module that returns the outputs of a call, and gradients."""
 from __future__ import annotations
 
 import re
@@ -28,31 +28,31 @@ __all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned", "unrecorded"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORWARD_OUTPUTS = "forward_outputs"
-"""The key in a module's ``meta`` of how many of the tensors that it returns are its forward's."""
+"""Key in a module's ``meta``: the number of returned tensors that are outputs of its forward."""
 
 
 def chooser_of(caller: str, checkpoints: Keep) -> Chooser:
-    """What plans a joint graph.
+    """A :class:`Chooser` that plans a joint graph by ``checkpoints``, which has the forms of ``keep``.
 
     Raises:
-        ArgumentError: ``checkpoints`` is none of the forms that there are.
+        ArgumentError: ``checkpoints`` has none of these forms.
     """
-    with _said_of_checkpoints():
+    with _errors_name_checkpoints():
         return Chooser(caller, checkpoints, None, "roofline", "keep", False)
 
 
 def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> fx.GraphModule:
-    """A module that takes the inputs, one after the other, and returns outputs and gradients.
+    """A module that takes the inputs as positional arguments, and returns outputs and gradients.
 
     New values of buffers are copied into them at the end. Without ``outputs``, the gradients are all that it returns.
 
     Raises:
-        ArgumentError: what is to be kept is unknown, or nothing.
+        ArgumentError: ``checkpoints`` has an unknown name, or selects nothing.
     """
     joint = joint_of(derivative.module, derivative.forward_outputs, chooser.cost)
     if not outputs:
         joint = _without_outputs(joint, derivative.outputs)
-    with _said_of_checkpoints():
+    with _errors_name_checkpoints():
         module = emit_one(joint, chooser(joint))
     _write_buffers(module.graph, derivative)
     structure = _return(module.graph, derivative, outputs)
@@ -65,7 +65,7 @@ def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> f
 
 
 def _without_outputs(joint: Joint, count: int) -> Joint:
-    """Let the outputs die as other values do, for nobody gets them."""
+    """Treat the outputs as intermediate values, which are freed after their last use, since they are not returned."""
     lasting = joint.outputs[count:]
     ending = _storages(joint, joint.outputs[:count]) - _storages(joint, lasting)
     return replace(joint, flow=replace(joint.flow, results=joint.flow.results - ending))
@@ -77,8 +77,8 @@ def _storages(joint: Joint, nodes: Sequence[Any]) -> frozenset[int]:
 
 
 @contextmanager
-def _said_of_checkpoints() -> Iterator[None]:
-    """What is said of ``keep`` holds of ``checkpoints``, which is its name here."""
+def _errors_name_checkpoints() -> Iterator[None]:
+    """Inside this context, errors about ``keep`` call it ``checkpoints``, the name of the argument here."""
     try:
         yield
     except ArgumentError as error:
@@ -94,7 +94,7 @@ def _write_buffers(graph: fx.Graph, derivative: Derivative) -> None:
 
 
 def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.TreeSpec | None:
-    """Return what there is to return; the structure of the outputs, where a graph's own code has no words for it."""
+    """Set the graph's return value. Return the structure of the outputs if a graph's own code cannot express it."""
     output = graph.output_node()
     returned = cast(Sequence[Any], output.args[0])
     tensors, gradients = returned[: derivative.outputs], tuple(returned[derivative.forward_outputs :])
@@ -110,9 +110,9 @@ def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.Tr
 
 
 def unrecorded(function: F) -> F:
-    """Let autograd record nothing of what ``function`` does; but where a call is traced, it may be differentiated.
+    """Decorate ``function`` so that autograd records nothing in it, except while a call is traced.
 
-    Its casts are those of its trace.
+    Autocast is off inside: the traced graph already has its casts.
     """
 
     @wraps(function)
@@ -127,10 +127,10 @@ def unrecorded(function: F) -> F:
 
 
 class _Code(CodeGen):
-    """A graph as a function of its inputs that records nothing for autograd.
+    """Generates a graph's code as a function that records nothing for autograd.
 
     Args:
-        structure: of the outputs, where it takes more than tuples, lists and dicts.
+        structure: the structure of the outputs, if it has more than tuples, lists and dicts; else None.
     """
 
     def __init__(self, structure: pytree.TreeSpec | None) -> None:
@@ -159,7 +159,7 @@ class _Code(CodeGen):
 
 
 def _is_plain(structure: pytree.TreeSpec) -> bool:
-    """Whether it is made of what a graph's output may be made of."""
+    """Whether ``structure`` has only tuples, lists and dicts, which a graph's output may have."""
     if structure.is_leaf():
         return True
     return structure.type in (tuple, list, dict) and all(map(_is_plain, structure.children()))
@@ -175,9 +175,9 @@ def _copy_into(graph: fx.Graph, name: str, value: fx.Node) -> None:
 
 
 def _renew(graph: fx.Graph) -> None:
-    """Give repeats values of their own: in ``meta``, two copies of a storage are two storages."""
+    """Give repeated operations new storages in ``meta["val"]``: a recomputed value is not the same storage."""
     known: set[int] = set()
-    copies: dict[fx.Node, dict[int, Tensor]] = {}  # of a node: by the storage of what it repeats, all of its own
+    copies: dict[fx.Node, dict[int, Tensor]] = {}  # by node: from the original storage to the new one
     for node in graph.nodes:
         value = node.meta.get("val")
         read: dict[int, Tensor] = {}
@@ -201,13 +201,13 @@ def _strided(value: Any) -> list[Tensor]:
 
 
 def _fresh(like: Any) -> Tensor:
-    """A storage as large as that of ``like``."""
+    """A new fake tensor with as many bytes as the storage of ``like``."""
     with like.fake_mode:
         return torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8, device=like.device)
 
 
 def _moved(storages: dict[int, Tensor], value: Any) -> Any:
-    """``value`` in the storage that is to take the place of its own."""
+    """``value`` as a view of the storage that replaces its own, if there is one."""
     storage = storages.get(storage_of(value))
     if storage is None:
         return value

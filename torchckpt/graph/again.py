@@ -1,7 +1,8 @@
-"""What a repeat of an operation runs in its place: a dropout multiplies by its mask, a batch norm counts nothing twice.
+"""Again: what runs when an operation is repeated, where it must not run a second time as it is.
 
-Random operations and collectives run once, each for its own reason: a second draw would be another one, unless the
-generator's state was saved, and a second message a message too many.
+A repeated dropout multiplies by the mask that it saved. A repeated batch norm does not update its running statistics
+again. Other random operations run once, unless the generator's state was saved: a second draw gives other numbers.
+Collectives run once: the other processes would not take part in a second one.
 """
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from torchckpt.graph.rng import draws, generator_state, replayed, state_of
 __all__ = ["Again", "again_of", "as_eager_runs", "forget_statistics", "runs_once", "under_autograd"]
 
 Resolve = Callable[[Any], Any]
-"""Of an argument in the joint graph, the argument in the graph that is made."""
+"""Maps an argument in the joint graph to the same argument in the emitted graph."""
 
 _DROPOUT: Any = torch.ops.aten.native_dropout.default
 _DROPOUT_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
@@ -39,7 +40,7 @@ _DROPOUT_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
 
 @dataclass(frozen=True)
 class Again:
-    """The nodes that a repeat reads, those that it writes, and how it is added to a graph."""
+    """The nodes that a repeat reads, the nodes that it writes, and a function that adds the repeat to a graph."""
 
     reads: tuple[fx.Node, ...]
     writes: tuple[fx.Node, ...]
@@ -47,7 +48,7 @@ class Again:
 
 
 def runs_once(node: fx.Node) -> bool:
-    """Whether ``node`` draws random numbers, communicates, or changes what it is given."""
+    """Whether ``node`` must not run twice: it draws random numbers, communicates, or writes to its arguments."""
     target = node.target
     if target is _DROPOUT:
         return node.args[2] is not False
@@ -57,7 +58,7 @@ def runs_once(node: fx.Node) -> bool:
 
 
 def again_of(node: fx.Node) -> Again | None:
-    """What a repeat of ``node`` runs in its place; None if it runs ``node``, or nothing can take its place."""
+    """What a repeat of ``node`` runs instead; None if it runs ``node`` itself, or if there is no substitute."""
     outputs = outputs_of(node)
     if node.target is BATCH_NORM and node.args[5]:
         return _batch_norm(node, outputs)
@@ -70,19 +71,21 @@ def again_of(node: fx.Node) -> Again | None:
 
 
 def forget_statistics(graph: fx.Graph) -> None:
-    """Have the backward of a training batch norm read no running statistics: it does nothing with them."""
+    """Remove the running statistics from the arguments of a training batch norm's backward, which ignores them."""
     for node in graph.find_nodes(op="call_function", target=BATCH_NORM_BACKWARD):
         if node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def as_eager_runs(graph: fx.Graph) -> None:
-    """Have operations do what eager's do, where their kernels go by more than their arguments, or round otherwise.
+    """Change operations whose traced form gives other bits than eager, so that they give eager's bits.
 
-    A dropout on a CPU scales by what the share that stays has been divided into in its dtype; the kernels that are
-    traced round later, or a double: for some probabilities, 0.15 among them, to another number. One that drops all
-    draws nothing. A fused LSTM makes what its backward reads where gradients are recorded alone. A batch norm of what
-    has gaps returns what has none on a CPU, and is traced with gaps: a view of it may have to be a copy.
+    - Dropout on a CPU: eager computes the scale ``1 / (1 - p)`` in the dtype of the data. The traced kernels compute it
+      in double, or round later. For some probabilities, such as 0.15, the two scales differ.
+    - Dropout with ``p = 1``: eager draws no random numbers.
+    - Fused LSTM: it makes the values for its backward only where autograd records gradients.
+    - Batch norm on a CPU of a tensor that is not dense: eager returns a dense tensor, but the trace says that it is not
+      dense. So a view of the result may have to be a copy.
     """
     for node in graph.find_nodes(op="call_function", target=_DROPOUT_BACKWARD):
         gradient, mask, scale = node.args
@@ -101,13 +104,13 @@ def as_eager_runs(graph: fx.Graph) -> None:
 
 
 def under_autograd(target: Any, /, *args: Any) -> Any:
-    """``target``, where gradients are recorded, of tensors that have none: so nothing is."""
+    """Run ``target`` on detached tensors with autograd enabled: the kernel acts as in training, no graph is built."""
     with torch.enable_grad():
         return target(*(part.detach() if isinstance(part, torch.Tensor) else part for part in args))
 
 
 def _has_gaps(node: fx.Node) -> bool:
-    """Whether it is traced as neither contiguous nor channels last."""
+    """Whether the traced result is on a CPU, and neither contiguous nor channels last."""
     made = node.meta["val"][0]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     formatted = made.is_contiguous(memory_format=formats.get(made.dim(), torch.contiguous_format))
@@ -128,7 +131,7 @@ def _drop_all(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
 
 
 def _round_scale(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
-    """Have the mask alone of a dropout in float32 where it would scale by another number than eager."""
+    """Keep only the mask of a float32 dropout whose scale differs from eager's, and multiply by eager's scale."""
     data, probability, _ = node.args
     like = node.meta["val"][0]
     if like.dtype != torch.float32 or not {0, 1} <= set(outputs):
@@ -145,15 +148,16 @@ def _round_scale(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
 
 
 def outputs_of(node: fx.Node) -> dict[int, fx.Node]:
-    """Of an operation with several outputs, those that are used, by their place."""
+    """The ``getitem`` nodes of an operation with several outputs, by output index. Unused outputs have none."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
 def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Again:
-    """Where mean and deviation are there, which are small and dear, scale and shift by them; else all but the counting.
+    """Scale and shift by the saved mean and deviation where both were kept: they are small, and costly to compute.
 
-    The kernel that scales and shifts in evaluation is that of training, on a CPU: its bits are the same. It is told the
-    deviation as a weight, for it would make another one of a variance.
+    Otherwise run the whole batch norm again, without an update of its running statistics. On a CPU, the kernel for
+    evaluation mode scales and shifts as the one for training does, with the same bits. It gets the deviation as a part
+    of the weight: computed anew from a variance, the deviation would differ.
     """
     data, weight, bias, _, _, _, momentum, _ = node.args
     mean, deviation = outputs.get(1), outputs.get(2)
@@ -204,7 +208,7 @@ def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
 
 
 def _scale(share: float, like: torch.Tensor) -> float:
-    """By what a dropout multiplies the ``share`` that stays. On a CPU it is rounded to the data's dtype."""
+    """The scale of a dropout that keeps ``share`` of its elements. On a CPU it is rounded to the data's dtype."""
     if like.device.type != "cpu":
         return 1.0 / share
     with without_modes():

@@ -1,9 +1,10 @@
 """Backend: the graph level under ``torch.compile``: Dynamo's graph, our schedule, Inductor's kernels.
 
-A compiler that fuses moves work, and so memory: what it inlines into a later kernel keeps its inputs alive until then.
-So a plan is not taken at its word. Inductor is asked, before it makes code, for the peak of the kernels that it has
-decided on; where that is above the plan's, the call is planned again with so much in reserve. What a kernel writes over
-its input, in place, counts twice in that peak: it is a bound, and near where products and convolutions are.
+Fusion changes memory: an operation that Inductor inlines into a later kernel keeps its inputs alive until then. So the
+peak is checked before code is made: Inductor estimates the peak of the kernels that it has decided on. If that is above
+the plan's peak, the call is planned again with the difference in reserve. A kernel that overwrites its input in place
+counts twice in the estimate, so the estimate is an upper bound. It is close where matrix products and convolutions
+dominate.
 """
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ __all__ = ["Backend", "Planner", "backend"]
 Inner = Literal["inductor", "eager"]
 
 _ATTEMPTS = 8
-"""How often a call is planned again, with more in reserve for what fusion adds."""
+"""The largest number of plans for one call, each with more bytes in reserve for what fusion adds."""
 
 
 class Planner(Protocol):
-    """What plans one joint graph, such as a :class:`~torchckpt.graph.choose.Chooser`."""
+    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.Chooser`."""
 
     plan: Plan
     replay: bool
@@ -66,40 +67,41 @@ def backend(
     rng: Literal["keep", "replay"] = "keep",
     exact: bool = False,
 ) -> Backend:
-    """A backend of ``torch.compile`` that holds a byte budget, or keeps what it is told to.
+    """A ``torch.compile`` backend that trains within a byte budget, or keeps the values that ``keep`` names.
 
     >>> backend = graph.backend(budget="6GiB")
     >>> model = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    >>> backend.plans                       # one of each graph that was compiled
+    >>> backend.plans                       # one for each graph that was compiled
 
-    What Dynamo cannot trace it runs as it is, without a word, unless it is told ``fullgraph=True``: then there is no
-    plan. Around ``DistributedDataParallel`` it traces nothing: compile what is inside.
+    Pass ``fullgraph=True``: without it, Dynamo silently runs code that it cannot trace as plain Python, and there is no
+    plan. Dynamo traces nothing around ``DistributedDataParallel``: compile the module inside.
 
     Args:
         budget, keep, costs, exact: as :func:`~torchckpt.graph.rematerialize` takes them.
         inner: ``"inductor"`` compiles the forward and the backward of the schedule: operations are fused, and the last
             bits may differ; ``"eager"`` runs them as they are, bit-equal to the model.
-        rng: ``"keep"`` or ``"replay"``, with ``inner="eager"``. Inductor keeps seeds, of eight bytes, and draws again.
+        rng: ``"keep"`` or ``"replay"``, with ``inner="eager"``. Inductor always keeps seeds, of 8 bytes each, and draws
+            again from them.
 
     Raises:
         ArgumentError: an argument breaks a rule.
-        CaptureError: at a call: Dynamo has broken the graph, or its sizes are not known.
+        CaptureError: at a call: Dynamo has broken the graph, or a size is symbolic.
         BudgetInfeasible: at a call: no schedule was found within the budget.
     """
-    if isinstance(budget, fx.GraphModule):  # it is a backend itself
-        rule = "graph.backend() returns a backend, and is none"
+    if isinstance(budget, fx.GraphModule):  # the user passed graph.backend itself as the backend
+        rule = "graph.backend() returns a backend; it is not a backend itself"
         works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
         return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
     return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner, told=True)
 
 
 class Backend:
-    """What :func:`backend` returns. ``plans`` are those of the graphs that were compiled, in their order.
+    """The backend that :func:`backend` returns. ``plans`` has the plan of each compiled graph, in order.
 
     Args:
-        planner: makes what plans a graph.
-        inner: what runs it.
-        told: whether each graph is a line in the log.
+        planner: returns a new :class:`Planner` for each graph.
+        inner: ``"inductor"`` or ``"eager"``; what runs the planned graph.
+        told: whether each graph adds a line to the log.
     """
 
     def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor", told: bool = False) -> None:
@@ -109,13 +111,13 @@ class Backend:
         if inner == "inductor":
             require(INDUCTOR)
         planner()  # its arguments are checked at once
-        self.__name__ = "torchckpt"  # what torch.compile's messages call it
+        self.__name__ = "torchckpt"  # the name in torch.compile's messages
         self.plans: list[Plan] = []
         self.planning_seconds = 0.0  # of the last graph
         self._planner, self._inner, self._told = planner, inner, told
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Raise at the first call what compiling raised: Dynamo would wrap it in an error of its own."""
+        """Compile a graph. An error of planning is raised at the first call: Dynamo would wrap it in its own error."""
         watch, planner = Stopwatch(), self._planner()
         planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
         try:
@@ -159,13 +161,13 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -
             if hasattr(planner, "plan"):
                 planner.plan = planner.plan.lowered(attempt.spare_bytes)
             return run
-    rule = "what Inductor allocates is what is planned, or less"
+    rule = "Inductor allocates at most the planned bytes"
     received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
     raise CaptureError(str(Fault(rule, received, 'a larger budget; or inner="eager"')))
 
 
 class _Exceeds(Exception):
-    """The compiled graphs need so many bytes more than were planned."""
+    """The compiled graphs need ``excess_bytes`` more than the plan."""
 
     def __init__(self, excess_bytes: int) -> None:
         super().__init__(excess_bytes)
@@ -173,7 +175,7 @@ class _Exceeds(Exception):
 
 
 class _Attempt:
-    """A joint graph, a schedule of it with ``reserve_bytes`` beside each operation, and what its kernels allocate."""
+    """One attempt: plan with ``reserve_bytes`` added to each operation, compile, and compare the kernels' peak."""
 
     def __init__(self, planner: Planner, reserve_bytes: int) -> None:
         self._planner, self._reserve_bytes = planner, reserve_bytes
@@ -181,7 +183,7 @@ class _Attempt:
 
     @property
     def spare_bytes(self) -> int:
-        """What was planned and is not needed, as Inductor counts it: it fuses more than was thought."""
+        """Planned bytes that the kernels do not need, as Inductor counts: it fuses more than the plan assumes."""
         return self._planned_bytes - self._needed_bytes
 
     def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -203,7 +205,7 @@ class _Attempt:
         return _plain(forward), _plain(backward)
 
     def _cost(self, node: fx.Node) -> Cost:
-        """What is no product and no convolution is fused, most of it, and allocates what its shapes say."""
+        """The cost of an operation under fusion. One without FLOPs is mostly fused: only its shapes count."""
         cost = self._planner.cost(node)
         if cost.flops:
             return cost._replace(workspace_bytes=self._reserve_bytes + cost.workspace_bytes)
@@ -220,7 +222,8 @@ class _Attempt:
 
 
 def _unseen_bytes(joint: Joint, saved: Sequence[int]) -> int:
-    """Alive in the backward, though the compiler does not count it: gradients of outputs, outputs that it reads not."""
+    """Bytes alive in the backward that Inductor does not count: gradients of outputs, and outputs that it does not
+    read."""
     flow = joint.flow
     writes = [s for operation in flow.operations[: flow.forward] for s in operation.writes]
     arriving = flow.operations[flow.forward].writes if joint.tangents else ()
@@ -228,7 +231,7 @@ def _unseen_bytes(joint: Joint, saved: Sequence[int]) -> int:
 
 
 def _plain(module: fx.GraphModule) -> fx.GraphModule:
-    """As a compiler wants it: a call like any other, nothing in place, inputs of the joint graph by their names."""
+    """``module`` in the form that Inductor takes: standard calls, nothing in place, the joint graph's input names."""
     for node in module.graph.nodes:
         if node.op == "placeholder" and node.name.startswith("saved_primals"):
             node.target = node.name = node.name.removeprefix("saved_")
@@ -253,7 +256,7 @@ def _refuse_break(module: fx.GraphModule) -> None:
     if "optimize_ddp" in received:
         received = "the buckets of DistributedDataParallel, a graph for each"
         works = "torch._dynamo.config.optimize_ddp = False; or DistributedDataParallel(graph.rematerialize(model, ...))"
-    rule = "a schedule is that of one graph, and a budget too: each part of a graph that breaks would take it whole"
+    rule = "a schedule and a budget hold for one graph: after a graph break, each part would use the whole budget"
     raise CaptureError(str(Fault(rule, received, works)))
 
 
@@ -262,7 +265,7 @@ def _refuse_symbols(module: fx.GraphModule) -> None:
         sizes = [size for value in pytree.tree_leaves(_value_of(node)) for size in _sizes(value)]
         symbols = [size for size in sizes if not isinstance(size, int)]
         if symbols:
-            rule = "bytes are counted for sizes that are known when the call is compiled"
+            rule = "all sizes are known when the call is compiled, so that its bytes can be counted"
             works = "torch.compile(model, backend=..., dynamic=False): each shape is compiled, and planned, on its own"
             raise CaptureError(str(Fault(rule, f"{node.name} has the size {symbols[0]}", works)))
 

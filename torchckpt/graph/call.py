@@ -1,4 +1,4 @@
-"""Call: a module's call, traced for one kind of inputs and run from then on without its Python."""
+"""Call: a module's call, traced for one kind of inputs, and run from the trace afterwards."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
 
 
 class Call:
-    """The call of ``run``, traced for one kind of inputs: ``model``, or a module with what it holds."""
+    """A traced call, for one kind of inputs, of ``run``: ``model`` itself, or a module that shares its contents."""
 
     def __init__(
         self, model: nn.Module, run: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -31,23 +31,23 @@ class Call:
     ) -> None:
         self._model, self._run, self._names = model, run, names
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # theirs may die
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # keeps no tensor alive
         tensors = tensors_of(state_of(model), leaves)
         self._places = places_of(tensors)
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
         chooser.inputs = frozenset(data)
         with leaving_no_tensors(model):
-            self._capture = Capture(self._function, _once(tensors), data, chooser.cost, chooser, chooser.replay)
+            self._capture = Capture(self._function, _distinct(tensors), data, chooser.cost, chooser, chooser.replay)
         self._capture.witness.refuse_left()
         self.plan: Plan | None = getattr(chooser, "plan", None)
         self.planning_seconds = chooser.watch.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``tensors`` are those of the model, then those of the arguments."""
-        outputs, replaced = self._capture(_once(tensors))
+        """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""
+        outputs, replaced = self._capture(_distinct(tensors))
         if replaced:
-            with TURNS.calling():  # a trace puts back what it found
+            with TURNS.calling():  # a trace at the same time would undo this
                 for name, value in replaced.items():
                     owner, _, buffer = name.rpartition(".")
                     setattr(self._model.get_submodule(owner), buffer, value)
@@ -64,7 +64,7 @@ class Call:
 
 
 class CompiledCall:
-    """The same, compiled by Dynamo and Inductor, which keep it by what it is called with."""
+    """A call compiled by Dynamo and Inductor, which choose the compiled code by the arguments of each call."""
 
     def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -82,7 +82,7 @@ class CompiledCall:
 
 
 def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """New values of the buffers that the forward has replaced, as by ``self.mean = ...``."""
+    """By name, the new values of buffers that the forward has replaced, as in ``self.mean = ...``."""
     now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
     for name, buffer in now.items():
         before = state[name]
@@ -101,5 +101,5 @@ def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
     return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
 
 
-def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,4 +1,4 @@
-"""Calls: those of one module, each traced once for one kind of inputs."""
+"""Calls: all calls of one module, traced once for each kind of inputs."""
 from __future__ import annotations
 
 import inspect
@@ -30,11 +30,11 @@ from torchckpt.model.remat.plan import Plan
 __all__ = ["Calls", "module_faults", "option_faults"]
 
 _NEW = object()
-"""In place of a call that is to be traced first."""
+"""Stands for a call that has not been traced yet."""
 
 
 def module_faults(function: str, model: object) -> list[Fault]:
-    """Of the first argument."""
+    """Faults of the first argument, which must be a module."""
     if isinstance(model, nn.Module):
         return []
     works = f"graph.{function}(model, inputs)"
@@ -48,12 +48,12 @@ def module_faults(function: str, model: object) -> list[Fault]:
 
 
 def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
-    """Of the arguments that :class:`Chooser` does not check."""
+    """Faults of the arguments that :class:`Chooser` does not check."""
     faults = []
     if engine not in ("eager", "inductor"):
         faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
     if engine == "inductor" and rng == "replay":
-        faults.append(Fault("Inductor draws random numbers its own way", 'rng="replay"', 'engine="eager"; rng="keep"'))
+        faults.append(Fault("Inductor draws random numbers by itself", 'rng="replay"', 'engine="eager"; rng="keep"'))
     if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
         rule = "example_kwargs is a dict of the keywords that the model is called with"
         faults.append(Fault(rule, type(example).__name__, 'example_kwargs={"input_ids": tokens, "labels": tokens}'))
@@ -61,19 +61,19 @@ def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
 
 
 class Calls:
-    """The calls of ``model``, by their guards.
+    """The traced calls of ``model``, by their guards.
 
     Args:
-        caller: what errors and the log call it.
-        model: what is guarded: its modules, attributes, parameters and buffers.
-        run: what is traced, and called where nothing is differentiated: ``model``, or a module with what it holds.
+        caller: name of the public function, for errors and the log.
+        model: the module whose submodules, attributes, parameters and buffers are guarded.
+        run: the module that is traced: ``model`` itself, or one that shares its contents.
     """
 
     def __init__(
         self, caller: str, model: nn.Module, run: nn.Module, chooser: Callable[[], Chooser], engine: str
     ) -> None:
         self._caller, self.model, self._run, self._chooser, self._engine = caller, model, run, chooser, engine
-        self._backend, self._compiling = Backend(chooser), threading.Lock()  # it checks chooser's arguments
+        self._backend, self._compiling = Backend(chooser), threading.Lock()  # Backend checks the chooser's arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
         self._latest: Call | CompiledCall | None = None
@@ -82,9 +82,9 @@ class Calls:
 
     @property
     def plan(self) -> Plan:
-        """Of the inputs that came last; of the example, before the first call."""
+        """The plan for the latest inputs; before the first call, for the example."""
         if self._latest is None:
-            rule = "there is a plan when there are inputs to plan for"
+            rule = "a plan needs inputs: an example, or a first call"
             works = f"graph.{self._caller[:-1]}model, inputs)"
             raise_faults("plan", [Fault(rule, "no example, and no call yet", works)])
         return cast(Plan, cast(Call, self._latest).plan)
@@ -94,22 +94,22 @@ class Calls:
         return tuple(call.plan for call in self.known.values() if call.plan is not None)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Trace and plan a call, and run nothing of it."""
+        """Trace and plan a call with these inputs, without running it."""
         if self.call(args, kwargs) is None:
-            rule = "a step is planned where something is differentiated"
-            works = "model.requires_grad_(), and no torch.no_grad() around"
+            rule = "a plan needs a parameter or an input that requires a gradient, with gradients enabled"
+            works = "model.requires_grad_(), outside of torch.no_grad()"
             raise_faults(self._caller, [Fault(rule, "a call in which nothing requires a gradient", works)])
         return self.plan
 
     def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """As :meth:`prepare`, of an example, if there is one."""
+        """Like :meth:`prepare`, for an example; without an example, do nothing."""
         if args or kwargs:
             with _blaming(self._caller, args):
                 self.prepare(args, dict(kwargs or {}))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """The call on these inputs, by the trace that fits them. None where it saves nothing: no derivative is wanted,
-        or it is traced, or transformed by torch.func."""
+        """The traced call for these inputs, traced first if it is new. None if the module must run as it is: without
+        derivatives, inside another trace, or inside a transform of torch.func."""
         if is_tracing() or is_transformed():
             return None
         kwargs = self._ordered(kwargs)
@@ -122,13 +122,13 @@ class Calls:
             return self._trace(args, kwargs) if call is _NEW else cast("Callable[[], Any] | None", call)
 
     def _ordered(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """As the forward names them: in whatever order they are given, the call is the same."""
+        """``kwargs`` in the order of the forward's parameters: calls that differ only in that order are the same."""
         if len(kwargs) < 2:
             return kwargs
         return {name: kwargs[name] for name in (*self._keywords, *kwargs) if name in kwargs}
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, or ``plain`` where that saves nothing."""
+        """Run the traced call, or ``plain`` if :meth:`call` returns None."""
         call = self.call(args, kwargs)
         if call is not None:
             return call()
@@ -136,7 +136,7 @@ class Calls:
             return plain(*args, **kwargs)
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | object | None:
-        """The call, or that it is to be traced first."""
+        """The traced call; ``_NEW`` if it must be traced first; None if the module must run as it is."""
         state = state_of(self.model)
         tensors = tensors_of(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
@@ -152,7 +152,7 @@ class Calls:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         check_bare(self._caller, self.model)
         state = state_of(self.model)
-        self._outside = outside = Outside(self.model)  # anew: objects may be others
+        self._outside = outside = Outside(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
         known = guard.without(self.model, self._ignored) if self._ignored else guard
         reason, watch = reason_of(self.model, tuple(self.known), known, args, kwargs), Stopwatch()
@@ -179,14 +179,14 @@ class Calls:
 def _keywords_of(model: nn.Module) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # not of Python
+    except (TypeError, ValueError):  # the forward is not a Python function
         return ()
     return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
 
 
 @contextmanager
 def _blaming(caller: str, example: tuple[Any, ...]) -> Iterator[None]:
-    """Where the model raises on an example that is no argument of its, say how one is given."""
+    """If the model raises because the example was passed in a wrong form, raise an error that shows the right call."""
     try:
         yield
     except CheckpointError:
@@ -195,13 +195,13 @@ def _blaming(caller: str, example: tuple[Any, ...]) -> Iterator[None]:
         works = _instead(caller[:-2], example)
         if works is None:
             raise
-        rule = "an example is what the model is called with, one argument after the other"
-        received = f"one {type(example[0]).__name__}, of which the model says: {str(error).splitlines()[0]}"
+        rule = "the example is the model's arguments, one after the other"
+        received = f"one {type(example[0]).__name__}, on which the model raises: {str(error).splitlines()[0]}"
         raise_faults(caller, [Fault(rule, received, works)])
 
 
 def _instead(function: str, example: tuple[Any, ...]) -> str | None:
-    """The call that was meant; None if there is none to tell."""
+    """The call that the user probably meant; None if it cannot be guessed."""
     if len(example) == 1 and isinstance(example[0], (tuple, list)):
         if example[0] and all(isinstance(size, int) for size in example[0]):  # a shape
             return f"graph.{function}(model, torch.randn({', '.join(map(str, example[0]))}))"

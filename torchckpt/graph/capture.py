@@ -1,4 +1,4 @@
-"""Capture: a function of tensors, traced once with its derivatives, run from then on by the graphs of a schedule."""
+"""Capture: a function of tensors, traced once with its derivatives, which then runs as the graphs of a schedule."""
 from __future__ import annotations
 
 import gc
@@ -31,21 +31,21 @@ from torchckpt.model.remat.memory import simulate
 __all__ = ["Capture", "Choose", "explained"]
 
 Choose = Callable[[Joint], Schedule]
-"""The schedule of a joint graph."""
+"""Returns the schedule of a joint graph."""
 
 class Capture:
-    """One function of tensors, for tensors like those that it is traced with.
+    """A traced function of tensors; later calls take tensors of the same shapes, strides, dtypes and devices.
 
     Args:
-        function: of tensors; returns a nested structure.
-        tensors: to trace it with. Nothing is run, and nothing changes: not they, not a generator.
-        data: the names of those tensors that are not to be mutated, by their place; the others are buffers.
-        cost: of an operation.
-        choose: the schedule of the joint graph.
-        replay: whether random operations may be repeated.
+        function: takes tensors; returns a nested structure of tensors and constants.
+        tensors: tensors to trace with. Nothing runs: neither they nor a generator change.
+        data: names of the tensors that the function must not change, by place; it may change the others, the buffers.
+        cost: returns the cost of an operation.
+        choose: returns the schedule of the joint graph.
+        replay: whether random operations may be repeated. Default: False.
 
     Raises:
-        CaptureError: the function depends on the values of its tensors, mutates its data, or has no derivative.
+        CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
     """
 
     joint: Joint
@@ -72,7 +72,7 @@ class Capture:
         return pytree.tree_unflatten(constants, self._structure)
 
     def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The function's tensors alone; the rest of what it returns is the same at every call."""
+        """Call the function and return only its output tensors; its other outputs are constants of the trace."""
         before = [tensor._version for tensor in tensors]
         casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
         with casting, self.witness.watching(tensors), Tracing() as tracing:
@@ -119,7 +119,7 @@ class Capture:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A trace makes a hundred thousand objects that live on: looking through them takes a tenth of its time."""
+    """Pause the garbage collector: a trace makes 100,000 lasting objects, and their scans take 10 % of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -131,7 +131,7 @@ def _collector_paused() -> Iterator[None]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what cannot be traced, and where; what is the function's own error passes through. One thread at a time."""
+    """Turn an error of a trace into a CaptureError with reason and line; the function's own errors pass through."""
     try:
         with TURNS.tracing():
             yield
@@ -140,7 +140,7 @@ def explained() -> Iterator[None]:
     except Exception as error:
         if is_data_dependent(error):
             _raise("a graph does not depend on the values of its tensors", error,
-                   "torch.where() in place of if; graph.region() or rematerialize() around the parts beside it")
+                   "torch.where() in place of if; or rematerialize() around the parts before and after it")
         if "derivative" in str(error) or "autograd formula" in str(error):
             _raise("every operation between an input and a loss has a derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
@@ -157,7 +157,7 @@ def explained() -> Iterator[None]:
             _raise("a call is traced on tensors that have no data", error,
                    "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
         if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-            _raise("control flow that tensors decide is traced where torch can trace it with its derivatives", error,
+            _raise("control flow that depends on tensors is one that torch can trace with its derivatives", error,
                    "torch.cond(), or a loop of Python whose number of rounds is known")
         raise
 
@@ -168,7 +168,7 @@ def _raise(rule: str, error: Exception, works: str) -> NoReturn:
 
 
 def _place_of(error: Exception) -> str:
-    """Where the user's code was, or the layer of torch's that it calls."""
+    """The last line of the user's code in the traceback; without one, the line of the torch layer."""
     ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(ours)]

@@ -1,4 +1,4 @@
-"""Choose: from what the user asks for, to the schedule of a joint graph and the plan that tells of it."""
+"""Choose: turn the user's options (keep, budget, costs) into the schedule of a joint graph, and its plan."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,16 +26,16 @@ Costs: TypeAlias = "str | Mapping[str, float]"
 """``"roofline"``, ``"profile"``, or seconds by the names of operators."""
 
 _RESERVED_BYTES = 64
-"""A loss outside of the call, and its gradient, are alive beside the step: two scalars."""
+"""Reserved for a loss outside of the call and its gradient: two scalars, alive during the step."""
 
 
 class Chooser:
-    """What ``rematerialize`` and ``backend`` share: it checks what the user asks for, and plans a joint graph.
+    """Checks the options that ``rematerialize`` and ``backend`` share, and plans a joint graph.
 
-    Called with a joint graph it returns the schedule; ``plan`` is that of the last call.
+    A call with a joint graph returns its schedule, and sets ``plan``.
 
     Raises:
-        ArgumentError: at once, with every fault of the arguments.
+        ArgumentError: when it is made, with every fault of the arguments.
     """
 
     plan: Plan
@@ -52,11 +52,11 @@ class Chooser:
         self._costs, self._measure = costs, Measure(rounds=3 if costs == "profile" else 0)
         self.watch = Watch()
         self.replay = rng == "replay"
-        self.inputs: Collection[int] = ()  # of what is traced, the places of those that are no parameters
-        self._bytes: int | None = None  # of the first graph: a call that is planned again is not given more
+        self.inputs: Collection[int] = ()  # places of the traced inputs that are not parameters
+        self._bytes: int | None = None  # the budget of the first graph; later graphs get the same
 
     def cost(self, node: fx.Node) -> Cost:
-        """Of an operation, with what it was seen to allocate."""
+        """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
         if self._costs == "profile":
             return profiled(node, self._measure)
         counted = roofline(node) if isinstance(self._costs, str) else given(node, self._costs)
@@ -110,7 +110,7 @@ def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[
 
 
 def _planned(caller: str, plan: Plan, flow: Dataflow) -> Schedule:
-    """The schedule of a plan that was made before, of the same call."""
+    """The schedule of an earlier plan, if that plan is for the same call."""
     if _shape(plan.flow) != _shape(flow):
         rule = "a plan fits the call that it was made for: the same operations on the same sizes"
         received = f"a plan of {len(plan.flow.operations)} operations for a call of {len(flow.operations)}"

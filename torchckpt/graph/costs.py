@@ -1,4 +1,4 @@
-"""Costs: what an operation takes: counted from its shapes, measured, or given."""
+"""Costs: seconds, FLOPs and workspace bytes of an operation: counted from its shapes, measured, or given."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ __all__ = ["Cost", "CostOf", "flops_of", "given", "measured", "profiled", "roofl
 
 
 class Cost(NamedTuple):
-    """Of an operation. Where it was run, ``made_bytes`` are the storages of the tensors that it returned, and ``draws``
-    tells of random numbers that it drew though its operator does not say so."""
+    """The cost of one operation. Where the operation was run, ``made_bytes`` has the storage size of each tensor that
+    it returned, and ``draws`` says whether it drew random numbers although its operator is not tagged as random."""
 
     seconds: float
     flops: int
@@ -26,23 +26,23 @@ class Cost(NamedTuple):
 
 
 CostOf: TypeAlias = Callable[[fx.Node], Cost]
-"""Of the node of an operation."""
+"""Returns the cost of an operation, given its node."""
 
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 20.0}
-"""What a device computes while it moves a byte, in float32; a processor with AVX2, an H100 (its data sheet)."""
+"""FLOPs in float32 that a device computes while it moves one byte: a CPU with AVX2, an H100 (its data sheet)."""
 
 _ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""What torch does not count though it could: the formula, and of how many inputs' shapes."""
+"""Operators whose FLOPs torch does not count: the formula, and the number of inputs whose shapes it takes."""
 
 
 def roofline(node: fx.Node) -> Cost:
-    """Seconds and FLOPs, counted, and no workspace: nobody knows it who has not run it.
+    """Seconds and FLOPs, counted from shapes. The workspace is 0: it is known only after a run.
 
-    The seconds are the larger of what an operation computes and what it moves (Williams 2009), on a device that moves
-    one gigabyte a second: pointwise operations are bound by memory, products of matrices by arithmetic.
+    The seconds are the larger of the time to compute and the time to move bytes (the roofline model, Williams 2009), on
+    a device that moves one gigabyte per second: memory bounds pointwise operations, arithmetic bounds matrix products.
     """
     values = [value.meta.get("val") for value in node.all_input_nodes]
     moved_bytes = sum(_bytes(tensor) for value in [*values, node.meta.get("val")] for tensor in tensors_in(value))
@@ -53,18 +53,18 @@ def roofline(node: fx.Node) -> Cost:
 
 
 def profiled(node: fx.Node, measure: Measure) -> Cost:
-    """Measured: the least time of a few runs."""
+    """A cost whose seconds are measured: the least time of a few runs."""
     return measured(Cost(measure.of(node).seconds, flops_of(node)), node, measure)
 
 
 def measured(cost: Cost, node: fx.Node, measure: Measure) -> Cost:
-    """``cost``, with what no shape tells."""
+    """``cost`` with what shapes do not tell and a run does: workspace, sizes of results, random draws."""
     found = measure.of(node)
     return cost._replace(workspace_bytes=found.workspace_bytes, made_bytes=found.made_bytes, draws=found.draws)
 
 
 def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
-    """Told: by the name of the operator (``aten.mm``, ``aten.mm.default``) or of the node; counted where it is not."""
+    """A cost with the user's seconds, by operator (``aten.mm``, ``aten.mm.default``) or node name; else counted."""
     operator = str(node.target)
     for name in (node.name, operator, operator.rpartition(".")[0]):
         if name in seconds:
@@ -73,9 +73,9 @@ def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Multiplications and additions of products and convolutions, as torch counts them; of others, none.
+    """FLOPs of matrix products, convolutions and attention, as torch counts them; 0 for other operations.
 
-    Of control flow, those of the branch that has most.
+    Control flow counts as its branch with the most FLOPs.
     """
     branches = [sum(map(flops_of, branch.graph.nodes)) for branch in branches_of(node)]
     if branches:

@@ -1,4 +1,4 @@
-"""Derivative: a call and the gradients that are asked of it, traced as one functional graph."""
+"""Derivative: a call and its gradients, traced as one functional graph."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -22,11 +22,11 @@ __all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]
 
 @dataclass(frozen=True)
 class Traced:
-    """A call in the midst of its trace.
+    """A call that is being traced, after its forward and before its gradients.
 
     Args:
-        leaves: of what it returned; what is no tensor is a constant.
-        inputs, state, marked: tensors by names; a mark may have several.
+        leaves: leaves of the returned value; a leaf that is not a tensor is a constant.
+        inputs, state, marked: tensors by name; several tensors may have the same mark.
         more: see :func:`derivative_of`.
     """
 
@@ -38,12 +38,12 @@ class Traced:
 
 
 Ask = Callable[[Traced], Sequence["Tensor | None"]]
-"""The gradients, of a call that is traced."""
+"""Computes the gradients of a call that is being traced."""
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """A functional graph of inputs and then ``more``, with the subject's state as its attributes.
+    """A functional graph that takes the inputs and then ``more``; the subject's state becomes its attributes.
 
     It returns the tensors among the call's outputs, new values of ``buffers``, and the gradients.
     """
@@ -59,11 +59,11 @@ class Derivative:
         return self.outputs + len(self.buffers)
 
     def structured(self, tensors: Sequence[Any]) -> Any:
-        """``tensors`` as the call returns its own."""
+        """``tensors`` in the structure of the call's return value."""
         return pytree.tree_unflatten(self.filled(tensors), self.structure)
 
     def filled(self, tensors: Sequence[Any]) -> list[Any]:
-        """``tensors`` among the constants that the call returns."""
+        """The leaves of the call's return value: ``tensors`` and constants, in order."""
         following = iter(tensors)
         return [next(following) if leaf is Tensor else leaf for leaf in self.leaves]
 
@@ -74,9 +74,9 @@ def derivative_of(
     """Trace a call of ``subject`` on its inputs, then ``ask`` for gradients.
 
     Args:
-        required: names of inputs and of state that require a gradient, beside those that do anyway.
-        marks: the tracing.
-        more: tensors that ``ask`` works with, inputs of the graph that the call does not get.
+        required: names of inputs and state that require a gradient, beside tensors with ``requires_grad=True``.
+        marks: the tracing context, which records marked tensors.
+        more: tensors for ``ask``: inputs of the graph, but not arguments of the call.
 
     Raises:
         CaptureError: the call depends on the values of its tensors, changes its inputs, or has no derivative.
@@ -114,13 +114,13 @@ def derivative_of(
 def gradients_of(
     outputs: Sequence[Tensor], arriving: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Those of ``tensors``, where ``arriving`` are those of ``outputs``; None where no path leads to a tensor."""
+    """Gradients of ``tensors``, given the gradients ``arriving`` of ``outputs``; None for a tensor without a path."""
     pairs = [(output, gradient) for output, gradient in zip(outputs, arriving) if output.requires_grad]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if not pairs or not wanted:
         return [None] * len(tensors)
     roots, starts = zip(*pairs)
-    with backward_of(roots), without_autocast():  # as after the with of an autocast
+    with backward_of(roots), without_autocast():  # as in a backward after the autocast context
         made = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
     return [next(made) if tensor.requires_grad else None for tensor in tensors]
 
@@ -135,7 +135,7 @@ def _refuse_mutated(names: Sequence[str], subject: Subject, traced: Functional) 
 
 
 def _lifted(module: fx.GraphModule, subject: Subject, outputs: int, buffers: int) -> fx.GraphModule:
-    """``module`` with the state as attributes, inputs by their names, and new values of buffers after the outputs."""
+    """``module`` with the state as attributes, named inputs, and new values of buffers right after the outputs."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     attributes: dict[str, Any] = dict(subject.state)
     places = iter([*subject.state, *subject.inputs])
@@ -159,7 +159,7 @@ def _lifted(module: fx.GraphModule, subject: Subject, outputs: int, buffers: int
 
 
 def _is_save(node: fx.Node) -> bool:
-    """Whether autograd has made it to save an output for the backward, or to take it out again."""
+    """Whether ``node`` is a ``detach`` with which autograd saves an output for the backward, or unpacks it there."""
     if node.target is not torch.ops.aten.detach.default:
         return False
     if not _is_backward(node):

@@ -1,7 +1,7 @@
-"""Emit: a schedule of a joint graph as graphs that run: a forward and a backward, or both as one.
+"""Emit: turn a schedule of a joint graph into graphs that run: a forward and a backward, or one graph of both.
 
-Every use reads the newest copy of what it needs. Views are made again from it where they are used: a view that was made
-of an older copy would keep that copy alive.
+Each operation reads the newest copy of its inputs. Views are made again from that copy wherever they are read: a view
+of an older copy would keep the older copy alive.
 """
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["Emitter", "emit", "emit_one", "forward_of"]
 def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The first ``boundary`` steps of ``schedule`` as a forward, the rest as a backward.
 
-    The forward takes what the joint graph takes but the gradients of the outputs, and returns its outputs, then what
-    crosses; the backward takes what crosses, then the gradients of the outputs, and returns the gradients. Both take
-    one list, and clear it.
+    The forward takes the inputs of the joint graph without the gradients of outputs. It returns its outputs, then the
+    saved values. The backward takes the saved values, then the gradients of outputs, and returns the gradients. Both
+    take one list, and clear it.
     """
     forward = forward_of(joint, schedule[:boundary])
     backward = Emitter(joint, joint.tangents, before=forward)
@@ -37,7 +37,7 @@ def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModul
 
 
 def forward_of(joint: Joint, schedule: Schedule) -> Emitter:
-    """What has emitted these steps, on what the joint graph takes but the gradients of the outputs."""
+    """An emitter that has emitted these steps. Its graph takes the joint graph's inputs without output gradients."""
     inputs = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
     forward = Emitter(joint, inputs)
     for index in schedule:
@@ -46,7 +46,7 @@ def forward_of(joint: Joint, schedule: Schedule) -> Emitter:
 
 
 def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
-    """All of ``schedule`` as one graph, which returns what the joint graph returns."""
+    """All of ``schedule`` as one graph with the outputs of the joint graph."""
     emitter = Emitter(joint, joint.module.graph.find_nodes(op="placeholder"))
     for index in schedule:
         emitter.run(index)
@@ -54,11 +54,12 @@ def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
 
 
 class Emitter:
-    """Runs operations of a joint graph in a graph that it makes.
+    """Builds a graph from operations of a joint graph, one after the other.
 
     Args:
-        inputs: what the graph takes.
-        before: what has made what is read here and not made here; it crosses from there.
+        inputs: placeholders of the joint graph that the new graph takes.
+        before: the forward's emitter, when this one emits the backward. Values that the backward reads and does not
+            make are saved by the forward: they cross from there. Default: None, for a forward.
     """
 
     def __init__(self, joint: Joint, inputs: Sequence[fx.Node], before: Emitter | None = None) -> None:
@@ -89,7 +90,7 @@ class Emitter:
         )
 
     def resolve(self, argument: Any) -> Any:
-        """The argument of a node of the joint graph, in this graph."""
+        """An argument of a node of the joint graph, with the joint graph's nodes replaced by this graph's."""
         return fx.node.map_arg(argument, self._node)
 
     def resolved(self, arguments: Iterable[Any]) -> list[Any]:
@@ -103,11 +104,11 @@ class Emitter:
         return fx.GraphModule(self.joint.module, self.graph, name)
 
     def _is_needed(self, node: fx.Node) -> bool:
-        """Whether ``node`` does something though nothing reads it."""
+        """Whether ``node`` is kept although nothing reads its result, because it has a side effect."""
         return node.is_impure()
 
     def _forget_unread(self) -> None:
-        """What only dead code read does not cross: nothing would free it before the end."""
+        """Remove saved values that only dead code read: without a reader, they would stay alive until the end."""
         for placeholder in [placeholder for placeholder in self.crossing if not placeholder.users]:
             del self.crossing[placeholder]
             self.graph.erase_node(placeholder)
@@ -134,7 +135,7 @@ class Emitter:
         return made
 
     def _lasting(self, node: fx.Node) -> fx.Node:
-        """What the backward finds of ``node``: of an input that is about to change, a copy."""
+        """The node to save for the backward: a copy, if ``node`` is an input that the forward changes."""
         made = self._node(node)
         if node not in self.joint.changed:
             return made

@@ -1,4 +1,4 @@
-"""frontier(): what time buys in memory for one call, from the step that keeps everything to the least memory."""
+"""frontier(): the trade of memory for recomputation in one call, from everything kept down to the least memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["Frontier", "frontier"]
 
 
 class Frontier(list[tuple[int, float]]):
-    """Pairs of bytes at the peak and recomputation as a share of the step's time: one falls, the other rises."""
+    """A list of ``(peak_bytes, recompute_share)``, by falling peak; the share is of the step's time, from 0.0 on."""
 
     def draw(
         self,
@@ -31,20 +31,20 @@ class Frontier(list[tuple[int, float]]):
         others: Mapping[str, Sequence[tuple[int, float]]] | None = None,
         title: str = "Memory and recomputation",
     ) -> str:
-        """The curve, as SVG, with the points of ``others`` in it. Written to ``path``, if one is given."""
+        """The curve as SVG text, together with the points of ``others``. It is written to ``path`` if one is given."""
         text = draw_frontier(self, others, eager_peak_bytes=self[0][0], title=title)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
     def __str__(self) -> str:
-        """A row for each plan."""
+        """A table with one row for each plan."""
         of_memory = memory_units(self[0][0]).of_memory
         rows = [(of_memory(peak), f"+{share:.1%}", f"{peak / self[0][0]:.0%}") for peak, share in self]
         return aligned([("peak", "recompute", "of eager's"), *rows])
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows."""
+        """The picture that a notebook shows."""
         return self.draw()
 
     def _repr_html_(self) -> str:
@@ -59,14 +59,14 @@ def frontier(
     costs: Costs = "roofline",
     rng: Literal["keep", "replay"] = "keep",
 ) -> Frontier:
-    """The best plans that were found for budgets from the peak of everything kept to the least peak.
+    """The best plans found, for budgets from the peak with everything kept down to the least peak.
 
     >>> graph.frontier(model, inputs).draw("frontier.svg")
 
     Args:
-        model, example, example_kwargs, costs, rng: as of :func:`~torchckpt.graph.rematerialize`. Nothing is run, and
-            nothing changes.
-        points: at most so many, from 2 on.
+        model, example, example_kwargs, costs, rng: as for :func:`~torchckpt.graph.rematerialize`. The model is not run,
+            and does not change.
+        points: the largest number of plans, at least 2. Default: 20.
 
     Raises:
         ArgumentError: an argument breaks a rule.
@@ -74,9 +74,9 @@ def frontier(
     """
     faults = []
     if isinstance(points, bool) or not isinstance(points, Integral) or points < 2:
-        faults.append(Fault("a frontier has two points at least", f"points={points!r}", "points=20"))
+        faults.append(Fault("points is an integer of at least 2", f"points={points!r}", "points=20"))
     if not (example or example_kwargs):
-        faults.append(Fault("a frontier is that of one call", "no example", "graph.frontier(model, inputs)"))
+        faults.append(Fault("a frontier needs the inputs of one call", "no example", "graph.frontier(model, inputs)"))
     raise_faults("frontier()", faults)
     flow = rematerialize(model, *example, example_kwargs=example_kwargs, costs=costs, rng=rng).plan.flow
     with Watch().planning(len(flow.operations)) as tell:

@@ -1,7 +1,8 @@
-"""Fusion: a joint graph as a compiler sees it that never writes what one neighbour alone reads.
+"""Fusion: a joint graph as a compiler runs it, with pointwise operations computed inside their only reader.
 
-A pointwise operation whose result has a single reader is computed where it is read: there is no storage for it, and who
-repeats the reader repeats it too. So the two become one operation, and a schedule of such operations one of all.
+A pointwise operation whose result has a single reader is computed where it is read. It needs no storage, and a repeat
+of the reader repeats it too. So the two become one operation here; ``expanded`` turns a schedule of such merged
+operations into one of all operations.
 """
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from torchckpt.model.remat.dataflow import Dataflow, Operation, Schedule
 __all__ = ["Fusion"]
 
 _COMPUTED = ("full.", "iota.", "scalar_tensor.", "inductor_lookup_seed.", "inductor_random.", "inductor_randint.")
-"""Made of nothing, or of a seed, in the kernel that reads it."""
+"""Operators that compute their result from no input, or from a seed, inside the kernel that reads it."""
 
 
 class Fusion:
-    """``joint`` is the joint graph given, with pointwise operations a part of the neighbour that reads them.
+    """A joint graph, ``joint``, in which pointwise operations are merged into the neighbour that reads them.
 
-    Neighbours have no kernel of its own between them: no product, no convolution, nothing that is neither pointwise nor
-    a reduction.
+    Two operations are neighbours if all operations between them are pointwise or reductions: a matrix product or a
+    convolution has a kernel of its own, and separates them.
     """
 
     def __init__(self, joint: Joint) -> None:
@@ -45,12 +46,12 @@ class Fusion:
         self.joint = replace(joint, flow=made, nodes=nodes, agains=agains)
 
     def expanded(self, schedule: Schedule) -> Schedule:
-        """A schedule of ``joint`` as one of the joint graph given."""
+        """The schedule of the original joint graph that a schedule of the merged ``joint`` stands for."""
         return [index for place in schedule for index in self._members[self._kept[place]]]
 
 
 def _inlined(joint: Joint) -> dict[int, int]:
-    """Of each operation that is computed where it is read, the one that reads it."""
+    """Maps each operation that is computed where it is read to the operation that reads it."""
     flow, nodes = joint.flow, joint.nodes
     kernels = list(accumulate(not (_is_pointwise(node) or _is_reduction(node)) for node in nodes))
     readers: dict[int, list[int]] = {}
@@ -68,9 +69,9 @@ def _inlined(joint: Joint) -> dict[int, int]:
 
 
 def _in_place(joint: Joint, kept: list[int], operations: list[Operation]) -> dict[int, int]:
-    """Of each operation of the backward that writes over a storage which nobody reads after it, that storage.
+    """Maps each backward operation that a compiler runs in place to the storage that it overwrites.
 
-    A compiler does so where sizes are the same, and with what its kernels have made, not with what they are given.
+    That storage has the same size, its last reader is the operation, and a kernel of this backward has made it.
     """
     flow = joint.flow
     readers: dict[int, list[int]] = {}
@@ -90,7 +91,7 @@ def _in_place(joint: Joint, kept: list[int], operations: list[Operation]) -> dic
 
 
 def _merged(flow: Dataflow, members: list[int]) -> Operation:
-    """Operations as one, which moves only what enters and leaves it."""
+    """Several operations as one, which moves only the bytes that enter and leave the group."""
     operations = [flow.operations[index] for index in members]
     last = operations[-1]
     inside = {storage for operation in operations[:-1] for storage in operation.writes}
@@ -111,7 +112,7 @@ def _bytes(flow: Dataflow, storages: Iterable[int]) -> int:
 
 
 def _marked(joint: Joint) -> frozenset[int]:
-    """What carries a mark may be kept, so that it is written."""
+    """The storages of marked tensors: they may be kept, so they are written to memory."""
     return frozenset[int]().union(*(joint.storages[node] for node in joint.views if mark_of(node) is not None))
 
 

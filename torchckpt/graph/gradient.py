@@ -1,4 +1,4 @@
-"""gradient(): of a function, the graph module that returns what it returns, and gradients."""
+"""gradient(): make a graph module that returns a function's outputs and their gradients."""
 from __future__ import annotations
 
 from collections import Counter
@@ -27,37 +27,36 @@ def gradient(
     target_index: int = 0,
     checkpoints: Keep = None,
 ) -> fx.GraphModule:
-    """The function that returns ``(fn(*inputs), gradients)``, as a graph module: code to read, change and run.
+    """A graph module that returns ``(fn(*inputs), gradients)``: code that one can read, change and run.
 
     >>> adjoint = graph.gradient(loss_of, x, w, require_grads=["w"])
     >>> print(adjoint.code)
     >>> loss, (dw,) = adjoint(x, w)
 
-    What is inside a :func:`~torchckpt.graph.marks.region` is not kept for the derivatives: it is computed again when
-    one of them needs it. The rules are those of the ``Gradient`` pass of TVM Relax and of ``annotation.checkpoint`` of
-    TVM Relay. All values are those of eager autograd, bit for bit; nothing is recorded for autograd.
+    Values inside a :func:`~torchckpt.graph.marks.region` are not kept for the derivatives, but computed again when a
+    derivative needs them. The rules are those of the ``Gradient`` pass of TVM Relax and of ``annotation.checkpoint`` of
+    TVM Relay. All values are equal to eager autograd's, bit for bit. The module records nothing for autograd.
 
     Args:
-        fn: a function of positional tensors, a module, or a :class:`torch.fx.GraphModule`. It is traced, not run, and
-            stays as it is. A module's parameters and buffers are attributes of the result, shared with it; what a
-            function closes over is too.
-        example: inputs, for their shapes and dtypes. The result takes such tensors, one after the other.
-        require_grads: what to differentiate with respect to: inputs by their places or by the names of ``fn``'s
-            arguments; intermediate values by the names of their marks (``graph.mark(h, "h")``), inside a region too,
-            and those of a graph module by the names of their nodes; parameters of a module by their names. The
-            gradients are in this order; zeros where the target does not depend on one. Default: all inputs with a
-            floating dtype.
-        target_index: which of the outputs (the leaves of what ``fn`` returns, in order) is differentiated. It has
-            no dimensions, and a floating dtype. Default: the first.
-        checkpoints: what to keep for the derivatives, as ``keep`` of :func:`rematerialize`: ``"collection"``,
-            ``"speed"``, ``"memory"``, names, or a function. Default: all but what is inside regions.
+        fn: a function of positional tensors, a module, or a :class:`torch.fx.GraphModule`. It is traced, not run or
+            changed. The result shares a module's parameters and buffers, and the tensors that a function closes over,
+            as attributes.
+        example: input tensors, for their shapes and dtypes. The result takes such tensors as positional arguments.
+        require_grads: what to differentiate with respect to: inputs, by position or by name of ``fn``'s arguments;
+            intermediate values, by name of their marks (``graph.mark(h, "h")``), inside regions too; values of a graph
+            module, by name of their nodes; parameters of a module, by name. The gradients are in this order. A gradient
+            is zeros if the target does not depend on the value. Default: all inputs with a floating dtype.
+        target_index: index of the output to differentiate, among the leaves of ``fn``'s return value. It is a scalar
+            tensor (no dimensions) with a floating dtype. Default: 0, the first.
+        checkpoints: the values to keep for the derivatives, like ``keep`` of :func:`rematerialize`: ``"collection"``,
+            ``"speed"``, ``"memory"``, names, or a function. Default: all values outside of regions.
 
     Returns:
         A module with positional inputs. ``gradients`` is a tuple.
 
     Raises:
-        ArgumentError: something to differentiate with respect to is unknown, asked for twice, or not floating; the
-            target is; a policy or a name in ``checkpoints`` is unknown. The message lists every fault.
+        ArgumentError: an entry of ``require_grads`` is unknown, repeated, or not floating; the target is no floating
+            scalar; a policy or a name in ``checkpoints`` is unknown. The message lists every fault.
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     chooser = chooser_of(_CALLER, checkpoints)
@@ -80,13 +79,13 @@ def gradient(
 
 
 def _wanted(require_grads: Sequence[int | str] | None, subject: Subject) -> list[object]:
-    """Inputs by their names; what is not in its place stays as it is."""
+    """``require_grads`` with positions of inputs replaced by names. Invalid entries stay, and are reported later."""
     names = list(subject.inputs)
     if require_grads is None:
         real = [name for name, tensor in subject.inputs.items() if is_real(tensor)]
         if not real:
             works = f'require_grads=["{next(iter(subject.state), "weight")}"], a parameter of a module, or a mark'
-            raise_faults(_CALLER, [Fault("an input is floating, or require_grads says what is", f"{names}", works)])
+            raise_faults(_CALLER, [Fault("an input is floating, or require_grads names a value", f"{names}", works)])
         return list(real)
     listed = [require_grads] if isinstance(require_grads, (int, str)) else require_grads
     return [names[one] if _is_place(one, len(names)) else one for one in listed]
@@ -97,7 +96,7 @@ def _is_place(value: object, count: int) -> TypeGuard[int]:
 
 
 class _Found:
-    """What is asked for, in a call that is traced."""
+    """The tensors of a traced call that ``require_grads`` names, and the faults in those names."""
 
     def __init__(self, traced: Traced, wanted: Sequence[object]) -> None:
         self._wanted = wanted
@@ -120,27 +119,27 @@ class _Found:
     def _fault(self, one: object) -> Fault | None:
         if isinstance(one, int):
             count = len(self._inputs)
-            return Fault(f"a place is that of one of {count} inputs", repr(one), f"require_grads=[{count - 1}]")
+            return Fault(f"an int is the position of one of {count} inputs", repr(one), f"require_grads=[{count - 1}]")
         if not isinstance(one, str):
-            rule = "require_grads are places of inputs, or names of inputs, marks and parameters"
+            rule = "require_grads has positions of inputs, or names of inputs, marks and parameters"
             return Fault(rule, repr(one), f"require_grads=[0], or [{self._inputs[0]!r}]" if self._inputs else "['h']")
         tensors = self._known.get(one)
         if tensors is None:
             near = get_close_matches(one, self._known, 3, 0.3) or list(self._known)[-3:]
             works = f'require_grads={near}; or graph.mark(value, "{one}") in the function'
-            return Fault("a name is that of an input, a mark, or a parameter", repr(one), works)
+            return Fault("a name in require_grads is one of an input, a mark, or a parameter", repr(one), works)
         if len(tensors) > 1:
             works = f'graph.mark(value, "{one} 2"): a name for each'
-            return Fault("a gradient is that of one tensor", f"{len(tensors)} tensors marked {one!r}", works)
+            return Fault("a mark in require_grads is on one tensor", f"{len(tensors)} tensors marked {one!r}", works)
         if not is_real(tensors[0]):
-            return Fault("what is differentiated with respect to is floating", f"{one!r}: {tensors[0].dtype}",
+            return Fault("each value in require_grads has a floating dtype", f"{one!r}: {tensors[0].dtype}",
                          f"{one}.float() as an input")
         return None
 
 
 def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
     if not _is_place(index, len(leaves)):
-        return [Fault(f"target_index is the place of one of {len(leaves)} outputs", repr(index), "target_index=0")]
+        return [Fault(f"target_index is the index of one of {len(leaves)} outputs", repr(index), "target_index=0")]
     target = leaves[index]
     if not is_real(target):
         received = f"output {index}: {target.dtype if isinstance(target, Tensor) else repr(target)}"
@@ -153,7 +152,7 @@ def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
 
 
 def _changed(name: str) -> Fault:
-    rule = "what a gradient is asked of stays as it is after its mark"
+    rule = "a marked value in require_grads is not changed in place after its mark"
     works = f'h = graph.mark(h, "{name}") * 2, in place of h.mul_(2)'
     return Fault(rule, f"{name!r} is changed in place", works)
 

@@ -1,4 +1,4 @@
-"""gradients(): those of a function's outputs with respect to its inputs, now, in less memory."""
+"""gradients(): compute the gradients of a function's outputs with respect to its inputs, in less memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -26,30 +26,31 @@ def gradients(
     grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
     checkpoints: Checkpoints = "memory",
 ) -> Any:
-    """Run ``fn(*inputs)`` and its backward, and keep no more in between than ``checkpoints`` says.
+    """Run ``fn(*inputs)`` and its backward, and keep only the values in between that ``checkpoints`` selects.
 
     >>> dx, dw = graph.gradients(loss_of, [x, w], checkpoints="memory")
 
-    The call of TensorFlow's memory-saving gradients (Salimans and Bulatov 2018), on a function in place of a graph. The
-    call is traced each time; :func:`gradient` makes a module of it that runs many times.
+    This is the API of TensorFlow's memory-saving gradients (Salimans and Bulatov 2018), for a function in place of a
+    graph. Each call traces ``fn`` again; :func:`gradient` traces once, and returns a module that runs many times.
 
     Args:
         fn: a function of positional tensors, or a module.
         inputs: one tensor, or a list or tuple of them.
-        grad_outputs: the gradients of the tensors among ``fn``'s outputs, one for each; None stands for ones.
-        checkpoints: what to keep for the backward. ``"memory"``: about the square root of the values that separate
-            inputs from outputs; where there are none, what needs the least memory. ``"speed"``: outputs of
-            convolutions and products of matrices. ``"collection"``: what is marked by
-            :func:`~torchckpt.graph.marks.mark`. Names of marks and modules, as they are, as patterns, or in part;
-            ``inputs`` may be among them, and are dropped. A function of a
-            :class:`~torchckpt.graph.values.Value`. None: all but what is inside a region. Outputs count for nothing.
+        grad_outputs: one gradient for each tensor among ``fn``'s outputs; None stands for ones. Default: ones for all.
+        checkpoints: the values to keep for the backward. ``"memory"``: about the square root of the values that
+            separate inputs from outputs; if no value does, the schedule that needs the least memory. ``"speed"``:
+            outputs of convolutions and matrix products. ``"collection"``: values marked by
+            :func:`~torchckpt.graph.marks.mark`. Names of marks and modules, in full, as patterns, or in part; tensors
+            of ``inputs`` may be among them, and are ignored. A function that takes a
+            :class:`~torchckpt.graph.values.Value` and returns a bool. None: all values outside of regions. ``fn``'s
+            outputs are not kept.
 
     Returns:
-        A gradient for each input, in a list or tuple as ``inputs`` are, or one alone. None for an input that no
-        floating output depends on. Gradients that autograd makes sparse stay sparse, until a dense one is added.
+        One gradient for each input, in a list or tuple like ``inputs``; a tensor if ``inputs`` is one. None for an
+        input that no floating output depends on. A sparse gradient stays sparse unless a dense one is added to it.
 
     Raises:
-        ArgumentError: a policy or a name is unknown, or nothing is left to keep; a gradient of an output does not fit.
+        ArgumentError: a policy or a name is unknown; ``checkpoints`` selects nothing; a gradient has a wrong shape.
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -77,8 +78,8 @@ def _without_inputs(checkpoints: Checkpoints, inputs: Sequence[Tensor]) -> Keep:
         return checkpoints  # type: ignore[return-value]
     others = [one for one in checkpoints if isinstance(one, Tensor) and not any(one is given for given in inputs)]
     if others:
-        rule = "checkpoints are names of values of the call that is made, not tensors of another one"
-        received = f"{len(others)} tensors that are no inputs"
+        rule = "checkpoints are names of marks or modules in this call, not tensors of another call"
+        received = f"{len(others)} tensors that are not inputs"
         raise_faults(_CALLER, [Fault(rule, received, 'graph.mark(h, "h") in the function, and checkpoints=["h"]')])
     return [one for one in checkpoints if not isinstance(one, Tensor)]
 
@@ -97,7 +98,7 @@ def _faults(outputs: Sequence[Tensor], arriving: Sequence[Tensor | None]) -> lis
 
 
 def _ones(output: Tensor) -> Tensor:
-    """They are not made of ``output``, which they would keep alive; but they are laid out like it."""
+    """Ones with the layout of ``output``. They do not depend on it where possible, which would keep it alive."""
     if not output.is_contiguous():
         return torch.ones_like(output)
     return torch.ones(output.shape, dtype=output.dtype, device=output.device)

@@ -1,4 +1,4 @@
-"""Guard: what a trace of a module depends on beside the values of tensors; a call with another guard is traced anew."""
+"""Guard: all that a trace depends on beside the values of tensors; a call with a different guard is traced anew."""
 from __future__ import annotations
 
 import enum
@@ -40,13 +40,14 @@ WITHOUT_CACHE = "model(..., use_cache=False); or model.config.use_cache = False,
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
 _RETRACES = 8
 _OUTSIDE = "outside of the modules"
-_MOST_PARTS = 64  # what is longer is data, such as a vocabulary, and not looked through at each call
+_MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compared at each call
 
 
 class Guard(NamedTuple):
-    """``around`` are torch's modes; ``modules`` their classes, children and hooks; ``places`` tell of tensors that come
-    twice, ``aliases`` of arguments that lie in buffers; ``kinds`` tell of a tensor its shape, strides, dtype and
-    device, of another argument what it is; ``outside`` is what the code reads elsewhere, by what it calls it."""
+    """What a trace depends on. ``around``: torch's modes. ``modules``: classes, children and hooks of all modules.
+    ``attributes``: constants on each module. ``state``: names of parameters and buffers. ``structure``: of the
+    arguments. ``places``: which tensors are the same tensor. ``aliases``: arguments that lie in buffers. ``kinds``:
+    shape, strides, dtype and device of each tensor, and the other arguments. ``outside``: what else the code reads."""
 
     around: Hashable
     modules: Hashable
@@ -59,7 +60,7 @@ class Guard(NamedTuple):
     outside: tuple[tuple[str, Hashable], ...] = ()
 
     def without(self, model: nn.Module, ignored: Collection[tuple[str, str]]) -> Guard:
-        """One in which these attributes do not count."""
+        """The guard without these attributes, given by module path and name."""
         paths = [path for path, _ in model.named_modules()]
         kept = (
             tuple(one for one in those if (path, one[0]) not in ignored)  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ def guard_of(
     model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any,
     outside: tuple[tuple[str, Hashable], ...] = (),
 ) -> Guard:
-    """Of a call of ``model``.
+    """The guard of a call of ``model``.
 
     Raises:
         CaptureError: an argument is neither a tensor nor a constant, or a parameter has no shape yet.
@@ -106,7 +107,7 @@ def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoR
 
 
 def is_cache(value: object) -> bool:
-    """Whether ``value`` is what a model of transformers keeps from token to token, such as a ``DynamicCache``."""
+    """Whether ``value`` is a key-value cache of a transformers model, such as a ``DynamicCache``."""
     return type(value).__name__.endswith("Cache")
 
 
@@ -125,7 +126,7 @@ def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 class Itself:
-    """An object that is no constant: it is seen that another takes its place, and not that it changes."""
+    """An object compared by identity: a guard notices that it is replaced, but not that it changes."""
 
     __slots__ = ("value",)
 
@@ -145,7 +146,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str]]:
-    """The attributes, by module and name, that a forward has set: they differ, or are there once."""
+    """The attributes, by module path and name, that a forward has set: those that differ, appeared or vanished."""
     outside = {(_OUTSIDE, name) for name, _ in set(before.outside) ^ set(after.outside)}
     if before.modules != after.modules:
         return outside
@@ -155,16 +156,16 @@ def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of each tensor its place among those that differ.
+    """For each tensor, its place among the distinct tensors.
 
-    One that comes twice is one input of the trace: its gradients are added up in eager's order.
+    A tensor that occurs twice is one input of the trace, so that its gradients are added in the order of eager.
     """
     places: dict[int, int] = {}
     return tuple(places.setdefault(id(tensor), len(places)) for tensor in tensors)
 
 
 def _aliases(state: Mapping[str, Tensor], given: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """Which arguments lie in the storage of which buffers, and where: what changes one changes the other."""
+    """Arguments that share a storage with a buffer, with their offsets: a change of one changes the other."""
     storages = {storage_of(tensor): place for place, tensor in enumerate(given)}
     found = []
     for name, tensor in state.items():
@@ -175,19 +176,19 @@ def _aliases(state: Mapping[str, Tensor], given: Sequence[Tensor]) -> tuple[Hash
 
 
 def argument_names(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Of each leaf of the arguments, how to write it: ``args[0]``, ``kwargs['mask']``."""
+    """Each leaf of the arguments with its expression, such as ``args[0]`` or ``kwargs['mask']``."""
     for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
         yield pytree.keystr(path).replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1), leaf
 
 
 def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwargs: Any) -> None:
-    """Warn, once, where a constant that changes has the call traced again and again."""
+    """Warn once if the call is traced again and again because a constant changes."""
     if len(guards) != _RETRACES:
         return
     for name, first, second in _differences(model, guards[-2], guards[-1], argument_names(args, kwargs)):
         warnings.warn(
             f"rematerialize() has traced {_RETRACES} kinds of calls, the last because {name} was {first} and is "
-            f"{second}; pass what always changes as a tensor, or set it once", stacklevel=2,
+            f"{second}; pass a value that changes often as a tensor, or set it once", stacklevel=2,
         )
         return
 
@@ -225,7 +226,7 @@ def _hooks(module: nn.Module) -> Hashable:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """None of what is neither a tensor nor a constant, or a tensor without a shape."""
+    """What the guard compares of ``leaf``; None for a tensor without a shape, or neither a tensor nor a constant."""
     if isinstance(leaf, Tensor):
         if is_lazy(leaf):
             return None
@@ -236,7 +237,7 @@ def _kind(leaf: Any) -> Hashable:
 
 
 def constant_of(value: Any) -> tuple[type, Hashable] | None:
-    """What is equal for constants that are the same: 1, 1.0 and True are not, nor are 0.0 and -0.0. None of others."""
+    """A key that tells constants apart, also 1 from 1.0 and True, and 0.0 from -0.0. None if it is not a constant."""
     kind = type(value)
     if kind in _PLAIN:
         return kind, value

@@ -1,4 +1,4 @@
-"""rematerialize_(): a module that stays where and what it is, and whose calls go by traces."""
+"""rematerialize_(): change a module in place, so that its calls keep less memory for the backward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class _Bare(nn.Module):
-    """A module's own forward, without its hooks: they run around the traced call, at each call."""
+    """A module's own forward without its hooks, which run at each call, around the traced part."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Bare(nn.Module):
 
 
 class _Setting:
-    """What is asked for, and the calls of one module. A copy of the module has its own."""
+    """The options and the traced calls of one module. A copy of the module gets its own traced calls."""
 
     __slots__ = ("calls", "chooser", "engine")
 
@@ -67,7 +67,7 @@ def _run(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _InPlace(Mixin):
-    """In front of the class of the module: a call goes by its trace."""
+    """A mixin in front of the module's class, which runs each call from its trace."""
 
     _torchckpt_setting = _SETTING
     _torchckpt_call = staticmethod(_run)
@@ -79,27 +79,27 @@ class _InPlace(Mixin):
 
 
 class RematerializeHandle:
-    """Undoes one :func:`rematerialize_`, and tells of its plans. Also a context manager, which undoes it at its end."""
+    """Undoes one :func:`rematerialize_`, and has its plans. As a context manager, it undoes the change at its end."""
 
     def __init__(self, module: nn.Module, setting: _Setting) -> None:
         self._module, self._setting = module, setting
 
     @property
     def plan(self) -> Plan:
-        """Of the inputs that came last; of the example, before the first call."""
+        """The plan for the latest inputs; before the first call, for the example."""
         return self._setting.calls_of(self._module).plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One for each kind of inputs so far: shapes, dtypes, mode."""
+        """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
         return self._setting.calls_of(self._module).plans
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Trace and plan a call, and run nothing of it."""
+        """Trace and plan a call with these inputs, without running it."""
         return self._setting.calls_of(self._module).prepare(args, kwargs)
 
     def remove(self) -> None:
-        """Have the module run as it did. A second call does nothing."""
+        """Let the module run as it did before. A second call does nothing."""
         if self._module.__dict__.get(_SETTING) is self._setting:
             take(self._module, _InPlace)
 
@@ -126,11 +126,12 @@ def rematerialize_(
     rng: Literal["keep", "replay"] = "keep",
     exact: bool = False,
 ) -> RematerializeHandle:
-    """As :func:`~torchckpt.graph.rematerialize`, in place: ``module`` itself keeps less, until the handle is removed.
+    """Like :func:`~torchckpt.graph.rematerialize`, but in place: ``module`` itself changes, until the handle's
+    ``remove()``.
 
-    Its keys in ``state_dict``, its class as ``isinstance`` sees it, its ``repr``, signature and hooks stay as they are,
-    and so does the place that it has in another module. A copy, or one that was pickled, traces with its own weights.
-    Hooks of ``module`` itself run at each call, around what is traced; those of its children are in the trace.
+    Its ``state_dict`` keys, ``isinstance`` checks, ``repr``, signature and hooks stay the same, and so does its place
+    in other modules. A copy, or a module loaded from a pickle, traces with its own weights. Hooks of ``module`` itself
+    run at each call, around the traced part; hooks of its children are part of the trace.
 
     >>> handle = graph.rematerialize_(self.model, budget="50%")     # in a LightningModule, or before a Trainer
     >>> self.model(inputs).loss.backward()
@@ -138,15 +139,14 @@ def rematerialize_(
     >>> handle.remove()
 
     Args:
-        module: whose ``forward`` is a method of its class.
-        example, example_kwargs, keep, budget, engine, costs, rng, exact: as :func:`rematerialize` takes them.
+        module: the module to change. Its ``forward`` is a method of its class.
+        example, example_kwargs, keep, budget, engine, costs, rng, exact: as for :func:`rematerialize`.
 
     Returns:
-        A handle with ``remove()`` and ``plan``; as a context manager it removes at its end.
+        A handle with ``remove()`` and ``plan``; as a context manager, it calls ``remove()`` at its end.
 
     Raises:
-        ArgumentError, BudgetInfeasible, CaptureError: as :func:`rematerialize` raises them. The module is then as it
-            was before.
+        ArgumentError, BudgetInfeasible, CaptureError: as for :func:`rematerialize`. The module is then unchanged.
     """
     faults = [*module_faults("rematerialize_", module), *_faults(module)]
     raise_faults(_CALLER, [*faults, *option_faults(engine, rng, example_kwargs)])
@@ -164,7 +164,7 @@ def rematerialize_(
 
 
 def _faults(module: object) -> list[Fault]:
-    """Of a module that cannot be changed in place."""
+    """Faults of a module that cannot be changed in place."""
     if not isinstance(module, nn.Module):
         return []
     name = type(module).__name__
@@ -174,7 +174,7 @@ def _faults(module: object) -> list[Fault]:
         return [Fault("a module is rematerialized once", f"{name}, rematerialized already", "handle.remove() first")]
     if type(module) in (nn.ModuleList, nn.ModuleDict):
         received = f"{name}, whose layers are called one by one"
-        return [Fault("the module is one that is called", received, "for layer in layers: graph.rematerialize_(layer)")]
+        return [Fault("the module has a forward", received, "for layer in layers: graph.rematerialize_(layer)")]
     if "forward" in module.__dict__:
         rule, received = "the forward is a method of the module's class", f"{name}, whose forward is set on it"
         return [Fault(rule, received, "step = graph.rematerialize(model, inputs)")]

@@ -1,4 +1,4 @@
-"""Inspect: what is known of a graph without running it: its memory, byte for byte, and what all data flows through."""
+"""Inspect: read off a graph, without running it, its memory in bytes and the values that all data flows through."""
 from __future__ import annotations
 
 import operator
@@ -22,24 +22,24 @@ __all__ = ["separators", "simulate"]
 
 
 def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
-    """The bytes that are alive while each operation of ``gm`` runs, above its inputs, parameters and buffers.
+    """The bytes alive while each operation of ``gm`` runs, without its inputs, parameters and buffers.
 
     >>> graph.simulate(graph.gradient(loss_of, x)).peak_bytes
 
-    On a CPU these are the bytes of the allocator.
+    On a CPU these equal the bytes of the allocator.
 
     Args:
         gm: a functional ATen graph with ``meta["val"]``, such as :func:`gradient`, ``make_fx`` and ``torch.export``
-            make; it may copy into its buffers at its end.
-        workspaces: whether to run each kind of operation once, on zeros, for what it allocates beside its outputs.
-            Default: yes; no shape tells.
+            make; it may copy new values into its buffers at its end.
+        workspaces: whether to run each kind of operation once, on made-up numbers, to measure the bytes that it
+            allocates beside its outputs. Shapes do not tell them. Default: True.
 
     Returns:
-        Of the result of :func:`gradient`, forward and backward: ``boundary`` is where the one ends, ``saved`` what the
-        other reads of it. Of any other graph, one forward.
+        For the result of :func:`gradient`, forward and backward: ``boundary`` is the step at which the forward ends,
+        ``saved`` the storages that the backward reads of it. For any other graph, one forward.
 
     Raises:
-        ArgumentError: the nodes carry no values.
+        ArgumentError: a node has no ``meta["val"]``.
     """
     _require_values("simulate()", gm)
     returned, forward = _returned(gm)
@@ -49,17 +49,17 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
 
 
 def separators(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes from which alone the rest of the forward can be computed, in their order.
+    """The nodes that separate the forward: from any one of them alone, the rest can be computed. In graph order.
 
-    Parameters, buffers and inputs are there anyway, and count for nothing; views count as what they are views of. A
-    value that nothing but the output reads separates nothing. One sweep over nodes and edges.
+    Parameters, buffers and inputs are always available, and do not count. A view counts as its base. A value that only
+    the output reads separates nothing. Takes one sweep over nodes and edges.
 
     Args:
-        gm: an ATen graph; of the result of :func:`gradient`, the forward is looked at.
+        gm: an ATen graph. For the result of :func:`gradient`, only the forward counts.
     """
-    outputs: dict[fx.Node, tuple[int, fx.Node]] = {}  # of each node, the operation it is of, and which output of it
+    outputs: dict[fx.Node, tuple[int, fx.Node]] = {}  # by node: its operation's number, and the output node
     reads: list[list[int]] = []
-    read: dict[int, fx.Node | None] = {}  # of an operation, the output that is read; None of several
+    read: dict[int, fx.Node | None] = {}  # by operation: the one output that is read; None if several are
     for node in _forward(gm):
         sources = [outputs[source] for source in node.all_input_nodes if source in outputs]
         if node.target is operator.getitem or _is_view(node.target):
@@ -75,14 +75,14 @@ def separators(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _forward(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """What is called, of a graph without gradients all of it."""
+    """The called nodes of the forward; all of them in a graph without gradients."""
     returned, forward = _returned(gm)
     wanted = needed(returned[:forward]) if forward < len(returned) else None
     return (node for node in gm.graph.nodes if node.op == "call_function" and (wanted is None or node in wanted))
 
 
 def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
-    """What ``gm`` returns or copies into its buffers, that of the forward first, and how much that is."""
+    """The values that ``gm`` returns or copies into buffers, those of the forward first, and the number of those."""
     returned: list[fx.Node] = []
     fx.node.map_arg(gm.graph.output_node().args, returned.append)
     forward = gm.meta.get(FORWARD_OUTPUTS, len(returned))
@@ -92,7 +92,7 @@ def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
 
 
 def _returning(graph: fx.Graph, returned: Iterable[fx.Node]) -> fx.Graph:
-    """A copy that returns these."""
+    """A copy of ``graph`` that returns the nodes ``returned``."""
     made = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     made.graph_copy(graph, nodes)
@@ -110,7 +110,7 @@ def _require_values(caller: str, gm: fx.GraphModule) -> None:
 
 @cache
 def _is_view(target: Any) -> bool:
-    """Whether an operator returns what shares its first argument's storage."""
+    """Whether an operator returns a view, which shares the storage of its first argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 

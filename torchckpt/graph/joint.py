@@ -1,9 +1,9 @@
-"""Joint: the traced graph of a call and its derivatives, seen as operations on storages.
+"""Joint: the traced graph of a call and its derivatives, described as operations on storages.
 
-A storage, not a tensor, is what takes memory: views share one. So every node of the graph is one of three things: an
-operation (it writes storages), a view (it writes none, and is made again wherever it is read), or an output of an
-operation. :class:`~torchckpt.model.remat.dataflow.Dataflow` sees the operations; :mod:`~torchckpt.graph.emit` makes
-graphs of a schedule of them.
+Storages take memory, not tensors: several views share one storage. So every node of the graph is one of three things:
+an operation, which writes storages; a view, which writes none and is made again wherever it is read; or one output of
+an operation. :class:`~torchckpt.model.remat.dataflow.Dataflow` describes the operations, and
+:mod:`~torchckpt.graph.emit` turns a schedule of them into graphs.
 """
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ _CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator gives whole blocks
 class Joint:
     """A joint graph and the dataflow of its operations.
 
-    ``nodes`` holds of each operation its node, or None for the arrival of the gradients of the outputs; ``agains`` what
-    a repeat of it runs in its place; ``storages`` of each tensor node its storage, of a sparse one those of its parts;
-    ``views`` are the nodes that write none; ``changed`` are inputs that have another value after the forward.
+    Args:
+        nodes: the node of each operation; None for the arrival of the gradients of the outputs.
+        agains: by operation, the substitute that a repeat runs.
+        storages: by tensor node, its storage; a sparse tensor has one for each of its parts.
+        views: the nodes that write no storage.
+        changed: the inputs that have a new value after the forward.
     """
 
     module: fx.GraphModule
@@ -50,15 +53,15 @@ class Joint:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """The forward's outputs, then the gradients; None among them."""
+        """The forward's outputs, then the gradients; some may be None."""
         return tuple(cast(Iterable[Any], self.module.graph.output_node().args[0]))
 
 
 def joint_of(module: fx.GraphModule, forward_outputs: int, cost: CostOf, replay: bool = False) -> Joint:
-    """Of a joint graph whose first ``forward_outputs`` outputs are the forward's.
+    """Make the :class:`Joint` of a joint graph whose first ``forward_outputs`` outputs are the forward's.
 
     Args:
-        replay: let random operations be repeated, each from the state that its generator had.
+        replay: let random operations be repeated, each from the saved state of its generator. Default: False.
     """
     module = uncompiled(module, copied(module.graph))
     note_branches(module)
@@ -111,7 +114,7 @@ class _Builder:
         return Dataflow(tuple(operations), sizes, self.forward, given, results, passing - results), agains
 
     def _keep_order(self, operations: list[Operation]) -> None:
-        """Have each operation that runs once read a token of the one before: draws and messages stay in their order."""
+        """Let each operation that runs once read a token of the one before: so they keep their order."""
         before: tuple[int, ...] = ()
         for index, node in enumerate(self.order):
             if node is not None and self._runs_once(node):
@@ -128,7 +131,7 @@ class _Builder:
         reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
         repeat = None if again is None else self._repeat(node.name, again)
         changed = self._roots_of(self.changed).intersection(reads if repeat is None else repeat.reads)
-        # What is changed holds another value afterwards.
+        # A changed input has a new value afterwards, so its readers cannot be repeated.
         once = bool(changed) or (self._runs_once(node) and again is None)
         return Operation(node.name, reads, writes, cost.seconds, cost.flops, cost.workspace_bytes, not once, repeat)
 
@@ -136,7 +139,7 @@ class _Builder:
         return runs_once(node) or self._costs[node].draws
 
     def _repeat(self, name: str, again: Again) -> Operation:
-        """By what it runs, in a graph of its own; intermediate values count as workspace."""
+        """The costs of a repeat, from what ``again`` emits into a new graph. Intermediate values count as workspace."""
         graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 
         def resolve(argument: Any) -> Any:
@@ -184,33 +187,33 @@ class _Builder:
             self.views.add(node)
 
     def _unread_copies(self, node: fx.Node, keys: list[int]) -> list[int]:
-        """The places that are another's in the trace, and a tensor of their own in a run, which nothing reads.
+        """Places of unread outputs that share a storage with another output in the trace, but not in a run.
 
-        One tensor stands for the gradients of both biases of a recurrent layer.
+        For example, the trace has one tensor for the gradients of both biases of a recurrent layer.
         """
         made_bytes = self._costs[node].made_bytes if node in self._costs else ()
         if len(set(keys)) == len(keys) or len(made_bytes) != len(keys):
             return []
         read = {user.args[1] for user in node.users if user.target is operator.getitem}
-        order = sorted(range(len(keys)), key=lambda place: place not in read)  # what is read stands for its copies
+        order = sorted(range(len(keys)), key=lambda place: place not in read)  # outputs that are read come first
         stands = {keys[place]: place for place in reversed(order)}
         return [place for place in order if place not in read and stands[keys[place]] != place and made_bytes[place]]
 
     def _allocated_bytes(self, node: fx.Node, parts: list[Tensor], places: list[int]) -> int:
-        """Of a storage, which these parts lie in: what was seen in a run, else what is traced.
+        """The size of a storage that holds the parts at ``places``: as measured in a run, else as traced.
 
-        A loss may be a part of what it reduces, and two tensors may be one in the trace.
+        The two may differ: in a run a loss may be a view of a larger tensor, and the trace may merge two tensors.
         """
         part = parts[places[0]]
         seen = self._costs[node].made_bytes if node in self._costs else ()
-        if _is_sparse(part):  # an input is there
+        if _is_sparse(part):  # 0 for an input
             return sum(seen)
         size = sum(seen[place] for place in places) if len(seen) == len(parts) else 0
         size = size or part.untyped_storage().nbytes()
         return size if part.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
     def _is_made_of_others(self, node: fx.Node) -> bool:
-        """Whether it is a sparse tensor whose indices and values are tensors that there are."""
+        """Whether ``node`` is a sparse tensor made of existing tensors, its indices and values, without a copy."""
         is_called = _is_sparse(node.meta.get("val")) and node.op == "call_function"
         return is_called and not sum(self._cost(node).made_bytes)
 
@@ -227,7 +230,7 @@ class _Builder:
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy that shares nothing but the values in ``meta``."""
+    """A copy of ``graph`` that shares only the values in ``meta``."""
     made, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         nodes[node] = made.node_copy(node, nodes.__getitem__)

@@ -1,4 +1,4 @@
-"""Keep: from what the user says is to be kept, to the storages that are, and to the schedule that follows."""
+"""Keep: turn the option ``keep`` into the storages to keep, and into a schedule that recomputes the others."""
 from __future__ import annotations
 
 import fnmatch
@@ -20,11 +20,11 @@ from torchckpt.model.remat.separators import separating_storages
 __all__ = ["POLICIES", "Keep", "check_keep", "kept_by", "schedule_of"]
 
 Keep: TypeAlias = str | Sequence[str] | Callable[[Value], bool] | None
-"""A policy's name; names of modules and marks, or patterns of them; or a function that is asked about each value."""
+"""The name of a policy; names or patterns of modules and marks; or a function of a value that returns a bool."""
 
 
 def check_keep(caller: str, keep: Keep) -> None:
-    """Raise an ArgumentError unless ``keep`` is one of the forms that there are."""
+    """Raise an ArgumentError unless ``keep`` has one of the forms of :data:`Keep`."""
     if isinstance(keep, str) and keep not in POLICIES:
         near = get_close_matches(keep, POLICIES, 1) or ["speed"]
         known = ", ".join(f'"{name}"' for name in POLICIES)
@@ -36,10 +36,10 @@ def check_keep(caller: str, keep: Keep) -> None:
 
 
 def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
-    """The storages to keep. Results of the step, and what cannot be had again, are kept beside them.
+    """The storages to keep. Results of the step, and values that cannot be recomputed, are always kept too.
 
     Raises:
-        ArgumentError: the policy is unknown, a name is, or nothing is selected.
+        ArgumentError: a policy or a name is unknown, or ``keep`` selects nothing.
     """
     check_keep("keep", keep)
     values = Values(joint)
@@ -49,15 +49,15 @@ def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
         return POLICIES[keep](joint, values)
     if callable(keep):
         wanted = frozenset(s for s in values.made if keep(values.value(s)))
-        return _some(wanted, "a function that wants none", "keep=lambda value: value.flops > 0")
+        return _some(wanted, "a function that returns False for every value", "keep=lambda value: value.flops > 0")
     return _named(keep, values)
 
 
 def schedule_of(joint: Joint, keep: Keep) -> Schedule:
-    """What is dropped is recomputed late: right before its first use in the backward.
+    """The schedule that drops all other values and recomputes each right before its first use in the backward.
 
-    With ``keep=None`` regions alone say what is dropped, and marks inside them what is not. Otherwise a repeat is
-    spared where the peak does not need it: of what is alive when the backward starts, say.
+    With ``keep=None``, regions alone decide which values are dropped; marked values inside them are kept. Otherwise a
+    value is not dropped where that would not lower the peak, such as a value that the backward needs first.
     """
     flow, values = joint.flow, Values(joint)
     kept = kept_by(keep, joint)
@@ -74,14 +74,14 @@ def _collection(joint: Joint, values: Values) -> frozenset[int]:
 
 
 def _speed(joint: Joint, values: Values) -> frozenset[int]:
-    """Outputs of convolutions and products of matrices: all that is dear to recompute."""
+    """Outputs of convolutions and matrix products, which take the most time to recompute."""
     operations, writer = joint.flow.operations, joint.flow.writer
     found = frozenset(storage for storage in values.made if operations[writer[storage]].flops)
     return _some(found, 'keep="speed", but there is no convolution and no product', 'keep="memory"')
 
 
 def _memory(joint: Joint, values: Values) -> frozenset[int]:
-    """About the square root of the values that separate inputs from outputs; none where there are none."""
+    """About the square root of the values that separate inputs from outputs; empty if no value separates them."""
     flow = joint.flow
     shared = _shared(flow)
     found = every_sqrt(flow, separating_storages(flow, shared))
@@ -89,7 +89,7 @@ def _memory(joint: Joint, values: Values) -> frozenset[int]:
 
 
 def _shared(flow: Dataflow) -> frozenset[int]:
-    """Small values that are read throughout, as an attention mask is: kept, they do not hinder others to separate."""
+    """Small values that are read throughout, such as an attention mask. If they are kept, other values can separate."""
     last = {storage: index for index, one in enumerate(flow.operations[: flow.forward]) for storage in one.reads}
     throughout = {s for s, index in last.items() if s in flow.writer and index - flow.writer[s] > flow.forward // 2}
     size = sum(flow.sizes_bytes[storage] for storage in throughout)
@@ -110,7 +110,7 @@ def _marked(values: Values) -> frozenset[int]:
 
 
 def _named(names: Sequence[str], values: Values) -> frozenset[int]:
-    """A name as it is, else as a pattern, else as a part of names."""
+    """The storages for ``names``. Each is matched as a full name, else as a pattern, else as a part of names."""
     known = {**values.modules, **values.marks}
     found, faults = frozenset[int](), []
     for name in names:
@@ -126,5 +126,5 @@ def _named(names: Sequence[str], values: Values) -> frozenset[int]:
 
 def _some(found: frozenset[int], received: str, works: str) -> frozenset[int]:
     if not found:
-        raise_faults("keep", [Fault("what is kept is one value at least", received, works)])
+        raise_faults("keep", [Fault("at least one value is kept", received, works)])
     return found

@@ -1,4 +1,4 @@
-"""Left: what a forward leaves on its modules when it is traced, put back to what they held."""
+"""Left: restore the attributes that a traced forward changed on its modules."""
 from __future__ import annotations
 
 import collections
@@ -19,13 +19,14 @@ __all__ = ["leaving_no_tensors"]
 
 @contextmanager
 def leaving_no_tensors(model: nn.Module) -> Iterator[None]:
-    """Trace a forward of ``model`` inside. What it leaves on its modules has no data, and goes.
+    """Trace a forward of ``model`` inside this context; remove the tensors without data that it stores on modules.
 
-    Recurrent layers have a list of their parameters, which ``torch.func.functional_call`` leaves with those of the
-    trace; weights that the old weight and spectral norm make of parameters are made again at each call.
+    Two cases are no error. Recurrent layers have a list of their parameters, in which
+    ``torch.func.functional_call`` leaves those of the trace. The old weight norm and spectral norm make the weight from
+    parameters, again at each call.
 
     Raises:
-        CaptureError: it is something else that was left, or a parameter, a buffer or a module was made.
+        CaptureError: the forward stored any other tensor, or made a parameter, a buffer or a module.
     """
     tensors = _tensors_of(model)
     own = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
@@ -46,7 +47,7 @@ _Tensors = dict[tuple[str, str], tuple[Any, tuple[Tensor, ...]]]
 
 
 def _put_back(model: nn.Module, tensors: _Tensors, own: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Fault | None:
-    """Have the modules hold what they held; what is wrong with what they did."""
+    """Restore the modules. Return the fault of a forward that did what it must not do, or None."""
     left = None
     for module, kinds in own:
         for kind, before in kinds.items():
@@ -56,7 +57,7 @@ def _put_back(model: nn.Module, tensors: _Tensors, own: Sequence[tuple[nn.Module
                 now.clear()
                 now.update(before)
             if made:
-                rule = "the parameters, buffers and modules of a call that is traced are there before it"
+                rule = "a traced forward makes no parameters, buffers or modules: they exist before the call"
                 works = "make it in __init__(); or model(*inputs), once, before rematerialize()"
                 left = Fault(rule, f"the forward of {type(module).__name__} makes {made[0]}", works)
     return left or _taken_back(model, tensors)
@@ -70,7 +71,7 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
             continue
         is_made_of_parameters = any(parameter.startswith(f"{name}_") for parameter in module._parameters)
         if not (is_made_of_parameters or (known and all(isinstance(tensor, nn.Parameter) for tensor in known))):
-            rule = "a call that is recomputed returns what it makes, and leaves no tensor on its modules"
+            rule = "a forward that is recomputed returns the tensors that it makes, and stores none on its modules"
             received = f"after the forward, {name} of {type(module).__name__} {place!r} holds one".replace(" ''", "")
             left = left or Fault(rule, received, f"return output, {name}")
         del module.__dict__[name]
@@ -79,7 +80,7 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
 
 
 def _tensors_of(model: nn.Module) -> _Tensors:
-    """By module and attribute: its value, and the tensors in it; not of parameters and buffers."""
+    """By module and attribute: the value, and the tensors in it. Parameters and buffers are left out."""
     return {
         (place, name): (copy.copy(value) if isinstance(value, _CONTAINERS) else value, tuple(tensors_in(_parts(value))))
         for place, module in model.named_modules()
@@ -92,7 +93,7 @@ _CONTAINERS = (list, dict, set, collections.deque)
 
 
 def _parts(value: Any) -> Any:
-    """What may be tensors in it: of a container of any depth, of another object its attributes."""
+    """Where to look for tensors in ``value``: a container itself, at any depth; of another object, its attributes."""
     if isinstance(value, (set, frozenset, collections.deque)):
         return list(value)
     return value if isinstance(value, (Tensor, list, tuple, dict)) else list(getattr(value, "__dict__", {}).values())

@@ -1,8 +1,8 @@
-"""Marks and regions: what the user says is to be kept, and what recomputed.
+"""Marks and regions: the user's annotations of values to keep, and of code to recompute.
 
-In eager all of them are the identity. While a call is traced they become notes on the nodes of its graph: a mark is an
-alias, which has no storage of its own, and a region is a name on every node inside. What enters a region from outside
-is kept; the rest of what is inside, and what leaves it, is recomputed when the backward needs it.
+In eager, all of them are the identity. While a call is traced, they become notes on the nodes of its graph: a mark is
+an alias, which has no storage of its own, and a region is a name on every node inside. The inputs of a region are kept.
+Its inner values and its outputs are recomputed when the backward needs them.
 """
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def mark(value: T, name: str = "") -> T:
-    """Keep ``value``: its tensors are the members of the 'collection'.
+    """Mark ``value``: its tensors are kept for the backward, by ``keep="collection"`` or by name.
 
-    The identity; in a trace of the graph level, an alias. Read what is returned: of a value that is read both marked
-    and not, gradients are added up in another order than in eager, and their last bits may differ.
+    In eager this is the identity; while the graph level traces, it returns an alias. Use the returned value only: if
+    both it and ``value`` are read, gradients are added in a different order than in eager, and their last bits may
+    differ.
 
     >>> h = graph.mark(self.attention(x), "attn_out")
 
     Args:
-        value: a tensor, or a nested structure of tensors; whatever is no tensor passes.
-        name: what ``keep=["attn_out"]`` and ``plan.explain("attn_out")`` call it; marks may share a name. Default:
-            nameless, a member of the collection all the same.
+        value: a tensor, or a nested structure of tensors; leaves that are not tensors are returned unchanged.
+        name: the name in ``keep=["attn_out"]`` and ``plan.explain("attn_out")``; marks may share a name. Default: no
+            name; ``keep="collection"`` still keeps the value.
     """
     if not is_tracing():
         return value
@@ -45,7 +46,7 @@ def mark(value: T, name: str = "") -> T:
 
 
 class Region:
-    """A region by its name: a context, or a decorator. See :func:`region`."""
+    """A named region: a context manager or a decorator. See :func:`region`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,7 +65,7 @@ class Region:
             inside.__exit__(*raised)
 
     def __call__(self, function: F) -> F:
-        """``function``, run in this region."""
+        """Wrap ``function`` so that each call runs in this region."""
         return _wrapped(function, self.name)
 
 
@@ -73,11 +74,11 @@ def region(what: str) -> Region: ...
 @overload
 def region(what: F) -> F: ...
 def region(what: str | F) -> Region | F:
-    """Recompute what is inside: nothing of it is kept but what enters it.
+    """Recompute the code inside in the backward: of a region, only its inputs are kept.
 
-    The identity, but where a call is traced by the graph level. Regions nest: while an outer one is recomputed, an
-    inner one keeps nothing but what enters it, so that what is ``d`` regions deep runs ``d + 1`` times (Griewank 1992;
-    Relay's ``annotation.checkpoint``).
+    Without a trace of the graph level, this is the identity. Regions nest: while an outer region is recomputed, an
+    inner one again keeps only its inputs. So code in ``d`` nested regions runs ``d + 1`` times (Griewank 1992; Relay's
+    ``annotation.checkpoint``).
 
     >>> y = graph.region(self.block)(x)     # a function or module, called in a region
     >>> with graph.region("b3"):            # a part of a function
@@ -86,10 +87,10 @@ def region(what: str | F) -> Region | F:
     ... def block(x): ...
 
     Args:
-        what: a callable, or the region's name.
+        what: a callable, such as a function or a module; or a name for the region.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: ``what`` is neither a callable nor a string.
     """
     if isinstance(what, str):
         return inside_region(what) if torch.compiler.is_dynamo_compiling() else Region(what)  # type: ignore[return-value]
@@ -102,14 +103,14 @@ def sequential(functions: Sequence[Callable[[Any], Any]], segments: int, x: Any,
     """Call ``functions`` one after the other, in ``segments`` regions of about as many functions each.
 
     Args:
-        functions: each takes what the one before returned; an ``nn.Sequential`` is such a sequence.
+        functions: each takes the result of the one before; an ``nn.Sequential`` is such a sequence.
         segments: from 1 to the number of functions. About the square root of it needs the least memory (Chen 2016).
-        x: what the first takes.
-        last: whether the last segment is a region too. Its values are alive when the backward starts, so that to
-            recompute them costs and gives little. Default: no.
+        x: the input of the first function.
+        last: whether the last segment is a region too. The backward starts with its values, so their recomputation
+            saves little memory. Default: False.
 
     Raises:
-        ArgumentError: there are no functions, or fewer than segments.
+        ArgumentError: there are no functions, fewer than one segment, or more segments than functions.
     """
     functions = list(functions)
     if not 1 <= segments <= len(functions):

@@ -1,4 +1,4 @@
-"""Measure: run each kind of operation once, for what it allocates, how long it takes, and whether it draws."""
+"""Measure: run each kind of operation, to find its bytes, its seconds, and whether it draws random numbers."""
 from __future__ import annotations
 
 import operator
@@ -23,16 +23,16 @@ from torchckpt.tensors import tensors_in
 __all__ = ["Measure", "Measured"]
 
 _SEEN = "seen"
-"""Where the nodes of operations keep the kinds that were seen."""
+"""Key in a node's ``meta``: the kinds of tensors that its operation returned in a run."""
 
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-"""Of a tensor: its dtype and shape."""
+"""The dtype and shape of a tensor."""
 
 
 class Measured(NamedTuple):
-    """Of a kind of operation: what it allocates at its highest point beside its outputs, the least time of its runs, of
-    each tensor that it returns the storage, where it is the first in it, and the kind, and whether it draws random
-    numbers and does not say so."""
+    """The measurements of one kind of operation: the bytes that it allocates at its highest point beside its outputs;
+    the least time of its runs; for each returned tensor, the bytes of its storage (0 if an earlier one shares it) and
+    its kind; and whether it drew random numbers although its operator is not tagged as random."""
 
     workspace_bytes: int = 0
     seconds: float = 0.0
@@ -42,15 +42,15 @@ class Measured(NamedTuple):
 
 
 class Measure:
-    """What operations take, by what they are called with: shapes, strides, dtypes, devices, constants.
+    """Measures operations, once for each combination of shapes, strides, dtypes, devices and constants.
 
-    A kernel may copy its input to another layout, or hold one buffer for each thread: no shape tells, so it is run, on
-    random numbers, and on zeros where they are integers, or on ones, if that takes more: bags of no words take nothing.
-    Of a kernel that refuses both, nobody knows what it takes: it counts as a copy of all that it reads and writes, and
-    a warning says so.
+    A kernel may copy its input to another layout, or hold one buffer for each thread. Shapes do not tell this, so the
+    kernel is run on random numbers, with all integers 0, and again with all integers 1; the larger result counts. (An
+    embedding bag without words allocates nothing, for example.) If the kernel raises on both, a copy of all its inputs
+    and outputs is assumed as its workspace, and a warning says so.
 
     Args:
-        rounds: how often an operation is timed; the least time counts. 0: it is run once, and not timed.
+        rounds: how often an operation is timed; the least time counts. Default: 0, it is run but not timed.
     """
 
     def __init__(self, rounds: int = 0) -> None:
@@ -67,17 +67,17 @@ class Measure:
     def _run(self, node: fx.Node) -> Measured:
         if not callable(node.target) or is_collective(node.target) or is_mutable(node.target):
             return Measured()
-        if is_check(node.target):  # made-up numbers fail it; on a GPU no operation works after that
+        if is_check(node.target):  # an assertion may fail on made-up numbers, which stops a GPU for good
             return Measured()
-        if "meta" in map(_device, [node, *node.all_input_nodes]):  # nothing there has bytes
+        if "meta" in map(_device, [node, *node.all_input_nodes]):  # meta tensors have no bytes
             return Measured()
         found, refused = list[Measured](), ""
         for whole in (0, 1) if _may_be_ones(node) else (0,):
             try:
                 with _aside():
                     found += self._runs_on(node, whole)
-            except Exception as error:  # what a kernel raises on made-up numbers is no error of the step's
-                if "Profiler is already enabled" in str(error):  # it is told of one thing at a time
+            except Exception as error:  # made-up numbers may be invalid arguments
+                if "Profiler is already enabled" in str(error):  # torch allows one profiler at a time
                     return Measured()
                 refused = refused or f"{type(error).__name__}: {error}".splitlines()[0]
         if found:
@@ -94,18 +94,18 @@ class Measure:
         return Measured(sum(map(_bytes, [*node.all_input_nodes, node])))
 
     def _runs_on(self, node: fx.Node, whole: int) -> list[Measured]:
-        """On random numbers, and on ``whole`` where they are integers; of control flow, each branch."""
+        """Measure runs on random numbers, with all integers equal to ``whole``; one run for each branch."""
         value = partial(_followed if "rnn" in str(node.target) else _made_up, whole=whole)
         arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
         if node.target is replayed:
-            arguments = (generator_state(str(arguments[1])), *arguments[1:])  # drawn bytes are no state
+            arguments = (generator_state(str(arguments[1])), *arguments[1:])  # random bytes are not a valid state
         given = set(map(storage_of, tensors_in((arguments, named))))
         target = cast(Callable[..., Any], node.target)
         runs = [_bound(target, those, named) for those in _ways(node, arguments)]
         return [self._measured(run, given, _device(node)) for run in runs]
 
     def _measured(self, run: Callable[[], Any], given: set[int], device: str) -> Measured:
-        """``given`` are the storages that ``run`` reads."""
+        """Measure one run. ``given`` are the storages that it reads, which are not counted as made."""
         before = generator_state(device)
         seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
         workspace_bytes, made = _allocated(run, device)
@@ -120,14 +120,14 @@ class Measure:
 
 
 def _ways(node: fx.Node, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The arguments; where a value among them decides what is run, for each of its values."""
+    """The arguments to run with: one set, or one for each branch of ``torch.cond``."""
     if not is_branching(node.target):
         return [arguments]
     return [(torch.tensor(way), *arguments[1:]) for way in (True, False)]
 
 
 def _followed(node: fx.Node, whole: int) -> Any:
-    """What a recurrent layer has made, for its backward trusts the buffer of its library's; of others: made up."""
+    """The value of ``node``: really computed for a recurrent layer, whose backward reads its buffer; else made up."""
     views = [node]
     while views[-1].op == "call_function" and len(views[-1].all_input_nodes) == 1:
         views.append(views[-1].all_input_nodes[0])
@@ -143,10 +143,10 @@ def _followed(node: fx.Node, whole: int) -> Any:
 
 
 def _likely(node: fx.Node) -> Any:
-    """The value of a node in the trace, of the kind that was seen where it is made.
+    """The traced value of ``node``, with the dtype and shape that its operation returned in a run.
 
-    Statistics of a layer norm are traced in the dtype of its data; a CPU makes them in that of its weights. The places
-    of the words of bags are traced as none.
+    The two may differ. A layer norm's statistics are traced in the dtype of its data, but a CPU makes them in the dtype
+    of its weights. The offsets of an embedding bag are traced as empty.
     """
     value: Any = node.meta.get("val")
     if not isinstance(value, Tensor):
@@ -167,7 +167,7 @@ def _seen_dtype(node: fx.Node) -> torch.dtype | None:
     seen = _seen(node)
     if seen is not None:
         return seen[0]
-    read = node.all_input_nodes  # of a view, what it is a view of
+    read = node.all_input_nodes  # the base, if the node is a view
     is_alike = len(read) == 1 and getattr(read[0].meta.get("val"), "dtype", None) == node.meta["val"].dtype
     return _seen_dtype(read[0]) if is_alike else None
 
@@ -187,7 +187,7 @@ def _drawn(like: Tensor, whole: int) -> Tensor:
 
 
 def _may_be_ones(node: fx.Node) -> bool:
-    """Whether integers among its inputs may be 1 where they are places: a kernel need not look whether there is one."""
+    """Whether the integers among the inputs may all be 1 and still be valid indices: no size or count is below 2."""
     tensors = [tensor for used in node.all_input_nodes for tensor in tensors_in(_likely(used))]
     has_integers = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
     sizes = [size for tensor in tensors for size in tensor.shape]
@@ -204,7 +204,7 @@ def _bound(target: Callable[..., Any], arguments: Any, named: Any) -> Callable[[
 
 
 def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
-    """At the highest point beside the outputs; and the outputs."""
+    """Bytes allocated beside the outputs at the highest point of ``run()``; and the outputs."""
     results: list[Any] = []
     changes = allocations(lambda: results.append(run()), device)
     return max(accumulate(changes), default=0) - sum(changes), pytree.tree_leaves(results)
@@ -233,7 +233,7 @@ def _signature(node: fx.Node) -> Hashable:
 
 
 class _Kinds:
-    """Stands for a node among the arguments of another."""
+    """Stands for a node in the arguments of another; its repr has shapes, dtypes and devices in place of values."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -256,6 +256,6 @@ def _device(node: fx.Node) -> str:
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Run operations in the midst of a trace, without it, and without a change to the generators."""
+    """Inside this context, operations run for real during a trace, and the generators are restored at its end."""
     with without_modes(), without_autocast(), torch.no_grad(), torch.random.fork_rng():
         yield

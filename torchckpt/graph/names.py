@@ -1,4 +1,4 @@
-"""Names: which module runs what, noted while a call is traced, by hooks that are gone afterwards."""
+"""Names: note on each traced node the module that runs it, by temporary forward hooks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ __all__ = ["named_modules"]
 
 @contextmanager
 def named_modules(root: nn.Module, at_end: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Note the qualified names of ``root``'s modules on what they run; ``root`` and its modules stay as they are.
+    """Inside this context, traced nodes get the qualified name of the module that runs them. No module is changed.
 
-    ``at_end()`` is called when the forward of ``root`` is done, and its modules still hold what they were traced with.
+    ``at_end()`` is called at the end of the forward of ``root``, while its modules still hold the traced tensors.
     """
     names = {module: name for name, module in root.named_modules() if name}
     entered: list[AbstractContextManager[None]] = []

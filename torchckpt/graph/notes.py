@@ -1,7 +1,7 @@
-"""Notes: what marks, regions and modules leave on the nodes of a traced graph, and how to read it.
+"""Notes: write and read the marks, regions and modules that are noted on the nodes of a traced graph.
 
-They stand in ``node.meta["custom"]``, where :func:`torch.fx.traceback.annotate` puts them and AOTAutograd passes them
-on to the backward of what was annotated. Dynamo leaves a stack of modules of its own.
+Notes are in ``node.meta["custom"]``. :func:`torch.fx.traceback.annotate` puts them there, and AOTAutograd copies them
+to the backward of each annotated operation. Dynamo records modules itself, in ``node.meta["nn_module_stack"]``.
 """
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _HIDDEN = "torchckpt_hidden_marks"
 _ALIAS = torch.ops.aten.alias.default
 
 _DYNAMO = count()
-"""Numbers of regions that Dynamo traces."""
+"""Numbers for the regions that Dynamo traces."""
 
 _ITEM = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]")
 
 
 class Tracing:
-    """What ``thread.tracing`` is while a call is traced.
+    """The value of ``thread.tracing`` while a call is traced.
 
-    It numbers the regions that the call enters, and knows of each marked tensor what it is an alias of.
+    It numbers the regions that the call enters, and remembers the original of each alias that a mark makes.
     """
 
     def __init__(self) -> None:
@@ -52,19 +52,19 @@ class Tracing:
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
 
     def mark(self, tensor: Tensor, name: str) -> Tensor:
-        """An alias of ``tensor``: a node to put a note on."""
+        """An alias of ``tensor``: its node carries the mark."""
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         self._aliases[id(alias)] = alias, tensor
         return alias
 
     def unmarked(self, value: object) -> object:
-        """What ``value`` is an alias of; an alias that is returned would be a view to restore."""
+        """The original of ``value``, if it is an alias: a returned alias would count as a view of the original."""
         while id(value) in self._aliases:
             value = self._aliases[id(value)][1]
         return value
 
     def forget(self) -> None:
-        """The tensors of the trace."""
+        """Drop the tensors of the trace."""
         self._aliases.clear()
 
     def __enter__(self) -> Tracing:
@@ -87,23 +87,23 @@ def is_tracing() -> bool:
 
 
 def marked(name: str) -> AbstractContextManager[None]:
-    """Note on each node that is made inside that it is the mark ``name``."""
+    """Inside this context, each new node is noted as the mark ``name``."""
     return annotate({_MARK: name})
 
 
 def inside_module(name: str) -> AbstractContextManager[None]:
-    """Note on each node that is made inside that it belongs to the module with the qualified name ``name``."""
+    """Inside this context, each new node is noted as part of the module with the qualified name ``name``."""
     return annotate({_MODULE: name})
 
 
 def inside_region(name: str) -> AbstractContextManager[None]:
-    """Note on each node that is made inside that it is in a region, in addition to those that it is in."""
+    """Inside this context, each new node is noted as part of a new region, inside the regions already entered."""
     return annotate({f"{_REGION}{name}#{_number()}": True})
 
 
 @constant_under_dynamo
 def _number() -> str:
-    """One that no region of this trace has; Dynamo calls for it while it traces."""
+    """A number that no other region of this trace has; Dynamo calls this function while it traces."""
     tracing = thread.tracing
     return str(next(tracing.regions if isinstance(tracing, Tracing) else _DYNAMO))
 
@@ -113,7 +113,7 @@ def mark_of(node: fx.Node) -> str | None:
 
 
 def hide_marks(graph: fx.Graph) -> None:
-    """Note marks on what they are aliases of: a compiler takes aliases out of its graphs."""
+    """Note each mark on the original of its alias, too: a compiler removes aliases from its graphs."""
     for node in graph.find_nodes(op="call_function", target=_ALIAS):
         name, source = mark_of(node), node.all_input_nodes[0]
         if name is not None:
@@ -122,7 +122,7 @@ def hide_marks(graph: fx.Graph) -> None:
 
 
 def restore_marks(graph: fx.Graph) -> None:
-    """Put the aliases of :func:`hide_marks` back."""
+    """Insert the aliases again for the marks that :func:`hide_marks` has noted."""
     for source in list(graph.nodes):
         for name in (source.meta.get("custom") or {}).get(_HIDDEN, ()):
             with graph.inserting_after(source):
@@ -132,7 +132,7 @@ def restore_marks(graph: fx.Graph) -> None:
 
 
 def module_of(node: fx.Node) -> str:
-    """The qualified name of the innermost module that made ``node``; empty outside all but the root."""
+    """The qualified name of the innermost module that made ``node``; empty for the root module."""
     notes = node.meta.get("custom") or {}
     if _MODULE in notes:
         return str(notes[_MODULE])

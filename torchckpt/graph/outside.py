@@ -1,7 +1,7 @@
-"""Outside: what the code of a forward reads that is neither an argument nor on a module: globals, closures, fields.
+"""Outside: the globals, closure variables and object fields that the code of a forward reads outside of its modules.
 
-The code is looked through once, not run: which names it loads as globals, and which as attributes. What they are bound
-to is read at each call. A name that could be read counts as read: a call may be traced anew without need.
+The bytecode is searched once, and not run, for the names that it loads as globals and as attributes. Their values are
+read at each call. A name that the code may read counts as read, so a call may be traced anew without need.
 """
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _MOST_PARTS = 64
 _CONTAINERS = (list, tuple, Mapping)
 _DEPTH = 3
 _BY_SYNTAX = frozenset({"forward", "backward", "__init__", "__call__", "__getitem__", "__getattr__", "__iter__"})
-"""Methods that are called by no name of their own."""
+"""Methods that Python or torch calls, although the code does not load their names."""
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _ABSENT = object()
 
 
 class _Place(NamedTuple):
-    """Where something is read: what it is called in a warning, and what it is bound to now."""
+    """One name that the code reads: its label in a warning, and a function that reads its present value."""
 
     label: str
     read: Callable[[], Any]
 
 
 class Outside:
-    """What the forward of ``model`` may read outside of it."""
+    """The values outside of ``model`` that its forward may read."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = _Walk(model).places
         self._values: list[Any] = [_ABSENT] * len(self._places)
-        self._parts: dict[int, list[Any]] = {}  # by place, those of a container when it was last looked at
+        self._parts: dict[int, list[Any]] = {}  # by place, the parts of a container when it was last read
         self._now: list[tuple[str, Hashable]] = [(label, None) for label, _ in self._places]
 
     def now(self) -> tuple[tuple[str, Hashable], ...]:
-        """Of each place, what is read there: a constant by its value, another object as itself."""
+        """The present value of each place: a constant by value, any other object by identity."""
         values = [read() for _, read in self._places]
         for place, (new, old) in enumerate(zip(values, self._values)):
             if new is not old or (place in self._parts and not _are_same(_parts_of(new), self._parts[place])):
@@ -63,12 +63,12 @@ class Outside:
 
 
 def _is_container(value: Any) -> bool:
-    """By its class: objects may look up their own attributes slowly."""
+    """Whether ``value`` is a list, tuple or mapping, by its class: ``isinstance`` may run a slow ``__class__``."""
     return issubclass(type(value), _CONTAINERS)
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """Of a container, and of containers in it."""
+    """The parts of a container, and those of lists and dicts inside it."""
     parts = [*value, *value.values()] if issubclass(type(value), Mapping) else list(value)
     return parts + [inner for part in parts if type(part) in (list, dict) for inner in _parts_of(part)]
 
@@ -87,7 +87,7 @@ def _seen(value: Any, depth: int = 0) -> Hashable:
 
 
 def _size(value: Any, depth: int = 0) -> int:
-    """How many parts there are to look at."""
+    """The number of parts of ``value``, down to a limited depth."""
     if not _is_container(value) or depth >= _DEPTH:
         return 1
     parts = value.values() if isinstance(value, Mapping) else value
@@ -95,7 +95,7 @@ def _size(value: Any, depth: int = 0) -> int:
 
 
 class _Walk:
-    """From the classes of a model's modules to all code that their forwards may run, and what it may read."""
+    """A search, from the classes of a model's modules, for all code that their forwards may run and read."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[_Place] = []
@@ -110,7 +110,7 @@ class _Walk:
         self._search()
 
     def _add(self, value: Any, name: str) -> None:
-        """Look into ``value`` too, which is called ``name``; not into a library's."""
+        """Search ``value`` too, which the code calls ``name``, unless it belongs to a library."""
         if isinstance(value, (functools.partial, types.MethodType)):
             for part in (value.func, *value.args) if isinstance(value, functools.partial) else _bound(value):
                 self._add(part, name)
@@ -145,7 +145,7 @@ class _Walk:
             self._add(value, function.__name__)
 
     def _search(self) -> None:
-        """Look up every attribute that code loads in every class and object found, until there is nothing new."""
+        """Look up every loaded attribute in every class and object found, until a round finds nothing new."""
         before = None
         while before != (len(self._searched), len(self._attributes), len(self._found)):
             before = len(self._searched), len(self._attributes), len(self._found)
@@ -156,11 +156,11 @@ class _Walk:
     def _search_in(self, owner: Any) -> None:
         own = vars(owner)
         label = getattr(owner, "__name__", type(owner).__name__)
-        is_model = isinstance(owner, type) and issubclass(owner, nn.Module)  # made before the forward
+        is_model = isinstance(owner, type) and issubclass(owner, nn.Module)  # the forward makes no modules
         by_syntax = _BY_SYNTAX - {"__init__"} if is_model else _BY_SYNTAX
         for name in sorted(self._attributes.union(by_syntax).intersection(own)):
             if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(own[name]) is not None):
-                self._add(own[name], name)  # it is guarded with the attributes of modules
+                self._add(own[name], name)  # the guard has the attributes of modules already
             else:
                 self._place(owner, name, f"{label}.{name}", functools.partial(own.get, name, _ABSENT))
         if isinstance(owner, type):
@@ -177,13 +177,13 @@ class _Walk:
 
 
 def _is_data(value: Any, name: str, is_global: bool) -> bool:
-    """Whether ``name`` may be bound to something else later: a function or class by its own name is code, and so is
-    what a decorator closes over."""
+    """Whether ``value`` is data, so that ``name`` may be bound to another value later. A function or class under its
+    own name is code, and so is a function that a decorator closes over."""
     if isinstance(value, (type, types.ModuleType, Tensor, staticmethod, classmethod, property)):
         return False
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return is_global and getattr(value, "__name__", "") != name
-    if _is_container(value):  # a registry of code is code, and what is large is no setting
+    if _is_container(value):  # a registry of functions is code; a large container is not a setting
         parts = value.values() if isinstance(value, Mapping) else value
         return _size(value) <= _MOST_PARTS and not (value and all(isinstance(part, _CODE) for part in parts))
     return constant_of(value) is not None or _is_users(value)
@@ -196,12 +196,12 @@ def _bound(method: types.MethodType) -> tuple[Any, ...]:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:  # the cell is still empty
         return _ABSENT
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """``code``, and that of functions inside it."""
+    """``code``, and the code of functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -209,7 +209,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _is_users(value: Any) -> bool:
-    """Whether it has names of its own, and they are not those of a library."""
+    """Whether ``value`` is the user's: it has attributes, and does not come from a library."""
     if isinstance(value, (types.FunctionType, type)):
         home = value.__module__
     elif isinstance(value, types.ModuleType):

@@ -1,4 +1,4 @@
-"""Outside graph: a traced call in code that is being compiled."""
+"""Outside graph: runs a traced call outside of the graph, in code that ``torch.compile`` compiles."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,5 +14,5 @@ __all__ = ["outside_graph"]
     "backend=torchckpt.graph.backend(budget=...) instead, or rematerialize(engine=\"inductor\"), or drop fullgraph=True"
 )
 def outside_graph(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``run(*args, **kwargs)``, by a graph break; with ``fullgraph=True`` Dynamo raises an error with the reason."""
+    """Call ``run(*args, **kwargs)`` after a graph break. With ``fullgraph=True``, Dynamo raises an error instead."""
     return run(*args, **kwargs)

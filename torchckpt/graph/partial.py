@@ -1,8 +1,8 @@
 """Partial: the backward where gradients of some outputs have not arrived, because no loss reads those outputs.
 
-Autograd leaves out what only they lead to. Zeros in their place would make another number where a derivative is
-infinite, and would have to be computed. So the backward of the plan is emitted once more, without them: the same steps
-in the same order, but fewer.
+Autograd skips the operations that depend only on the missing gradients. Zeros in place of those gradients would cost
+time, and would give NaN where a derivative is infinite. So the backward of the plan is emitted again without them: the
+remaining steps keep their order.
 """
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchckpt.model.remat.dataflow import Schedule
 __all__ = ["Backward", "Partial"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
-"""Takes what was saved, then the gradients of the outputs, and empties the list."""
+"""Takes one list, the saved values and then the gradients of the outputs, and empties it."""
 
 
 class Partial:
-    """Of a joint graph and its schedule, the backwards of fewer gradients, emitted when they are needed.
+    """The backwards of a joint graph for missing gradients of outputs, each emitted when it is first needed.
 
     Args:
-        whole: the backward of all gradients, whose placeholders say what it takes.
+        whole: the backward for all gradients; its placeholders name the arguments.
     """
 
     def __init__(self, joint: Joint, schedule: Schedule, boundary: int, whole: fx.GraphModule) -> None:
@@ -36,7 +36,7 @@ class Partial:
         self._made: dict[frozenset[fx.Node], Backward] = {}
 
     def without(self, missing: Set[fx.Node]) -> Backward:
-        """The backward without these gradients of outputs. It takes the list that the whole one takes."""
+        """The backward without these gradients of outputs. It takes the same list as the whole backward."""
         key = frozenset(missing)
         if key not in self._made:
             self._made[key] = self._emitted(key)
@@ -50,7 +50,7 @@ class Partial:
         gradients = self._joint.outputs[self._joint.forward_outputs :]
         module = emitter.finish(emitter.resolved(gradients), "PartialBackward")
         takes = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
-        if not set(takes) <= set(self._takes):  # no backward reads what a larger one does not
+        if not set(takes) <= set(self._takes):  # a value that the whole backward does not get
             return self._whole.forward
         places = [self._takes.index(name) for name in takes]
 
@@ -63,7 +63,8 @@ class Partial:
 
 
 class _Absent:
-    """``nodes`` are what only ``missing`` lead to; ``same`` are sums of which one part is absent, with the other."""
+    """Nodes to leave out. ``nodes`` depend only on ``missing`` gradients; ``same`` maps a sum of two gradients, one of
+    which is absent, to the other one."""
 
     def __init__(self, joint: Joint, missing: Set[fx.Node]) -> None:
         self.nodes: set[fx.Node] = set(missing)
@@ -87,7 +88,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 class _Without(Emitter):
-    """A backward that leaves out what is absent, and takes zeros where something else reads it."""
+    """Emits a backward without the absent nodes; an operation that still reads one of them gets zeros."""
 
     def __init__(self, joint: Joint, before: Emitter, absent: _Absent) -> None:
         super().__init__(joint, [node for node in joint.tangents if node not in absent.nodes], before)
@@ -98,7 +99,7 @@ class _Without(Emitter):
         if node is None or not (node in self._absent.nodes or node in self._absent.same):
             super().run(index)
         elif node in self._absent.same and _bytes(self._absent.same[node]) > _bytes(node):
-            part = self.resolve(self._absent.same[node])  # a view would keep all of what it is a view of
+            part = self.resolve(self._absent.same[node])  # a view would keep its whole storage alive
             self._newest[node] = self.graph.call_function(torch.ops.aten.clone.default, (part,))
 
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
@@ -113,7 +114,7 @@ class _Without(Emitter):
         return self._node(self._absent.same[node]) if is_same else super()._node(node)
 
     def _is_needed(self, node: fx.Node) -> bool:
-        """The scaling of a repeated dropout is in place, and changes nothing else."""
+        """Whether to keep ``node`` though nothing reads it; not the in-place scaling of a repeated dropout."""
         return super()._is_needed(node) and node.target is not torch.ops.aten.mul_.Tensor
 
     def _zeros(self, like: Tensor) -> fx.Node:
@@ -129,5 +130,5 @@ def _bytes(node: fx.Node) -> int:
 def _zeros(
     storage: int, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Laid out as the gradient that they stand for, which may be one number many times."""
+    """Zeros with the strides of the gradient that they replace, which may be an expanded scalar."""
     return torch.zeros(storage, dtype=dtype, device=device).as_strided(shape, stride, offset)

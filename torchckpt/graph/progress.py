@@ -29,7 +29,7 @@ class Watch:
 
     @contextmanager
     def planning(self, operations: int) -> Iterator[Callable[[str], None]]:
-        """Gives a function to call with what is being done."""
+        """Time the planning of so many operations. Gives a function that shows what is being done."""
         line = _Line(f"torchckpt plans {operations} operations", sys.stderr)
         try:
             yield line.show
@@ -39,7 +39,7 @@ class Watch:
 
 
 class _Line:
-    """On a terminal alone; written over itself, and gone when it is removed."""
+    """One line on a terminal, overwritten by each update and erased by ``remove()``. Elsewhere nothing is written."""
 
     def __init__(self, head: str, stream: TextIO | None) -> None:
         self._head, self._stream = head, stream if stream is not None and stream.isatty() else None
@@ -78,7 +78,7 @@ class Stopwatch:
 
 
 def log(caller: str, what: Any, reason: str, seconds: float, planning_seconds: float, plan: Plan | None) -> None:
-    """One line, of a trace."""
+    """Log one line about a trace: seconds to trace and to plan, the reason, and the plan."""
     if not LOGGER.isEnabledFor(logging.INFO):
         return
     planned = "with nothing to differentiate" if plan is None else repr(plan).strip("<>")

@@ -1,4 +1,4 @@
-"""Reason: why a call is traced anew, by what differs from the nearest call that was traced."""
+"""Reason: why a call is traced anew: its differences from the most similar call that was traced before."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torchckpt.graph.guard import Guard, Itself, argument_names
 __all__ = ["reason_of"]
 
 _TENSOR = ("class", "shape", "layout in memory", "dtype", "device", "requires_grad")
-_SAID_FIRST = ("shape", "dtype", "device", "requires_grad", "layout in memory", "class")
+_BY_INTEREST = ("shape", "dtype", "device", "requires_grad", "layout in memory", "class")
 _AROUND = (
     "autocast", "the kernels of attention that are enabled", "the default dtype, determinism or oneDNN",
     "the default device", "hooks of all modules",
@@ -21,14 +21,14 @@ _OTHERS = "other arguments"
 
 
 def reason_of(model: nn.Module, before: Sequence[Guard], after: Guard, args: Any, kwargs: Any) -> str:
-    """Such as ``first call``, or ``shape of args[0]: (2, 8), now (3, 8)``."""
+    """The reason for a trace, such as ``the first call``, or ``shape of args[0]: (2, 8), now (3, 8)``."""
     if not before:
         return "the first call"
     names = [name for name, _ in argument_names(args, kwargs)]
     every = [
         list(_differences(model, guard, after, names)) or list(_of_outside(guard, after)) for guard in reversed(before)
     ]
-    found = min(every, key=lambda one: (one[:1] == [_OTHERS], len(one)))  # of others nothing more can be told
+    found = min(every, key=lambda one: (one[:1] == [_OTHERS], len(one)))  # _OTHERS comes last: it says little
     more = f", and {len(found) - _MOST} more" if len(found) > _MOST else ""
     return ", ".join(found[:_MOST]) + more if found else "something else that its code reads"
 
@@ -48,7 +48,7 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
     yield from _of_modules(model, before, after)
     names_are_same = (before.structure, before.state) == (after.structure, after.state)
     if names_are_same and (before.places, before.aliases) != (after.places, after.aliases):
-        yield "which tensors are one"
+        yield "which tensors are the same tensor"
 
 
 def _of_kinds(names: Sequence[str], before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _of_kinds(names: Sequence[str], before: Sequence[Hashable], after: Sequence[
 def _changed(name: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
     if len(one) == len(other) == len(_TENSOR):
         differ = {what: pair for what, pair in zip(_TENSOR, zip(one, other)) if pair[0] != pair[1]}
-        what = next(what for what in _SAID_FIRST if what in differ)
+        what = next(what for what in _BY_INTEREST if what in differ)
         old, new = (bool(side) if what == "requires_grad" else side for side in differ[what])
         if old != new:
             return f"{what} of {name}: {old}, now {new}"
@@ -89,7 +89,7 @@ def _of_modules(model: nn.Module, before: Guard, after: Guard) -> Iterator[str]:
 
 
 def _of_outside(before: Guard, after: Guard) -> Iterator[str]:
-    """By place: names may come twice. Where the places differ, there is none to tell of."""
+    """Differences in values outside of the modules, by position, since names may repeat. None if the names differ."""
     if [name for name, _ in before.outside] == [name for name, _ in after.outside]:
         for (name, old), (_, new) in zip(before.outside, after.outside):
             if old != new:

@@ -1,4 +1,4 @@
-"""Refusal: the error where no schedule fits into the budget, with what was asked for and what nobody can free."""
+"""Refusal: the error for a budget that no schedule fits into, with the bytes that no schedule can free."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ OF_PARAMETERS, OF_INPUTS, OUTPUTS = "gradients of parameters", "gradients of inp
 
 
 def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
-    """What the results of a joint graph are; ``inputs`` are the places of what is no parameter."""
+    """By storage, the kind of each result of a joint graph; ``inputs`` are the places of inputs, not parameters."""
     given = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
     kinds: dict[int, str] = {}
     for node, gradient in zip(given, joint.outputs[joint.forward_outputs :]):
@@ -30,13 +30,13 @@ def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
 def infeasible(
     caller: str, budget: Budget | None, budget_bytes: int, plan: Plan, kinds: Mapping[int, str], reserved_bytes: int
 ) -> BudgetInfeasible:
-    """Of ``plan``, the least found. What the caller's loss takes is in every figure that is compared with the budget,
-    so that each is a budget that could be given.
+    """The error for a budget below ``plan``, the plan with the least bytes found. Every figure includes the bytes
+    reserved for the caller's loss, so that each figure is a possible budget.
 
     Args:
-        budget: as it was typed.
-        kinds: of results.
-        reserved_bytes: for the loss.
+        budget: the budget as the user wrote it.
+        kinds: by storage, the kind of each result.
+        reserved_bytes: bytes reserved for the loss.
     """
     sizes = [size + reserved_bytes for size in (plan.peak_bytes, plan.lower_bound, plan.eager_peak_bytes)]
     least, lower, eager = map(written, sizes)
@@ -58,7 +58,7 @@ def infeasible(
 
 
 def _parts(peak: Breakdown, path: str) -> dict[str, int]:
-    """What another schedule would have there, too."""
+    """Bytes at the peak that every other schedule has at this operation, too."""
     operation = f"{peak.name} of {path}" if path else peak.name
     touched, workspace = f"what {operation} reads and writes", "its workspace"
     return {**peak.results_bytes, touched: peak.touched_bytes, workspace: peak.workspace_bytes}

@@ -1,4 +1,4 @@
-"""rematerialize(): a module that trains within a byte budget, or with what it is told to keep."""
+"""rematerialize(): a module that trains within a byte budget, or keeps only chosen values for the backward."""
 from __future__ import annotations
 
 import inspect
@@ -32,56 +32,58 @@ def rematerialize(
     rng: Literal["keep", "replay"] = "keep",
     exact: bool = False,
 ) -> Rematerialized:
-    """``model`` with a forward and a backward that keep less, and recompute the rest right before it is needed.
+    """Make a module that computes like ``model``, but keeps fewer values for the backward and recomputes the others.
 
-    The call is traced once with its derivatives (by AOTAutograd), for every kind of inputs that it gets. On a CPU, with
-    ``engine="eager"``, outputs, gradients, buffers and random numbers are those of the model, bit for bit, and the
-    peak is the one that the plan says.
+    AOTAutograd traces the call with its derivatives, once for every kind of inputs. On a CPU with ``engine="eager"``,
+    outputs, gradients, buffers and random numbers are equal to the model's, bit for bit, and the peak is the one that
+    the plan states.
 
-    Whatever else a forward depends on has it traced anew: shapes, arguments, modes, hooks, attributes of modules, and
-    the globals, closures and fields of objects that its code names. The forward's Python runs for a trace alone: what
-    it counts or seeds is not counted or seeded, and what it returns is all that comes out.
+    A call is traced anew when anything else changes that the forward depends on: shapes, arguments, modes, hooks,
+    attributes of modules, and the globals, closures and object fields that its code names. The Python code of the
+    forward runs only during a trace. So side effects, such as a counter or a seed, happen only then; a call has no
+    result but its return value.
 
-    Where torch traces another kernel than it runs (``nn.GRU``, ``prod``), the last bits may differ. What an operation
-    allocates is seen on made-up numbers: where it raises on them, a copy of all that it reads and writes is planned,
-    with a warning.
+    Where torch traces a different kernel than eager runs (``nn.GRU``, ``prod``), the last bits may differ. To measure
+    the bytes that it allocates, each operation runs once on made-up numbers. If it raises an error on them, the plan
+    assumes a copy of all its inputs and outputs, and a warning says so.
 
     >>> step = graph.rematerialize(model, inputs, budget="6GiB")
     >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs
-    >>> loss_of(step(inputs)).backward()    # as ever
+    >>> loss_of(step(inputs)).backward()    # as before
 
-    Each trace is a line in the log ``torchckpt``, with its reason. To change a part of a module in place, see
+    The logger ``torchckpt`` gets one line for each trace, with its reason. To change a part of a module in place, see
     :func:`~torchckpt.graph.rematerialize_`.
 
     Args:
-        model: stays as it is; the result shares its parameters, buffers and mode.
-        example: inputs to plan for, at once. Nothing is run on them (by Inductor a forward, which leaves no trace);
-            but each kind of operation once, on made-up numbers. Without an example the first call plans.
-        example_kwargs: those of the example's inputs that the model is called with by name.
+        model: is not changed; the result shares its parameters, buffers and mode.
+        example: inputs to plan for at once. The model does not run on them (with Inductor it runs one forward, without
+            lasting effects). Each kind of operation runs once, on made-up numbers. Default: the first call plans.
+        example_kwargs: the keyword arguments of the example.
         keep: what to save for the backward. ``"collection"``: what is marked by :func:`mark`. ``"speed"``: outputs of
             convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
             inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
-            marks, as they are, as patterns (``"layers.*.mlp"``), or in part. A function of a
-            :class:`~torchckpt.graph.values.Value`. A plan, made before. Default: all but what is inside a
-            :func:`region`; under a budget, what the planner says.
-        budget: bytes that a forward and its backward may allocate above what is there before them: activations and
-            gradients. What a loss outside of the model allocates comes beside it: let the model return its loss.
-            ``"6GiB"``; an int; or a share of the peak that keeps everything: ``"50%"``, or a float. What ``keep``
-            names is kept beside. Default: none.
+            marks: in full, as patterns (``"layers.*.mlp"``), or a part of the name. A function that takes a
+            :class:`~torchckpt.graph.values.Value` and returns whether to keep it. An earlier plan. Default: all values
+            outside of a :func:`region`; with a budget, the values that the planner chooses.
+        budget: bytes that a forward and its backward may allocate beyond the memory in use before them: activations and
+            gradients. A loss outside of the model is not included: let the model return its loss. ``"6GiB"``; an int;
+            or a share of the peak with everything kept: ``"50%"``, or a float. Values that ``keep`` names are kept
+            within the budget. Default: no budget.
         engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
             may change the last bits.
-        costs: ``"roofline"`` counts, ``"profile"`` runs each kind of operation and takes its time; or seconds by
-            operator, such as ``{"aten.mm": 2e-3}``; others are counted.
-        rng: ``"keep"`` keeps what random operations made (of a dropout its mask, a byte an element); ``"replay"`` may
-            draw it again, from a saved state of the generator.
+        costs: the time of each operation. ``"roofline"`` estimates it from shapes; ``"profile"`` runs each kind of
+            operation and measures it; a dict gives seconds by operator, such as ``{"aten.mm": 2e-3}``, and estimates
+            the others.
+        rng: ``"keep"`` keeps the results of random operations (the mask of a dropout, one byte per element);
+            ``"replay"`` may draw them again, from a saved state of the generator.
         exact: prove the least time under the budget (OR-tools; ``pip install 'torchckpt[exact]'``); for small steps.
 
     Returns:
-        A module with the call, its signature, the ``state_dict`` and the parameters of ``model``, and a ``plan``.
+        A module with the call signature, ``state_dict`` and parameters of ``model``, and a ``plan``.
 
     Raises:
         ArgumentError: an argument breaks a rule; the message lists them all.
-        BudgetInfeasible: no schedule was found within the budget; it has the least bytes found, and their plan.
+        BudgetInfeasible: no schedule was found within the budget. The error has the least bytes found, and their plan.
         CaptureError: the call cannot be traced: it depends on the values of tensors, or changes its inputs.
     """
     caller = "rematerialize()"
@@ -99,7 +101,7 @@ _SHARED = (
 
 
 class Rematerialized(nn.Module):
-    """What :func:`rematerialize` returns."""
+    """The module that :func:`rematerialize` returns."""
 
     _calls: Calls
 
@@ -114,16 +116,16 @@ class Rematerialized(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """Of the inputs that came last; of the example, before the first call."""
+        """The plan for the latest inputs; before the first call, for the example."""
         return self._calls.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One for each kind of inputs so far: shapes, dtypes, mode."""
+        """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
         return self._calls.plans
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Trace and plan a call, and run nothing of it."""
+        """Trace and plan a call with these inputs, without running it."""
         return self._calls.prepare(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,13 +136,13 @@ class Rematerialized(nn.Module):
         return self._calls.run(self.original, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        rule = "a rematerialized module has graphs of its own, which nothing else compiles"
+        rule = "a rematerialized module runs its own graphs, which torch.compile cannot compile"
         works = 'graph.rematerialize(..., engine="inductor"); or torch.compile(model, backend=graph.backend(...))'
         raise_faults("compile()", [Fault(rule, "compile() of the result of rematerialize()", works)])
 
     @property
     def training(self) -> bool:
-        """The original's: both are in one mode."""
+        """The mode of the original module: both share it."""
         return bool(self.original.training) if "original" in self.__dict__ else True
 
     @training.setter
@@ -152,13 +154,13 @@ class Rematerialized(nn.Module):
         original = self.__dict__.get("original")
         if original is None or name == "original":
             return super().__getattr__(name)
-        if name == "__signature__":  # of inspect.signature(step), which looks at the class after it
+        if name == "__signature__":  # for inspect.signature(step), which asks the instance before the class
             return inspect.signature(original)
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set is set on the original, whose forward reads it; see there for what a trace has read before. What
-        is put around this module's own forward, as accelerate does for autocast, stays with it."""
+        """Set the attribute on the original, whose forward reads it; the next call is then traced anew. A wrapper of
+        this module's own forward, as accelerate adds for autocast, is set on this module."""
         is_own = name in ("training", "__class__", "forward") or _is_bound_to(self, value)
         if "original" in self.__dict__ and name not in self.__dict__ and not is_own:
             setattr(self.original, name, value)
@@ -166,7 +168,7 @@ class Rematerialized(nn.Module):
             super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Rematerialized:
-        """As the original does it, which may keep parts of itself in evaluation."""
+        """Call ``train()`` of the original, which may keep some of its modules in evaluation mode."""
         self.original.train(mode)
         return self
 
@@ -177,7 +179,7 @@ class Rematerialized(nn.Module):
         return self.original.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Called where it is a part of another module, which then goes on with its modules."""
+        """Called when this module is part of another one, which then loads the submodules itself."""
         self.original._load_from_state_dict(*args, **kwargs)
 
     def apply(self, fn: Any) -> Rematerialized:
@@ -200,7 +202,7 @@ def _is_bound_to(module: nn.Module, value: Any) -> bool:
 
 
 def _class_for(model: nn.Module) -> type[Rematerialized]:
-    """A subclass whose forward has the signature of the model's: tools read there which inputs a model takes."""
+    """A subclass whose forward has the model's signature: tools read from it which inputs a model takes."""
     own: Any = getattr(type(model), "forward", None)
     noted: dict[str, object] = {"__wrapped__": own}
     try:

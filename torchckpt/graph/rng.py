@@ -1,4 +1,4 @@
-"""Random operations once more: from the state that their generator had, and without a trace of it."""
+"""Rng: repeat random operations from the saved state of their generator, without a lasting change to it."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,14 +13,14 @@ __all__ = ["draws", "generator_state", "record_states", "refuse_generators", "re
 
 
 def generator_state(device: str) -> Tensor:
-    """Of the default generator of ``device``."""
+    """The state of the default generator of ``device``."""
     if device == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
 
 
 def replayed(state: Tensor, device: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What ``target`` made when the generator had this state; the generator is afterwards as it was before."""
+    """Run ``target`` with the generator in ``state``, then restore the generator's present state."""
     before = generator_state(device)
     _set(device, state)
     try:
@@ -35,7 +35,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def refuse_generators(graph: fx.Graph) -> None:
-    """Raise a CaptureError if an operation draws from a generator of its own: its seed is no part of the graph."""
+    """Raise a CaptureError if an operation has its own ``generator=``: a graph cannot hold the state of one."""
     for node in graph.nodes:
         if node.op == "call_function" and node.kwargs.get("generator") is not None:
             rule = "a trace draws from the default generator of a device"
@@ -44,7 +44,7 @@ def refuse_generators(graph: fx.Graph) -> None:
 
 
 def record_states(graph: fx.Graph) -> None:
-    """Put in front of each random operation of ``graph`` a node that reads its generator's state."""
+    """Insert before each random operation of ``graph`` a node that reads its generator's state."""
     for node in [node for node in graph.nodes if node.op == "call_function" and draws(node)]:
         like = next(part for part in _parts(node.meta["val"]) if isinstance(part, Tensor))
         with graph.inserting_before(node):
@@ -55,7 +55,7 @@ def record_states(graph: fx.Graph) -> None:
 
 
 def state_of(node: fx.Node) -> fx.Node | None:
-    """The node that reads the state for ``node``, if there is one."""
+    """The node that reads the generator's state for ``node``; None if there is none."""
     before = node.prev
     return before if before.op == "call_function" and before.target is generator_state else None
 

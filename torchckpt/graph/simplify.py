@@ -1,8 +1,8 @@
-"""Simplify: fewer transposes around the matrix products of a traced graph, no product more.
+"""Simplify: remove transposes around the matrix products of a traced graph, without any additional product.
 
 A derivative of ``A @ B`` is a product with a transposed operand, and where an operand was transposed already, the
 gradient comes out transposed and is transposed back. With ``T`` the swap of the last two dimensions, ``G`` the gradient
-that arrives and ``'`` for ``T``, the rules ``T(T(a)) -> a`` and ``T(a @ b) -> T(b) @ T(a)`` leave of it
+that arrives and ``'`` for ``T``, the rules ``T(T(a)) -> a`` and ``T(a @ b) -> T(b) @ T(a)`` leave these derivatives:
 
     forward     dA        dB
     A  @ B'     G  @ B    G' @ A
@@ -10,12 +10,14 @@ that arrives and ``'`` for ``T``, the rules ``T(T(a)) -> a`` and ``T(a @ b) -> T
     A' @ B'     B' @ G'   G' @ A'
 
 The rules are those of the simplifier behind TVM Relax's ``Gradient`` pass. Unlike it, this one never computes a product
-twice (a product is turned only where its one reader is a transpose), never adds a transpose, sees through the ``view``
-and ``expand`` that a batched product is wrapped in, and reads a transpose that is there already.
+twice (it turns a product, that is, swaps and transposes its factors, only where the one reader is a transpose), never
+adds a transpose, handles the ``view`` and ``expand`` nodes around a batched product, and reuses a transpose that the
+graph already has.
 
-A product that is turned is another kernel call. On a CPU (MKL, oneDNN; ``mm`` and ``bmm``, 12 sizes from 1 to 512,
-plain and transposed operands) all of 144 turned products were bit-equal in bfloat16 and in float16, 143 in float32, and
-75 in float64; the others were off by rounding. ``exact=True`` turns none, and leaves every bit of every value.
+A turned product is a different kernel call, which may round differently. On a CPU (MKL, oneDNN; ``mm`` and ``bmm``, 12
+sizes from 1 to 512, plain and transposed operands) all of 144 turned products were bit-equal in bfloat16 and in
+float16, 143 in float32, and 75 in float64; the others differed by rounding. ``exact=True`` turns no product, and all
+values stay bit-equal.
 """
 from __future__ import annotations
 
@@ -48,23 +50,23 @@ _READ_STRIDES = "aten::as_strided"
 
 
 def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
-    """A new module that computes the same with fewer transposes; ``gm`` stays as it is.
+    """A new module that computes the same with fewer transposes; ``gm`` itself is not changed.
 
-    Of the backward of ``F.linear`` 2 of 5 transposes are left. A transposed product that is an output (the gradient of
-    a transposed weight) becomes contiguous. Views that change nothing, and dead code, are dropped; what has an effect
-    stays. ``meta["val"]`` is right for every node, strides and shared storages included.
+    In the backward of ``F.linear``, 2 of 5 transposes are left. A transposed product that is an output (the gradient of
+    a transposed weight) becomes contiguous. Views that change nothing, and dead code, are dropped; operations with side
+    effects stay. ``meta["val"]`` is right for every node, strides and shared storages included.
 
-    A change of strides goes no further than values allow: a product is left as it is if it would reach ``as_strided``,
-    a random operation, an operator that is not ATen's, or a view that the new strides do not have.
+    A product stays as it is where its new strides would reach a node whose values depend on strides: ``as_strided``, a
+    random operation, an operator that is not ATen's, or a view that is impossible with the new strides.
 
     Args:
         gm: an ATen graph of functional operators, as AOTAutograd traces it: ``meta["val"]`` of its nodes are fake
             tensors of one mode.
         exact: leave the products as they are, and cancel transposes only where the strides stay the same. All values
-            are then bit-equal. (The backward of ``F.linear`` comes out the same.) Default: False.
+            are then bit-equal. (For the backward of ``F.linear`` the result is the same.) Default: False.
 
     Raises:
-        ArgumentError: the nodes carry no fake tensors, or those of several modes.
+        ArgumentError: the nodes have no fake tensors, or fake tensors of several modes.
     """
     with warnings.catch_warnings():  # torch copies a signature made of pytrees in a way that it has deprecated itself
         warnings.simplefilter("ignore", FutureWarning)
@@ -78,12 +80,12 @@ def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
 
 
 class _Way(NamedTuple):
-    """Down from a node through views of the batch: to ``core``, or as far as a transpose is known, ``swapped``."""
+    """The path from a node up through views of its batch, to ``core``; ``swapped`` is a known transpose of it."""
 
     views: list[fx.Node]  # outermost first
     core: fx.Node
     swapped: fx.Node | None
-    alone: bool  # nobody else reads any of them
+    alone: bool  # each node on the path has one reader
 
 
 class _Simplifier:
@@ -122,11 +124,11 @@ class _Simplifier:
         return True
 
     def _attempt(self, node: fx.Node) -> tuple[fx.Node | None, dict[fx.Node, Any] | None]:
-        """What may stand for ``node``, and the values that change with it; None where there is no such thing."""
+        """A node that may replace ``node``, and the values that change with it; None where there is no replacement."""
         try:
             new = self._replacement(node)
             return new, None if new is None else self._relaid(node, _value(new))
-        except (RuntimeError, ValueError):  # what an operator says to strides that it does not take
+        except (RuntimeError, ValueError):  # an operator refuses the new strides
             return None, None
 
     # the rules --------------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class _Simplifier:
         return None if source is None else self._without_swap(source, node)
 
     def _without_swap(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
-        """``T(node)`` of what is there, or None if it takes a transpose of ``node``."""
+        """``T(node)`` made from existing nodes; None if that would need a new transpose of ``node``."""
         way = self._way(node, before)
         swapped = way.swapped
         if swapped is None:
@@ -162,11 +164,11 @@ class _Simplifier:
         return _Way(views, node, swapped, alone)
 
     def _may_turn(self, way: _Way) -> bool:
-        """Whether a transpose is its one reader, and turning it takes no more transposes than that one."""
+        """Whether the core is a product with one reader, and turning it adds at most one transpose."""
         return self.turns and way.alone and _operands(way.core) is not None and self._taken(way.core) <= 1
 
     def _taken(self, product: fx.Node) -> int:
-        """How many transposes more the operands of a turned product take."""
+        """How many transposes the operands of a turned product add; negative where some are cancelled."""
         return sum(self._taken_by(operand, product) for operand in set(_operands(product) or ()))
 
     def _taken_by(self, operand: fx.Node, product: fx.Node) -> int:
@@ -176,7 +178,7 @@ class _Simplifier:
         return self._taken(way.core) if self._may_turn(way) else 1
 
     def _turned(self, product: fx.Node) -> fx.Node:
-        """``T(a @ b)`` as ``T(b) @ T(a)``, where ``a @ b`` stands."""
+        """``T(a @ b)`` as ``T(b) @ T(a)``, inserted before ``a @ b``."""
         operands = _operands(product) or []
         swapped = {operand: self._swapped(operand, product) for operand in dict.fromkeys(operands)}
         *addends, left, right = (swapped[operand] for operand in operands)
@@ -192,7 +194,7 @@ class _Simplifier:
         return self._call(torch.ops.aten.transpose.int, (node, -2, -1), before, before)
 
     def _view(self, view: fx.Node, source: fx.Node, before: fx.Node) -> fx.Node:
-        """``view`` of the batch of ``source``, whose last two dimensions are swapped."""
+        """``view`` applied to the batch dimensions of ``source``, whose last two dimensions are swapped."""
         *batch, rows, columns = _value(view).shape
         if _value(source).shape == (*batch, columns, rows):
             return source
@@ -210,7 +212,7 @@ class _Simplifier:
     # the values -------------------------------------------------------------------------------------------------------
 
     def _relaid(self, old: fx.Node, value: Tensor) -> dict[fx.Node, Any] | None:
-        """The new values of all nodes that see that ``old`` is now ``value``; None if one of them must not."""
+        """The new values of all nodes whose layout changes once ``old`` is ``value``; None if one must not change."""
         if _place(_value(old)) == _place(value):
             return {}
         if self.exact:
@@ -238,7 +240,7 @@ class _Simplifier:
 
         args, kwargs = cast(Any, fx.node.map_arg((node.args, node.kwargs), value))
         with self.mode, torch.no_grad():
-            if _name(node) in _RESHAPES:  # with dimensions of 1, a fake view takes strides that no real one does
+            if _name(node) in _RESHAPES:  # size 1: a fake view takes strides that a real one refuses
                 args = [args[0].squeeze(), *args[1:]]
             return cast(Any, node.target)(*args, **kwargs)
 
@@ -309,7 +311,7 @@ def _operands(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _takes_any_strides(node: fx.Node) -> bool:
-    """Whether the values that ``node`` gives hang on the values that it reads, and not on their strides."""
+    """Whether the results of ``node`` depend only on the values of its inputs, and not on their strides."""
     name = _name(node)
     known = node.target is operator.getitem or (name.startswith("aten::") and not name.startswith(_READ_STRIDES))
     if node.op != "call_function" or not known or node.is_impure():
@@ -337,7 +339,7 @@ def _place(value: Tensor) -> tuple[Any, ...]:
 
 
 def _is_settled(node: fx.Node, result: Any, moved: Mapping[fx.Node, Any]) -> bool:
-    """Whether ``node`` keeps its value: ``result`` is laid out like it, in a storage of its own."""
+    """Whether the change ends at ``node``: ``result`` has the old layout, and shares no storage with a moved input."""
     storages = {storage_of(tensor) for argument in node.all_input_nodes for tensor in tensors_in(moved.get(argument))}
     pairs = zip(tensors_in(node.meta["val"]), tensors_in(result))
     return all(_layout(old) == _layout(new) and storage_of(new) not in storages for old, new in pairs)
@@ -360,7 +362,7 @@ def _mode_of(graph: fx.Graph) -> Any:
 
 
 def _dead_without(node: fx.Node, kept: fx.Node) -> set[fx.Node]:
-    """``node``, and the transposes, views and products that only it needs."""
+    """``node``, and the transposes, views and products that nothing else reads."""
     dead, left = {node}, [*node.all_input_nodes]
     while left:
         found = left.pop()

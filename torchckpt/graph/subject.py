@@ -1,4 +1,4 @@
-"""Subject: what is differentiated: a function or a module, its inputs by their names, its state."""
+"""Subject: the function or module that is differentiated, its named inputs, and its parameters and buffers."""
 from __future__ import annotations
 
 import inspect
@@ -19,26 +19,26 @@ __all__ = ["Marks", "Subject", "is_real"]
 
 
 def is_real(value: object) -> bool:
-    """Whether a value can have a gradient that is real."""
+    """Whether ``value`` is a tensor with a real floating dtype, which can have a real gradient."""
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
 class Marks(Tracing):
-    """Knows, of a call that is traced, what each mark was put on.
+    """Records, while a call is traced, which tensors each mark was put on.
 
     Args:
-        wanted: names of marks whose gradients are asked for; what they are put on requires one from there on.
+        wanted: names of marks whose gradients are asked for. A tensor with such a mark requires a gradient from there.
     """
 
     def __init__(self, wanted: Set[str] = frozenset()) -> None:
         super().__init__()
         self.wanted = wanted
         self.found: dict[str, list[Tensor]] = {}
-        self._made_by: list[tuple[str, Tensor, Any]] = []  # what autograd knew of each when it was marked
+        self._made_by: list[tuple[str, Tensor, Any]] = []  # name, tensor, and its grad_fn when marked
 
     def mark(self, tensor: Tensor, name: str) -> Tensor:
         is_leaf = name in self.wanted and is_real(tensor) and not tensor.requires_grad
-        is_outside = type(tensor) in (Tensor, nn.Parameter)  # closed over: it stays as it is
+        is_outside = type(tensor) in (Tensor, nn.Parameter)  # a tensor that the function closes over is not changed
         if is_leaf and not is_outside:
             tensor.requires_grad_()
         alias = super().mark(tensor, name)
@@ -48,28 +48,28 @@ class Marks(Tracing):
         return alias
 
     def changed(self) -> list[str]:
-        """Those among the wanted whose values were written to afterwards: their gradient would be another's."""
+        """The wanted marks whose tensors were changed in place after the mark: their gradients would be wrong."""
         names = [name for name, noted, made_by in self._made_by if noted.grad_fn is not made_by]
         return [name for name in dict.fromkeys(names) if name in self.wanted]
 
     def forget(self) -> None:
-        """What a trace has left."""
+        """Drop the tensors of the last trace."""
         self.found.clear()
         self._made_by.clear()
         super().forget()
 
 
 class Subject:
-    """A function of tensors, ready to be called on others in their place.
+    """A function or module of tensors, which can be called with other inputs and state in place of its own.
 
     Args:
-        caller: what a message starts with.
-        function: of positional tensors. Of a module, and of a :class:`torch.fx.GraphModule`, parameters and buffers
-            are ``state``.
+        caller: name of the public function, with which each error message starts.
+        function: takes positional tensors. The parameters and buffers of a module, or of a
+            :class:`torch.fx.GraphModule`, are ``state``.
         example: its inputs.
 
     Raises:
-        ArgumentError: ``function`` is not callable, or an input is no tensor.
+        ArgumentError: ``function`` is not callable, or an input is not a tensor.
     """
 
     def __init__(self, caller: str, function: Callable[..., Any], example: Sequence[Any]) -> None:
@@ -79,9 +79,9 @@ class Subject:
             faults.append(Fault("the first argument is a function or a module", repr(function), works))
         for place, value in enumerate(example):
             if not isinstance(value, Tensor):
-                works = "lambda x: fn(x, 3), which closes over what is no tensor"
+                works = "lambda x: fn(x, 3), which closes over the value that is not a tensor"
                 if isinstance(value, (tuple, list, dict)):
-                    works = "lambda a, b: fn((a, b)), of each tensor for itself"
+                    works = "lambda a, b: fn((a, b)), with each tensor as an input of its own"
                 faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {value!r}", works))
         raise_faults(caller, faults)
         if isinstance(function, nn.Module):
@@ -93,11 +93,11 @@ class Subject:
             self.state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
 
     def left_as_it_is(self) -> AbstractContextManager[None]:
-        """Trace calls inside: a module holds afterwards what it held before."""
+        """Trace calls inside this context: at its end, a module's attributes are as they were before."""
         return leaving_no_tensors(self._function) if isinstance(self._function, nn.Module) else nullcontext()
 
     def __call__(self, inputs: Sequence[Tensor], state: dict[str, Tensor], marks: Marks) -> Any:
-        """Call it on ``inputs``, with ``state`` in place of its own."""
+        """Call the function on ``inputs``, with ``state`` in place of its parameters and buffers."""
         if not isinstance(self._function, nn.Module):
             return self._function(*inputs)
         with named_modules(self._function):
@@ -108,7 +108,7 @@ class Subject:
 
 
 class _Interpreted(nn.Module):
-    """A graph module, run node by node: the notes on its nodes are those of what they run, and names are marks."""
+    """A graph module that runs node by node: the trace gets the notes of each node, and a node's name is a mark."""
 
     def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:
-    """Of each of ``count`` positional arguments, the name that the function gives it."""
+    """The function's own names of its first ``count`` positional arguments."""
     return [name for name, _ in zip(_argument_names(function), range(count))]
 
 
@@ -148,5 +148,5 @@ def _argument_names(function: Callable[..., Any]) -> Iterator[str]:
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function of C
+    except (TypeError, ValueError):  # a function written in C
         return {}

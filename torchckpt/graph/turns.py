@@ -1,4 +1,4 @@
-"""Turns: one thread traces at a time, and no other calls a model meanwhile: its modules hold tensors of the trace."""
+"""Turns: one thread traces at a time. Other threads call no model meanwhile: its modules hold tensors of the trace."""
 from __future__ import annotations
 
 from collections import Counter
@@ -10,7 +10,7 @@ __all__ = ["TURNS", "Turns"]
 
 
 class Turns:
-    """Whoever is calling may call, and trace, again inside; whoever is tracing may do both."""
+    """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -20,7 +20,7 @@ class Turns:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Wait until no other thread traces. What modules hold inside is theirs."""
+        """Wait until no other thread traces. Inside this context, modules hold their own tensors, not traced ones."""
         me = get_ident()
         with self._changed:
             self._changed.wait_for(lambda: self._tracer in (0, me))
@@ -30,12 +30,12 @@ class Turns:
         finally:
             with self._changed:
                 self._callers[me] -= 1
-                self._callers += Counter()  # who is in no call leaves
+                self._callers += Counter()  # drop threads that are in no call
                 self._changed.notify_all()
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Wait until no other thread traces, or calls a model. A caller that waits to trace, too, stands still."""
+        """Wait until no other thread traces or calls a model. A caller that waits to trace does not count."""
         me = get_ident()
         with self._changed:
             self._waiting.add(me)
@@ -55,4 +55,4 @@ class Turns:
 
 
 TURNS = Turns()
-"""Of all models: what torch keeps while it traces, its tracer and its notes, is not by thread either."""
+"""One lock for all models: torch's own tracing state (tracer, notes on nodes) is not per thread either."""

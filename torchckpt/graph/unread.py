@@ -1,7 +1,7 @@
-"""Unread outputs: what a backward is told of the outputs that a loss reads, and of those that none does.
+"""Unread outputs: find out, for each backward, which outputs no loss has read.
 
-AOTAutograd fills in zeros for the gradients that do not arrive. In eager what they lead to is left out: a gradient that
-depends on none that has arrived is None, and an optimizer does not decay weights that took no part.
+AOTAutograd replaces missing gradients of outputs by zeros. Eager skips the operations that depend only on them: a
+parameter that no loss depends on has the gradient None, and an optimizer applies no weight decay to it.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Unread"]
 
 
 class Unread:
-    """Of each gradient, which outputs it depends on, by their places among the forward's outputs."""
+    """Which gradients of outputs are missing in a backward, and which outputs each gradient depends on."""
 
     def __init__(self, joint: Joint) -> None:
         self._places = tangent_places(joint.module.graph)
@@ -31,26 +31,26 @@ class Unread:
             for reads, gradient in zip(self._reads, gradients):
                 if gradient in after:
                     reads.add(place)
-        self._arrived: dict[int, set[int]] = {}  # by thread: the engine has one for each device
+        self._arrived: dict[int, set[int]] = {}  # by thread: autograd has one for each device
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Have the node that made ``outputs`` say which of their gradients arrive, and let its graph be retained."""
+        """Record at each backward which gradients of ``outputs`` arrive. Also allow ``retain_graph=True``."""
         nodes = {backward_node(output, len(self._reads)) for output in outputs}
         for node in nodes - {None}:
             retainable(node)
             node.register_prehook(self._arrive)
 
     def missing(self) -> frozenset[fx.Node]:
-        """The gradients of outputs that have not arrived for the backward that this thread is in."""
+        """The placeholders of output gradients that are missing in this thread's present backward."""
         arrived = self._arrived.pop(get_ident(), None)
         if arrived is None:
             return frozenset()
         return frozenset(tangent for tangent, place in self._places.items() if place not in arrived)
 
     def _arrive(self, gradients: Sequence[Any]) -> None:
-        # Not a hook after the node: the engine would keep all that arrived until then.
+        # Not a post-hook: autograd would keep all arrived gradients alive for it.
         if torch.is_grad_enabled():
-            rule = "the backward of a traced call is not differentiated itself"
-            works = "the model that was given to rematerialize(), where the backward is; torchckpt.checkpoint inside it"
+            rule = "the backward of a traced call cannot be differentiated"
+            works = "the original model for second derivatives, with torchckpt.checkpoint inside it to save memory"
             raise CaptureError(str(Fault(rule, "a backward with create_graph=True", works)))
         self._arrived[get_ident()] = {place for place, gradient in enumerate(gradients) if gradient is not None}

@@ -1,8 +1,8 @@
-"""Updates: new values of buffers, which a compiler has written in place at the end of its graph.
+"""Updates: in-place writes of new buffer values at the end of a compiler's graph, taken out and put back.
 
-A schedule knows values and no places. So an update leaves the joint graph, its value becomes an output like any other,
-and is written when the forward is emitted. What the backward reads of a buffer that has been written is a copy of
-before.
+A schedule handles values, not in-place writes. So an update is taken out of the joint graph, and its value becomes an
+ordinary output. The emitted forward writes it into the buffer at its end. If the backward reads the old value of such a
+buffer, the forward saves a copy of it before the write.
 """
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _COPY: Any = torch.ops.aten.copy_.default
 
 
 class Updates:
-    """The updates of ``graph``, a joint graph with ``forward_outputs`` outputs of the forward; it has none afterwards.
+    """The updates of ``graph``, a joint graph with ``forward_outputs`` forward outputs. They are removed from it.
 
-    ``values`` more outputs stand behind those of the forward.
+    Instead, the graph gets ``values`` more outputs, right after those of the forward.
     """
 
     def __init__(self, graph: fx.Graph, forward_outputs: int) -> None:
@@ -39,7 +39,7 @@ class Updates:
         return len(self._inputs)
 
     def write(self, graph: fx.Graph) -> None:
-        """In ``graph``, a forward that returns the values too, write them instead."""
+        """Change ``graph``, a forward that returns the new values too, so that it writes them into the buffers."""
         output, after = graph.output_node(), self._first + self.values
         outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -50,7 +50,7 @@ class Updates:
         output.args = ((*outputs[: self._first], *saved),)
 
     def _before(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        """What to save of ``node`` for the backward."""
+        """The node to save for the backward: a copy made before the update, if ``node`` is updated."""
         if node.name not in self._inputs:
             return node
         with graph.inserting_before(graph.output_node()):

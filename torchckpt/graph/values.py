@@ -1,4 +1,4 @@
-"""Values: the storages of a joint graph's forward by the names that users know them by."""
+"""Values: the storages that a joint graph's forward makes, by names that users know: modules and marks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ __all__ = ["Value", "Values"]
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that the forward makes, as ``keep=callable`` is asked about it.
+    """One tensor that the forward makes, as it is passed to the function in ``keep=function``.
 
     Args:
         name: of its node in the traced graph.
         module: the qualified name of the innermost module that made it; empty for what the root makes itself.
-        marks: those that were put on it.
+        marks: names of the marks that were put on it.
         operator: such as ``aten.addmm``.
         shape, dtype: of the tensor.
         bytes: of its storage.
-        flops: that it took to make.
+        flops: of the operation that made it.
     """
 
     name: str
@@ -40,21 +40,21 @@ class Value:
 
 
 class Values:
-    """What a forward makes, by storage."""
+    """The storages that a forward makes, with their modules, marks and regions."""
 
     def __init__(self, joint: Joint) -> None:
         self._joint, self._flow = joint, joint.flow
 
     @cached_property
     def made(self) -> tuple[int, ...]:
-        """Storages that the forward writes, in its order; those that are results anyway are not among them."""
+        """Storages that the forward writes, in order, without the results of the step, which are always kept."""
         forward = self._flow.operations[: self._flow.forward]
         free = self._tensors - self._flow.results
         return tuple(storage for operation in forward for storage in operation.writes if storage in free)
 
     @cached_property
     def marks(self) -> dict[str, frozenset[int]]:
-        """Of each mark's name, the storages of the tensors that carry it."""
+        """By name of a mark, the storages of the tensors with that mark."""
         found: dict[str, frozenset[int]] = {}
         for node in self._joint.storages:
             name = mark_of(node)
@@ -64,7 +64,7 @@ class Values:
 
     @cached_property
     def modules(self) -> dict[str, frozenset[int]]:
-        """Of each module's qualified name, the storages that leave it."""
+        """By qualified name of a module, the storages that it makes and that operations outside of it read."""
         found: dict[str, set[int]] = {}
         for storage, (writer, readers) in self._uses.items():
             module = self.module_of(writer)
@@ -77,9 +77,9 @@ class Values:
 
     @cached_property
     def depths(self) -> dict[int, int]:
-        """Of each storage, how many regions deep it is dropped; 0 if it enters one from outside of all, or is in none.
+        """By storage, the number of nested regions that drop it; 0 if none does.
 
-        What enters a region is kept as what is around that region is.
+        A storage that enters a region is not dropped by that region, only by the regions around it.
         """
         found = {}
         for storage, (writer, readers) in self._uses.items():
@@ -89,7 +89,7 @@ class Values:
 
     @cached_property
     def homes(self) -> dict[int, Home]:
-        """Of each storage that is dropped more than one region deep."""
+        """The regions of each storage that two or more nested regions drop."""
         found = {}
         for storage, depth in self.depths.items():
             if depth > 1:
@@ -101,12 +101,12 @@ class Values:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Of each operation, the regions that it is in."""
+        """For each operation, the regions that it is in."""
         return tuple(() if node is None else regions_of(node) for node in self._joint.nodes)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Of each operation, the qualified name of the module that it belongs to; empty for the root's own."""
+        """For each operation, the qualified name of its module; empty for the root module."""
         return tuple("" if node is None else module_of(node) for node in self._joint.nodes)
 
     def module_of(self, index: int) -> str:
@@ -123,7 +123,7 @@ class Values:
 
     @cached_property
     def _uses(self) -> dict[int, tuple[int, list[int]]]:
-        """Of each storage that the forward makes, the operation of it that writes, and those that read it."""
+        """By storage that the forward makes: the forward operation that writes it, and those that read it."""
         found: dict[int, tuple[int, list[int]]] = {}
         for index, operation in enumerate(self._flow.operations[: self._flow.forward]):
             for storage in operation.reads:
@@ -136,7 +136,7 @@ class Values:
 
     @cached_property
     def _tensors(self) -> frozenset[int]:
-        """Not the tokens by which operations keep their order."""
+        """All storages of tensors: without the tokens that keep operations in order."""
         return frozenset[int]().union(*self._joint.storages.values())
 
     def _node(self, storage: int) -> fx.Node:
@@ -151,10 +151,10 @@ def _is_inside(module: str, outer: str) -> bool:
 
 
 def _common(path: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many regions both are in."""
+    """The number of outermost regions that both paths share."""
     return next((place for place, (one, two) in enumerate(zip(path, other)) if one != two), min(len(path), len(other)))
 
 
 def _enters(path: tuple[str, ...], reader: tuple[str, ...]) -> bool:
-    """Whether what is made in ``path`` and read in ``reader`` enters a region."""
+    """Whether a value that is made in the regions ``path`` and read in ``reader`` enters a region."""
     return reader != path[: len(reader)]

@@ -1,4 +1,4 @@
-"""Wrapped: modules whose forward does more than compute: a trace would leave that out, and say nothing."""
+"""Wrapped: refuse modules whose forward does more than compute, which a trace would silently leave out."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SHARDED = (
     "fully_shard(graph.rematerialize(layer, ...)), of a layer or a model with nothing in it that is sharded; "
     "or torchckpt.checkpoint_module(layer), and fully_shard() as ever"
 )
-_MADE_OF = "the module that it was made of"
+_MADE_OF = "the original module"
 _COMPILED = f'{_MADE_OF}, with engine="inductor"; or torch.compile(model, backend=graph.backend(...))'
 
 
@@ -29,18 +29,18 @@ def check_bare(caller: str, model: nn.Module) -> None:
     for path, module in model.named_modules():
         for rule, works in _broken(module):
             faults.append(Fault(rule, f"a {type(module).__name__}{f', as {path}' if path else ''}", works))
-    raise_faults(caller, faults[:1])  # where one layer is wrapped, all are
+    raise_faults(caller, faults[:1])  # the first is enough: usually all layers are wrapped
 
 
 def refuse_copies() -> None:
-    """Raise an ArgumentError: DataParallel is about to copy a module that is traced."""
+    """Raise an ArgumentError, because DataParallel is about to copy a traced module."""
     rule = "a traced module has one set of parameters, and DataParallel makes a copy for each device"
     works = "DistributedDataParallel(graph.rematerialize(model, ...)), with a process for each device"
     raise_faults("rematerialize()", [Fault(rule, "DataParallel around it", works)])
 
 
 def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Of each rule that ``module`` breaks: the rule, what works."""
+    """For each rule that ``module`` breaks: the rule, and the code that works."""
     kinds: list[tuple[Any, str, str]] = [
         (nn.parallel.DistributedDataParallel, "prepares the sum of gradients", _DDP),
         (replicated_kinds(), "prepares the sum of gradients", _REPLICATE),
@@ -49,10 +49,10 @@ def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
     ]
     for kind, does, works in kinds:
         if isinstance(module, kind):
-            yield f"the Python of a forward runs for a trace alone, and this module {does} in each forward", works
+            yield f"a forward's Python code runs only during a trace, but this module {does} in each forward", works
     if is_flattened(module):
-        yield "a traced module has its own parameters, and FullyShardedDataParallel has made one of them", _SHARDED
+        yield "a traced module has its own parameters, but FullyShardedDataParallel has merged them into one", _SHARDED
     if isinstance(module, torch.jit.ScriptModule):
-        yield "a trace is of a module's Python, and what was scripted has none", _MADE_OF
+        yield "a trace runs a module's Python code, and a scripted module has none", _MADE_OF
     elif is_compiled(module):
-        yield "a trace is of a module's Python, and what was compiled runs other code", _COMPILED
+        yield "a trace runs a module's Python code, but a compiled module runs other code", _COMPILED

@@ -1,1 +1,1 @@
-"""What simulated.py runs: machines, stages, trials of variants, what was seen of them, bytes, torchgpipe's graph."""
+"""The parts of simulated.py: machines, stages, trials of variants, observed steps, bytes, and torchgpipe's graph."""

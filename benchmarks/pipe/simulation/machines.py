@@ -1,4 +1,4 @@
-"""Machines: what a GPU and its links do in a second, and how slow a simulated device is to be in its place.
+"""Machines: peak rates of GPUs and their links, and the slower rates of the simulated devices that stand for them.
 
 The simulated model is smaller in each of its lengths (tokens, width, vocabulary) by ``SHRINK``. So its operators have
 ``SHRINK ** 3`` times fewer FLOPs, and read and write ``SHRINK ** 2`` times fewer bytes; the rates are divided by the
@@ -14,12 +14,12 @@ from tests.device import Rates
 __all__ = ["H100", "LAPTOP", "SHRINK", "Machine"]
 
 SHRINK = 128
-BYTES = SHRINK**2 / 2  # of the large model, for each of the small one
+BYTES = SHRINK**2 / 2  # bytes of the large model for each byte of the small one
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Peak rates, as the vendors say them."""
+    """Peak rates from the vendors' data sheets."""
 
     name: str
     flops_per_second: float  # bf16, dense
@@ -29,7 +29,7 @@ class Machine:
     seconds_per_copy: float
 
     def rates(self, stretch: float) -> Rates:
-        """Of a simulated device, on which all takes ``stretch`` times as long."""
+        """The rates of a simulated device, on which everything takes ``stretch`` times as long."""
         return Rates(
             self.flops_per_second / SHRINK**3 / stretch,
             self.bytes_per_second / BYTES / stretch,

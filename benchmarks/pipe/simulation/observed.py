@@ -1,4 +1,4 @@
-"""Observed: what each stage did when, on simulated devices, in the types of ``torchckpt.model``.
+"""Observed: when each stage ran which action on simulated devices, in the types of ``torchckpt.model``.
 
 ``Marked`` leaves operators of no duration on the stream where something of its stage begins or ends, and they stand in
 the record of the device between those of the model:
@@ -22,7 +22,7 @@ __all__ = ["MARKS", "Marked", "busy_seconds", "done_by", "step_seconds", "timeli
 
 _BEGIN, _END, _BACK = "aten::floor_", "aten::ceil_", "aten::trunc_"
 MARKS = dict.fromkeys((_BEGIN, _END, _BACK), 0.0)
-"""Seconds of the operators that mark: for ``sim.durations``."""
+"""Seconds of the operators that mark the start of an action, for ``sim.durations``."""
 _COPY = "aten::copy_"
 _NEAR_SECONDS = 1e-6
 
@@ -30,7 +30,7 @@ Done = list[tuple[Action, list[Ran]]]
 
 
 class Marked(nn.Module):
-    """A stage that says when its forward, its replay and its backward begin."""
+    """A stage that marks the start of its forward, its replay and its backward."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Marked(nn.Module):
         self._mark(torch.floor_, x.device)
         try:
             y: Tensor = self.stage(x)
-        finally:  # a replay ends early
+        finally:  # a replay stops early, by an exception
             self._mark(torch.ceil_, x.device)
         if y.requires_grad:
             y.register_hook(lambda grad: self._mark(torch.trunc_, grad.device))
@@ -57,12 +57,12 @@ class Marked(nn.Module):
 
 
 def step_seconds(ran: Sequence[Ran]) -> float:
-    """From the first start to the last end, on any device."""
+    """Seconds from the first start to the last end, over all devices."""
     return max(one.end_seconds for one in ran) - min(one.start_seconds for one in ran)
 
 
 def busy_seconds(done: Done) -> dict[Kind, float]:
-    """The seconds that operators took, by kind of action."""
+    """Seconds of operators, added up by kind of action."""
     found: dict[Kind, float] = defaultdict(float)
     for action, ran in done:
         found[action.kind] += sum(one.end_seconds - one.start_seconds for one in ran)
@@ -85,12 +85,12 @@ def timeline_of(schedule: Schedule, ran: Sequence[Ran]) -> Timeline:
 
 
 def done_by(stage: int, schedule: Schedule, ran: Iterable[Ran]) -> Done:
-    """What ``stage`` did on its compute stream, in order. The loss and its gradient belong to no action."""
+    """The actions of ``stage`` on its compute stream, in order. The loss and its gradient belong to no action."""
     own = [action for order in schedule.ranks for action in order if action.stage == stage]
     begun = iter([action for action in own if action.kind is not Kind.BACKWARD])
     back = iter([action for action in own if action.kind is Kind.BACKWARD])
     found: Done = []
-    current: list[Ran] = []  # of nobody
+    current: list[Ran] = []  # operators before the first mark
     for one in ran:
         if one.operator == _END:
             current = _after(found, schedule)
@@ -106,7 +106,7 @@ def _after(found: Done, schedule: Schedule) -> list[Ran]:
     """Where operators go after a forward or a replay: of a late replay, to the backward that it stands in."""
     stage, kind, i = found[-1][0]
     if kind is Kind.RECOMPUTE and (stage, i) in schedule.late:
-        backward = found.pop(-2)[0]  # what it did before takes next to no time, and is left out
+        backward = found.pop(-2)[0]  # its few operators before the replay are left out
         found.append((backward, []))
         return found[-1][1]
     return []

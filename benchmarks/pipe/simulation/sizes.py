@@ -1,4 +1,4 @@
-"""Sizes: what a stage needs by itself, in bytes, and what each device of a pipeline needs at most, from these alone.
+"""Sizes: the bytes that a stage needs by itself, and the peak of each pipeline device, derived from these alone.
 
     one backward (GPipe)   peak of three micro-batches by themselves, and what is kept of each further one
     1F1B                   peak of one by itself, what is kept of one more for each stage behind, an input on its way
@@ -24,14 +24,14 @@ _HERE, _THERE = "sim:0", "sim:1"
 
 
 class Alone(NamedTuple):
-    """Beside parameters and their gradients, which are there."""
+    """Bytes of a stage, without parameters and their gradients."""
 
-    kept_bytes: int  # of a micro-batch after its forward
-    peak_bytes: int  # of the forwards of some and one backward of all
+    kept_bytes: int  # kept for each micro-batch after its forward
+    peak_bytes: int  # peak of a few forwards and then one backward of all
 
 
 class Sizes:
-    """Of a model with a layer for each stage, and a mini-batch of ``m`` micro-batches."""
+    """Sizes of a model with one layer per stage, and a mini-batch of ``m`` micro-batches."""
 
     def __init__(self, job: Job, m: int) -> None:
         self._job, self._m = job, m
@@ -39,7 +39,7 @@ class Sizes:
         self._known: dict[tuple[int, str, int], Alone] = {}
 
     def predicted_bytes(self, variant: Variant) -> list[int]:
-        """The peak of each device."""
+        """The peak bytes of each device."""
         stages = range(len(self._job.model))
         work = self._bytes_1f1b if variant.base == "1F1B" else self._bytes_gpipe
         return [self._static_bytes(j) + work(j, variant) for j in stages]
@@ -94,7 +94,7 @@ class Sizes:
 
 
 def _inputs(job: Job, m: int) -> Sequence[Tensor]:
-    """What each stage gets of one micro-batch."""
+    """The input of each stage for one micro-batch."""
     found = [job.x[: len(job.x) // m]]
     with torch.no_grad():
         for stage in job.model:

@@ -1,4 +1,4 @@
-"""Staged: a GPT in as many stages as there are simulated devices, and the ways to train it that are compared."""
+"""Staged: a GPT with one stage for each simulated device, and the compared ways to train it."""
 from __future__ import annotations
 
 import copy
@@ -20,7 +20,7 @@ __all__ = ["BOUNDARY_BYTES", "VARIANTS", "Variant", "called", "marked", "schedul
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train."""
+    """One way to train the pipeline."""
 
     name: str
     base: str = "GPipe"  # one backward through one graph; or 1F1B: Pipe.step()
@@ -52,7 +52,7 @@ VARIANTS = {
 
 
 def schedule_of(variant: Variant, stages: int, m: int) -> Schedule:
-    """What the variant does, on paper."""
+    """The variant's schedule for the simulator."""
     plain = one_f_one_b(stages, m) if variant.base == "1F1B" else gpipe(stages, m, last_first=True)
     if variant.regions:
         return with_recompute(plain, arrival())
@@ -64,7 +64,7 @@ def schedule_of(variant: Variant, stages: int, m: int) -> Schedule:
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 16, 32, 2, 32
 BOUNDARY_BYTES = LENGTH * WIDTH * 4
-"""What goes from stage to stage of a micro-batch, one row."""
+"""Bytes of the tensor that one stage sends to the next for one micro-batch of one row."""
 
 
 def staged(stages: int, m: int, blocks: int = 8) -> Job:
@@ -85,12 +85,12 @@ def called(stage: nn.Module, region: str, x: Tensor) -> Tensor:
 
 
 def marked(model: nn.Sequential) -> nn.Sequential:
-    """A copy, whose stages say when they begin."""
+    """A copy of the model whose stages mark when they begin."""
     return nn.Sequential(*(Marked(stage) for stage in copy.deepcopy(model)))
 
 
 def stepper(job: Job, variant: Variant, m: int, is_marked: bool = True) -> Callable[[], Tensor]:
-    """A step of a pipeline with a stage on each device: a forward and a backward of the mini-batch.
+    """A training step of a pipeline with one stage on each device: forward and backward of the mini-batch.
 
     Args:
         is_marked: whether the stages say when they begin, for ``timeline_of``.

@@ -1,4 +1,4 @@
-"""Trials: a step of each variant on simulated devices, measured, and beside it the same step on paper.
+"""Trials: a step of each variant, measured on simulated devices and computed by the simulator.
 
 All is queued before the devices begin, so what is measured is what the devices do in the order that the library gives
 them, to the microsecond and whatever else this machine does: a host that is ahead of its devices, as it should be.
@@ -27,7 +27,7 @@ _EARLY, _PLAIN = VARIANTS["GPipe, Pipe early"], VARIANTS["GPipe, none"]
 
 @dataclass(frozen=True)
 class Cell:
-    """Where a step is measured.
+    """The pipeline and the machine that a step is measured on.
 
     Args:
         share: what a message takes, in forwards of a stage; by default what the machine's link needs.
@@ -48,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant, measured and on paper."""
+    """A variant's step, measured and simulated."""
 
     measured_seconds: float
     simulated_seconds: float
@@ -92,7 +92,7 @@ class Bench:
     def record(self, variant: Variant, machine: Machine | None = None, stretch: float | None = None) -> Sequence[Ran]:
         rates = (machine or self.machine).rates(stretch or self.stretch)
         step = stepper(self.job, variant, self.cell.m)
-        step()  # shapes are known, gradients are there
+        step()  # afterwards shapes are known and gradients are allocated
         self.sim.synchronize()
         self.sim.reset_counts()
         with self.sim.durations(rates, MARKS), self.sim.record() as ran, self.sim.prepared():
@@ -118,8 +118,8 @@ class Bench:
         return simulate(schedule_of(variant, self.cell.stages, self.cell.m), self.costs, self.link)
 
     def peaks(self, variant: Variant) -> list[int]:
-        """Of each device, parameters included, with the backwards of all devices in one thread: in several, a gradient
-        may be there before it is its turn."""
+        """Peak bytes of each device, parameters included. The backwards of all devices run in one thread: with several,
+        a gradient may be allocated earlier than in the schedule."""
         devices = range(self.cell.stages)
         self.sim.synchronize()
         before = [accelerator.memory_allocated(device) for device in devices]
@@ -150,7 +150,7 @@ def trials(sim: Simulator, cell: Cell, names: Iterable[str] = VARIANTS) -> dict[
 
 
 def hidden(found: dict[str, Trial], base: str, early: str) -> tuple[float, float]:
-    """The share of what recomputing late adds to a step that recomputing early does not: measured, and on paper."""
+    """The share of late recomputation's extra time that early recomputation hides: measured, and simulated."""
     none, late, own = found[f"{base}, none"], found[f"{base}, torch.utils.checkpoint"], found[early]
     measured = (late.measured_seconds - own.measured_seconds) / (late.measured_seconds - none.measured_seconds)
     simulated = (late.simulated_seconds - own.simulated_seconds) / (late.simulated_seconds - none.simulated_seconds)
@@ -188,6 +188,6 @@ def _is_ahead(timeline: Timeline) -> bool:
 
 
 def _first(timeline: Timeline, stage: int, kind: Kind) -> float:
-    """When the stage begins the first of its kind."""
+    """The time at which the stage begins its first action of this kind."""
     own = [one for one in timeline.events if (one.action.stage, one.action.kind) == (stage, kind)]
     return min(one.start_seconds for one in own)

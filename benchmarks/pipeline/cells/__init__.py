@@ -1,1 +1,1 @@
-"""The cells of the table: what is run, in which rounds, in which variants, and what must hold of it."""
+"""The cells of the result table: pipelines to run, their rounds and variants, and their requirements."""

@@ -1,4 +1,4 @@
-"""Cells of the table: what is run, and what the simulator says of it. No torch here."""
+"""Cell: one pipeline of the result table, and its simulation, without torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _EXEMPT = {"gpipe": "first_backward", "1f1b": "last_stage"}
 
 @dataclass(frozen=True)
 class Cell:
-    """``p`` stages, one a process, ``m`` micro-batches; a message takes ``tc`` forwards."""
+    """``p`` stages, one in each process, and ``m`` micro-batches. A message takes ``tc`` times a forward."""
 
     schedule: str
     p: int
@@ -26,7 +26,7 @@ class Cell:
 
     @classmethod
     def of(cls, name: str) -> Cell:
-        """The cell of a name such as ``1f1b-4-16-0.25``."""
+        """The cell with a name such as ``1f1b-4-16-0.25``."""
         schedule, p, m, tc = name.split("-")
         return cls(schedule, int(p), int(m), float(tc))
 
@@ -49,18 +49,18 @@ FULL = tuple(
     for p, schedule, factor, tc in product((2, 4, 8), ("gpipe", "1f1b"), (1, 2, 4), (0.0, 0.25, 1.0))
 )
 NAMED = tuple(map(Cell.of, ("1f1b-2-2-0", "1f1b-4-4-0", "1f1b-4-16-1", "1f1b-8-8-0")))
-"""Those for which a ratio is required; what torch's own classes take is measured in them, too."""
+"""The cells with a required ratio; torch's own schedule classes are measured in them, too."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Steps in seconds, of a simulation."""
+    """Simulated seconds per step, by variant."""
 
     none: float
     stock: float
     ours: float
     bound_seconds: float
-    """What recomputation adds to none at least, see :attr:`Cell.bounded`."""
+    """The least time that recomputation adds to a step without it; see :attr:`Cell.bounded`."""
 
     @property
     def hidden(self) -> float:

@@ -1,4 +1,4 @@
-"""Rounds: the variants of a cell in turn, on ``p`` processes; what each of them took."""
+"""Rounds: run the variants of a cell in turn on ``p`` processes, and record their times."""
 from __future__ import annotations
 
 import gc
@@ -24,13 +24,13 @@ Span: TypeAlias = "tuple[float, float]"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells have in common."""
+    """The settings of all cells."""
 
     rounds: int
     warm_up: int
     forward_seconds: float
     names: tuple[str, ...] = ()
-    """The variants, with none, stock and ours among them. Empty: these, and in the named cells all."""
+    """The variants to run; they include none, stock and ours. Empty: these three, and all in the named cells."""
 
     def names_in(self, cell: Cell) -> tuple[str, ...]:
         return self.names or (MORE if cell in NAMED else VARIANTS)
@@ -41,27 +41,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell."""
+    """The measurements of one cell."""
 
     cell: Cell
     seconds: dict[str, list[float]]
-    """Per variant, of every round."""
+    """By variant, the seconds of each round."""
     equal: bool
-    """Whether losses and gradients of all variants were equal to the bit, on every rank, in every round."""
+    """Whether losses and gradients of all variants were bit-equal, on every rank, in every round."""
     nominal: Prediction
-    """With the costs that were asked for."""
+    """The simulation with the nominal costs."""
     measured: Prediction
-    """With those that ``report()`` measured."""
+    """The simulation with the costs that ``report()`` measured."""
     recompute_seconds: float
-    """As measured, the longest of all stages."""
+    """The longest measured recompute of all stages."""
     early: list[list[float]]
-    """Per rank and recompute of the last step, by how many seconds it began before its gradient arrived."""
+    """By rank, for each recompute of the last step: the seconds from its start to the arrival of its gradient."""
     order: list[list[str]]
-    """What ours runs, per rank."""
+    """By rank, the actions that ours runs."""
 
 
 def run_cells(cells: Sequence[Cell], settings: Settings, done: Callable[[Measured], None]) -> None:
-    """Measure ``cells``, those of as many stages on the same processes; ``done`` is told of each when it is ready."""
+    """Measure ``cells``; cells with equally many stages share processes. ``done`` is called with each result."""
     for p in sorted({cell.p for cell in cells}):
         mine = [cell for cell in cells if cell.p == p]
         tables = [new_table(p, cell.m) for cell in mine]
@@ -125,5 +125,5 @@ def _step(variant: Variant, seed: int) -> tuple[Span, list[Tensor]]:
 
 
 def _seconds(ranks: list[list[Span]]) -> list[float]:
-    """Per step: from when rank 0, which has the first stage, begins it, to when the last rank is done."""
+    """For each step, the seconds from its start on rank 0, the first stage, until the last rank is done."""
     return [max(end for _, end in step) - step[0][0] for step in zip(*ranks)]

@@ -1,4 +1,4 @@
-"""Table: a measured cell beside its simulation, and what must hold of it."""
+"""Table: a measured cell beside its simulation, and the requirements on it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ HEAD = f"""
 
 
 def row_of(measured: Measured) -> dict[str, Any]:
-    """Medians of what was taken within a round, with their quartiles, as numbers for a file."""
+    """Medians and quartiles of the figures of each round, as numbers for a file."""
     seconds, simulated, nominal = measured.seconds, measured.measured, measured.nominal
     none, stock, ours = (seconds[name] for name in _VARIANTS)
     middle = {name: median(values) for name, values in seconds.items()}
@@ -59,7 +59,7 @@ def row_of(measured: Measured) -> dict[str, Any]:
 
 
 def failures(row: dict[str, Any]) -> list[str]:
-    """Which of the requirements do not hold."""
+    """Messages for the requirements that do not hold."""
     found = []
     cell = row["cell"]
     for name, share in row["deviation"].items():

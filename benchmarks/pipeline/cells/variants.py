@@ -1,4 +1,4 @@
-"""Variants of a step: the same stage and order, on the same runtime, that differ in what is recomputed and when."""
+"""Variants: steps with the same stages, order and runtime that differ in what they recompute, and when."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Variant:
         self._x, self._y = torch.randn(2, cell.m * _ROWS, _WIDTH, generator=data)
 
     def step(self, seed: int) -> list[Tensor]:
-        """The losses of one step, where they are known; what else it makes is :meth:`gradients`."""
+        """Run one step; return its losses, on the last stage. For the gradients, see :meth:`gradients`."""
         self.block.zero_grad()
         self.block.recomputes.clear()
         torch.manual_seed(seed)
@@ -62,7 +62,7 @@ class Variant:
         return [parameter.grad for parameter in self.block.parameters() if parameter.grad is not None]
 
     def early(self) -> list[float]:
-        """Of ours: by how many seconds each recompute of the last step began before its gradient arrived."""
+        """For ours: the seconds from the start of each recompute of the last step to the arrival of its gradient."""
         stage = self.stage.stage_index
         due = [action.micro_batch for action in self.schedule.schedule.ranks[stage] if action.kind is Kind.RECOMPUTE]
         return [self.wire.arrives(BACK, stage, i) - begin for i, (begin, _) in zip(due, self.block.recomputes)]

@@ -1,4 +1,4 @@
-"""Block: a stage that takes a set time, so that processes which share a few cores behave as devices of their own."""
+"""Block: a stage that sleeps for a set time, so that processes which share a few cores behave as separate devices."""
 from __future__ import annotations
 
 import ctypes
@@ -19,8 +19,8 @@ _PR_SET_TIMERSLACK, _SLACK_NANOSECONDS = 29, 1000
 
 
 def sleep_precisely() -> None:
-    """From here on, sleeps of this thread end some 30 us late, not 100: Linux no longer waits to wake several at once.
-    To sleep in one go costs a fourth of the processor's time of a long sleep and some short ones."""
+    """Make this thread's sleeps more exact: they end some 30 us late, not 100, since Linux no longer groups wake-ups.
+    One exact sleep costs a fourth of the processor time of a long sleep with several short ones after it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NANOSECONDS, 0, 0, 0)
 
@@ -33,7 +33,7 @@ def sleep_until(moment: float) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a stage, and a message, take. A recompute takes as long as a forward, which it is."""
+    """Seconds of a stage's forward and backward, and of a message. A recompute runs a forward, and takes as long."""
 
     forward_seconds: float
     backward_seconds: float
@@ -53,9 +53,9 @@ class Block(nn.Module):
         super().__init__()
         self.costs = costs
         self.layers = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1))
-        self.anchor = nn.Parameter(torch.zeros(()))  # has Begin a backward where the input needs no gradient
+        self.anchor = nn.Parameter(torch.zeros(()))  # gives Begin a backward even if the input needs no gradient
         self.recomputes: list[tuple[float, float]] = []
-        """When each replay by torchckpt began and ended."""
+        """Start and end of each replay by torchckpt."""
 
     def forward(self, x: Tensor) -> Tensor:
         watch = _Watch(self.costs, self.recomputes if torchckpt.is_recomputing() else [])

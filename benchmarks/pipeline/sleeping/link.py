@@ -1,4 +1,4 @@
-"""Link: stages whose messages arrive a set time after they were sent.
+"""Link: stages whose messages arrive a set time after they are sent.
 
 The sender writes when its message will arrive into a table that all processes share, as they share the clock; the
 receiver waits for the message itself, and then until that time. It does so in the ``wait()`` of the receive, right
@@ -26,7 +26,7 @@ _SENT, _ARRIVES = 0, 1
 
 
 def new_table(stages: int, micro_batches: int) -> Tensor:
-    """Per direction, receiving stage and micro-batch: when it was sent, and when it arrives."""
+    """By direction, receiving stage and micro-batch: the times at which the message is sent and arrives."""
     return torch.zeros(2, stages, micro_batches, 2, dtype=torch.float64).share_memory_()
 
 
@@ -51,7 +51,7 @@ class Wire:
 
 
 class LinkedStage(PipelineStage):
-    """torch's stage, on a :class:`Wire`. Data, order and number of messages are torch's."""
+    """torch's stage with messages over a :class:`Wire`. Data, order and number of messages stay torch's."""
 
     def __init__(self, module: nn.Module, index: int, stages: int, wire: Wire) -> None:
         super().__init__(module, index, stages, torch.device("cpu"))
@@ -78,7 +78,7 @@ class LinkedStage(PipelineStage):
     def _delayed(self, ops: list[dist.P2POp], direction: int, micro_batch: int) -> list[dist.P2POp]:
         arrives = partial(self.wire.arrives, direction, self.stage_index, micro_batch)
         for op in ops:
-            op.op = partial(_receive, arrives)  # P2POp takes no other than torch's when it is made
+            op.op = partial(_receive, arrives)  # P2POp's constructor takes only torch's own functions
         return ops
 
 
@@ -87,7 +87,7 @@ def _receive(arrives: Callable[[], float], *args: Any, **kwargs: Any) -> _Delive
 
 
 class _Delivery:
-    """What ``irecv`` returns, as far as the runtime uses it."""
+    """A substitute for the result of ``irecv``, with the methods that the runtime uses."""
 
     def __init__(self, work: Any, arrives: Callable[[], float]) -> None:
         self._work, self._arrives = work, arrives

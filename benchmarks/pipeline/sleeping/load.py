@@ -14,18 +14,18 @@ from benchmarks.pipeline.sleeping.block import sleep_until
 __all__ = ["ROW", "Embedding", "Load", "Loaded"]
 
 ROW = 1500
-"""Numbers in a row of an activation."""
+"""Numbers in one row of an activation."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of one block. A recompute takes as long as a forward, which it is."""
+    """Seconds and bytes of one block. A recompute runs a forward, and takes as long."""
 
     forward_seconds: float
     input_grad_seconds: float
     weight_grad_seconds: float
     saved_bytes: int
-    """Besides its input, and what dropout saves."""
+    """Bytes that a block saves, beside its input and the mask of its dropout."""
 
 
 class Loaded(nn.Module):
@@ -52,7 +52,7 @@ class Loaded(nn.Module):
 
 
 class Embedding(nn.Module):
-    """What the first stage never recomputes."""
+    """The embedding of the first stage, which is never recomputed."""
 
     def __init__(self, forward_seconds: float) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Every name of torch's that the graph level uses and that is private, or new in some release, in one place.
+"""Private: all names of torch that the graph level uses and that are private, or new in some release.
 
-Operators, AOTAutograd's trace of a call and its derivatives, what runs beside a trace, Dynamo's backends, Inductor.
+The modules cover operators, AOTAutograd's traces, the state of torch around a trace, Dynamo's backends, and Inductor.
 """
 from __future__ import annotations
 

@@ -28,20 +28,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_under_dynamo(function: Function) -> Function:
-    """``torch.compiler.assume_constant_result``, which would import Dynamo."""
+    """Decorator like ``torch.compiler.assume_constant_result``, but without an import of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def in_one_graph() -> AbstractContextManager[Any]:
-    """Inside, Dynamo does not cut the graph of a module in DistributedDataParallel at the buckets of its gradients."""
+    """Inside this context, Dynamo does not split the graph of a DistributedDataParallel module at gradient buckets."""
     import torch._dynamo.config as config
 
     return config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
 
 
 def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
-    """Why and where Dynamo broke the graph after ``module``; None where the graph is that of the whole call."""
+    """Why and where Dynamo broke the graph after ``module``; None if it has the graph of the whole call."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -50,7 +50,7 @@ def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
 
 
 def outer_frame() -> str | None:
-    """Of a graph that Dynamo compiles now: the code that has called its function; None where ``torch.compile`` has."""
+    """The user code that called the function which Dynamo compiles now; None if ``torch.compile`` called it."""
     here, frame = os.path.dirname(os.path.dirname(__file__)), sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith((os.path.dirname(torch.__file__), here)):
         if os.path.basename(frame.f_code.co_filename) == "eval_frame.py":
@@ -61,7 +61,7 @@ def outer_frame() -> str | None:
 
 
 def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
-    """What runs a graph of Dynamo's by the two that ``partition`` makes of its joint graph, as they are."""
+    """A callable that runs a Dynamo graph operator by operator, as the two graphs that ``partition`` makes of it."""
     from torch._dynamo.backends.common import aot_autograd
 
     cast_once_in(module, inputs)
@@ -78,7 +78,7 @@ def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
 
 
 def refreshed(module: fx.GraphModule) -> fx.GraphModule:
-    """With the fake tensors that its nodes make now: passes that take views and copies out leave those of before."""
+    """``module`` with new fake tensors on its nodes: passes that remove views and copies leave outdated ones."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

@@ -1,4 +1,4 @@
-"""Functional: a function of tensors as one graph of operators that change nothing, traced on tensors without data."""
+"""Functional: trace a function of tensors, on tensors without data, as one graph without in-place operators."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +19,9 @@ __all__ = ["Functional", "backward_of", "functional"]
 
 
 class Functional(NamedTuple):
-    """A graph: its placeholders are the function's tensors, its outputs what the function returned, then new values.
+    """A functional graph. It takes the function's tensors, and returns its results and then new values of tensors.
 
-    ``mutated`` are the places of the tensors that those are new values of; ``witness`` knows what is left of the trace.
+    ``mutated`` has the places of the tensors with new values; ``witness`` finds tensors that outlive the trace.
     """
 
     module: fx.GraphModule
@@ -32,14 +32,14 @@ class Functional(NamedTuple):
 def functional(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool]
 ) -> Functional:
-    """Trace ``function`` on tensors like ``tensors``, by the parts that AOTAutograd is made of; nothing is run.
+    """Trace ``function`` on tensors like ``tensors``, with the building blocks of AOTAutograd; nothing is run.
 
-    Unlike AOTAutograd, this leaves derivatives to the function, which may ask autograd for those of any value that it
-    meets. Tensors that the function closes over become constants of the graph, as they are.
+    Unlike AOTAutograd, this adds no derivatives: the function itself may call autograd, for any of its values. Tensors
+    that the function closes over become constants of the graph.
 
     Args:
-        function: of tensors; returns tensors, and None. It is called once, and once more where that fails.
-        requires_grad: of each tensor, whether it requires a gradient in there.
+        function: takes tensors; returns tensors and None. It is called once, and a second time if the first fails.
+        requires_grad: for each tensor, whether it requires a gradient inside the function.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
@@ -72,15 +72,15 @@ def functional(
     try:
         module = as_in_eager(trace)
     finally:
-        torch.clear_autocast_cache()  # casts of what the function closes over have no data
+        torch.clear_autocast_cache()  # cached casts of closed-over tensors have no data
     copy_fwd_metadata_to_bw_nodes(module)
     _pass_notes_on(module.graph)
     return Functional(module, tuple(mutated), witness)
 
 
 def _pass_notes_on(graph: fx.Graph) -> None:
-    """Give operations of the backward the notes of the forward's, by the numbers that autograd gives: torch 2.11 passes
-    on all but those."""
+    """Copy notes from forward nodes to their backward nodes, by autograd's sequence numbers: torch 2.11 copies all
+    other metadata, but not those notes."""
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
@@ -93,7 +93,7 @@ def _pass_notes_on(graph: fx.Graph) -> None:
 
 @contextmanager
 def backward_of(outputs: Iterable[Tensor]) -> Iterator[None]:
-    """Operations of the backward of ``outputs`` get the notes of those of the forward that they belong to."""
+    """Inside this context, backward operations of ``outputs`` get the notes of their forward operations."""
     from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
     from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 
@@ -105,7 +105,7 @@ def backward_of(outputs: Iterable[Tensor]) -> Iterator[None]:
 def _functionally(
     function: Callable[..., Sequence[Tensor | None]], fakes: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-    """What ``function`` returns, and the new values of what it mutated, by their places."""
+    """The results of ``function``, and by place the new values of the tensors that it changed."""
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
     torch_: Any = torch
@@ -125,7 +125,7 @@ def _functionally(
 
 
 def _refusing_to_write_outside() -> AbstractContextManager[Any]:
-    """Raise where a tensor that is none of the trace would be written to: it would be, now."""
+    """Raise on a write to a tensor that is not part of the trace: the write would change the real tensor."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Inductor: a joint graph compiled, both its parts at once, and what they take as Inductor counts it."""
+"""Inductor: compile a joint graph, forward and backward at once, and read Inductor's estimate of their peaks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -21,29 +21,29 @@ def by_inductor(
     watch: Callable[[bool, int], None],
     workspace_bytes: Callable[[fx.Node], int],
 ) -> Callable[..., Any]:
-    """The same, with both compiled, after all that Inductor does to a joint graph.
+    """A callable for ``module`` whose forward and backward are compiled, after Inductor's joint-graph passes.
 
-    Its caches of graphs would skip ``partition`` and ``watch``; that of compiled kernels is used. So that bytes can be
-    told beforehand no buffer waits for another of its size to reuse it, and none is copied to another layout.
+    Inductor's graph caches would skip ``partition`` and ``watch``, so they are off; its cache of compiled kernels is
+    on. Reuse of buffers and changes of layout are off too, so that bytes are known before the graphs run.
 
     Args:
-        before: called with the joint graph before anything is done to it.
-        watch: called with whether a graph is the backward, and the bytes at its peak.
-        workspace_bytes: of an operator that is not fused.
+        before: called with the joint graph before Inductor's first pass.
+        watch: called for each graph with ``is_backward`` and ``peak_bytes``.
+        workspace_bytes: returns the workspace of an operator that is not fused.
 
-    What these raise comes out as it is.
+    An error that one of these callables raises is raised unchanged.
     """
     from torch._functorch import config
     from torch._inductor import custom_graph_pass
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-    # Before there was such a class, any function would do.
+    # Releases without this class take any callable.
     scheduler_pass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
     raised: list[Exception] = []
 
     def hook(kind: Any, function: Callable[..., Any]) -> Any:
-        """A pass that does what ``function`` does; it has no name by which a cache could know it."""
+        """A custom pass that calls ``function``. Its uuid is None, so that no cache can skip it."""
 
         def call(self: object, *arguments: Any, **named: Any) -> Any:
             try:
@@ -92,7 +92,7 @@ def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> 
 
 
 def _local_bytes(node: Any) -> int:
-    """Of what one loop of pointwise operations makes and reads: it stays in registers."""
+    """Bytes of values that one fused pointwise loop both makes and reads: they stay in registers."""
     if node.is_extern() or node.is_reduction():
         return 0
     names, scheduler = node.get_operation_names(), node.scheduler

@@ -1,4 +1,4 @@
-"""Operating: a function in the place of each operator that is called."""
+"""Operating: a context in which a function intercepts each operator call."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ __all__ = ["operating"]
 
 
 def operating(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
-    """Inside, ``run(operator, args, kwargs)`` in place of each operator, those of higher order among them."""
+    """Inside this context, ``run(operator, args, kwargs)`` is called instead of each operator, higher-order too."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operating(TorchDispatchMode):  # type: ignore[no-untyped-call]

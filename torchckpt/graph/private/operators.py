@@ -1,4 +1,4 @@
-"""Operators: those that are told apart, and what their schemas say."""
+"""Operators: the ATen operators that need special treatment, and properties read from operator schemas."""
 from __future__ import annotations
 
 from typing import Any
@@ -46,7 +46,7 @@ def is_random(target: object) -> bool:
 
 
 def argument_of(node: fx.Node, name: str) -> Any:
-    """What the operator of ``node`` gets for its parameter ``name``, its default included; None if it has none."""
+    """The value of the operator's parameter ``name`` at ``node``, or its default; None if it has no such parameter."""
     parameters = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
     for place, parameter in enumerate(parameters):
         if parameter.name == name:
@@ -60,27 +60,27 @@ def is_collective(target: object) -> bool:
 
 
 def is_mutable(target: object) -> bool:
-    """Whether an operator writes to what it is given."""
+    """Whether an operator writes to one of its arguments."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def is_check(target: object) -> bool:
-    """Whether an operator only raises, where a value is wrong."""
+    """Whether an operator is an assertion: it only raises an error if a value is wrong."""
     return target in _CHECKS
 
 
 def has_effect(target: object) -> bool:
-    """Whether an operator is there for what it does, such as a check, and not for what it returns."""
+    """Whether an operator runs for its side effect, such as an assertion, and not for its result."""
     return target is torch.ops.higher_order.with_effects or is_check(target)
 
 
 def is_branching(target: object) -> bool:
-    """Whether an operator runs one of two graphs, which a value decides."""
+    """Whether an operator is ``torch.cond``, which runs one of two graphs, depending on a value."""
     return target is torch.ops.higher_order.cond
 
 
 def note_branches(module: fx.GraphModule) -> None:
-    """Have the nodes of graphs in ``module``, which operators of control flow run, know them."""
+    """Store each branch graph of control flow in ``meta["val"]`` of the node that reads it from ``module``."""
     for node in module.graph.find_nodes(op="get_attr"):
         part: Any = module
         for name in str(node.target).split("."):

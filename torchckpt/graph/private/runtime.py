@@ -1,4 +1,4 @@
-"""Runtime: what is alive, what is allocated, and what runs for real in the midst of a trace."""
+"""Runtime: storages, allocations, and operations that really run during a trace."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,28 +13,28 @@ __all__ = ["allocations", "hooks_of_all_modules", "is_transformed", "parts_of", 
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Views of one tensor have the same; a sparse tensor has one of its own."""
+    """An identifier of the tensor's storage: equal for views of one tensor. A sparse tensor has its own."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """What a tensor is made of: a sparse one of its indices and values."""
+    """The tensors with storages that make up ``tensor``: itself, or the indices and values of a sparse one."""
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout == torch.strided else []
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is at work, which has tensors of its own, or differentiation forward."""
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active."""
     from torch.autograd import forward_ad
 
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def hooks_of_all_modules() -> tuple[Any, ...]:
-    """Those that every module calls; not torch's own, which count and name, and come and go."""
+    """The global module hooks, without torch's own: those come and go, and do not change results."""
     from torch.nn.modules import module
 
     kinds = (
@@ -50,16 +50,16 @@ def hooks_of_all_modules() -> tuple[Any, ...]:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Operations run for real inside, in the midst of a trace too."""
+    """Inside this context, operations really run, also during a trace."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def allocations(run: Callable[[], Any], device: str = "cpu") -> list[int]:
-    """The bytes that ``run()`` takes from the allocator of ``device`` and, negative, gives back, in the order of time.
+    """The bytes that ``run()`` allocates on ``device``, in order of time; negative numbers are bytes that it frees.
 
-    The events are those of the profiler for memory, in the form that needs no tracing library to start.
+    The numbers come from the legacy memory profiler, which starts without a tracing library.
     """
     from torch._C._profiler import _ExperimentalConfig
 

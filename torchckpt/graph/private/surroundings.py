@@ -1,4 +1,4 @@
-"""Surroundings: what holds around a trace, so that a call does in it what it does in eager."""
+"""Surroundings: settings of torch during a trace, so that the traced call computes as in eager."""
 from __future__ import annotations
 
 import traceback
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 def as_in_eager(trace: Callable[[], T]) -> T:
-    """``trace()``. Where that fails, once more with ``torch.compiler.is_compiling()``.
+    """Call ``trace()``. If it fails, call it again with ``torch.compiler.is_compiling()`` being true.
 
-    Code that looks at the values of tensors in eager asks for it, and does without them. What fails in a function that
-    ``torch.compile`` has made is traced with what it was made of.
+    Code that reads values of tensors often checks ``is_compiling()``, and then does without the values. If the failure
+    was in a function that ``torch.compile`` has made, the second trace uses the original function.
     """
     with eager_kernels(), backward_without_autocast():
         try:
@@ -43,29 +43,29 @@ def as_in_eager(trace: Callable[[], T]) -> T:
 def casting_once(
     tensors: Sequence[Tensor], are_leaves: Sequence[bool], is_enabled: bool
 ) -> AbstractContextManager[None]:
-    """Inside, autocast casts each of ``tensors`` that is a leaf once, as eager does, whose cache a trace turns off.
+    """Inside this context, autocast casts each leaf among ``tensors`` once, as eager does. A trace disables that cache.
 
-    So the gradients of all uses are added up in the dtype of the cast.
+    So the gradients of all uses of a leaf are added in the dtype of the cast.
 
     Args:
-        tensors: of the trace.
-        are_leaves: whether those that they stand for are; a trace makes none of them one.
-        is_enabled: whether the cache was, before the trace.
+        tensors: the tensors of the trace.
+        are_leaves: for each, whether the original tensor is a leaf; in a trace none is.
+        is_enabled: whether the autocast cache was enabled before the trace.
     """
     for tensor, is_leaf in zip(tensors, are_leaves):
-        if is_leaf and type(tensor.grad_fn).__name__ == "Error":  # what stands for the history of a mirrored tensor
+        if is_leaf and type(tensor.grad_fn).__name__ == "Error":  # the history of a fake copy
             tensor.detach_().requires_grad_()
     return _cast_cache(is_enabled)
 
 
 def cast_once_in(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Have a trace of ``module`` on such inputs do the same, to its end."""
+    """Apply :func:`casting_once` in traces of ``module`` on such inputs, until the trace ends."""
     places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
     are_leaves, is_enabled = [inputs[place].is_leaf for place in places], torch.is_autocast_cache_enabled()
 
     def enter(*tensors: Tensor) -> None:
         casting_once(tensors, are_leaves, is_enabled)
-        torch.set_autocast_cache_enabled(is_enabled)  # a trace puts it back
+        torch.set_autocast_cache_enabled(is_enabled)  # the trace restores it at its end
 
     given = list(module.graph.find_nodes(op="placeholder"))
     if not places:
@@ -86,24 +86,24 @@ def _cast_cache(is_enabled: bool) -> Iterator[None]:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Operations of a trace run as they are inside: the casts are operations of it too."""
+    """Inside this context, autocast is off: a traced graph has its casts as operations of its own."""
     return torch._C._DisableAutocast()
 
 
 def backward_without_autocast() -> AbstractContextManager[Any]:
-    """Trace a backward as it runs after the ``with`` of an autocast, with no casts but those of its forward's."""
+    """Inside this context, a backward is traced as outside of autocast: only the casts of the forward count."""
     from torch._functorch import config
 
     return config.patch(backward_pass_autocast="off")  # type: ignore[no-any-return]
 
 
 def _uncompiled_functions() -> AbstractContextManager[Any]:
-    """Inside, a function that ``torch.compile`` has made runs as the function that it was made of."""
+    """Inside this context, a function made by ``torch.compile`` runs its original Python function."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def _is_of_compiled_function(error: Exception) -> bool:
-    """Control flow of torch's compiles its branches itself, and works."""
+    """Whether ``error`` comes from a function made by ``torch.compile``; torch's own control flow does not count."""
     frames = traceback.extract_tb(error.__traceback__)
     is_control_flow = any("_higher_order_ops" in frame.filename for frame in frames)
     return not is_control_flow and any(frame.name == "compile_wrapper" for frame in frames)
@@ -111,7 +111,7 @@ def _is_of_compiled_function(error: Exception) -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` be true: code that looks at values in eager alone asks for it."""
+    """Inside this context, ``torch.compiler.is_compiling()`` is true: code that checks it then reads no values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -122,9 +122,9 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Trace the kernels that eager runs, where torch would take its own formulas in Python for them.
+    """Inside this context, a trace has the kernels that eager runs, not torch's Python decompositions of them.
 
-    Those are for compilers: dozens of operations for a bilinear upsampling, and other last bits.
+    Decompositions are for compilers: a bilinear upsampling becomes dozens of operations, with different last bits.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     operators = [getattr(packet, name) for packet in _in_formulas() for name in packet.overloads()]

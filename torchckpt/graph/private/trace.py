@@ -1,7 +1,7 @@
-"""Trace: a call and its derivatives as one graph, the joint graph.
+"""Trace: make one graph, the joint graph, of a call and its derivatives.
 
-AOTAutograd makes it, and asks a function to part it in a forward and a backward: that function is where this package
-comes in. Dynamo's backends go the same way.
+AOTAutograd traces the joint graph, then calls a partition function, which splits it into a forward and a backward. This
+package supplies that function. Dynamo's backends work the same way.
 """
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-"""``partition(joint, inputs, *, num_fwd_outputs, ...)``: the forward and the backward of a joint graph."""
+"""``partition(joint, inputs, *, num_fwd_outputs, ...)`` returns the forward and the backward of a joint graph."""
 
 
 def require(feature: Feature) -> None:
-    """Raise a :class:`~torchckpt.errors.CaptureError` where this torch lacks what ``feature`` stands on."""
+    """Raise a :class:`~torchckpt.errors.CaptureError` if this torch lacks a name that ``feature`` needs."""
     for need in _missing(feature):
         rule = f"{feature.name.replace('`', '')} needs what torch {feature.since} to {TESTED[-1]} have"
         received = f"torch {torch.__version__} without {need}"
@@ -48,11 +48,11 @@ def require(feature: Feature) -> None:
 _missing = functools.cache(Feature.missing)
 
 GRADIENTS_STAY = release_of(torch.__version__) < (2, 13)
-"""Whether AOTAutograd holds the gradients of outputs until its backward ends. Nothing but the release tells."""
+"""Whether AOTAutograd holds the gradients of outputs until its backward ends. Only the release of torch tells."""
 
 
 def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
-    """Of a joint graph's output node: the places of new values of inputs, and of which input each is.
+    """By place among a joint graph's outputs: the input whose new value the output is.
 
     None stands for a parameter or a buffer, which Dynamo lifts by its name.
     """
@@ -65,7 +65,7 @@ def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
 
 
 def input_place(node: fx.Node) -> int | None:
-    """Of an input of a joint graph, its place among the tensors that the function was traced with."""
+    """The place of a joint graph's input among the tensors that the function was traced with; None for a token."""
     what = node.meta.get("desc")
     return None if _is_token(what) else getattr(what, "idx", None)
 
@@ -75,9 +75,9 @@ def _is_token(what: object) -> bool:
 
 
 def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
-    """Of each gradient of an output that a joint graph takes, the output's place among what the forward returns.
+    """By placeholder of an output's gradient: the place of that output among the forward's outputs.
 
-    Tokens count for nothing: operations with an effect, such as a check, are put in order by them.
+    Tokens do not count: they only keep operations with side effects, such as checks, in order.
     """
     outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
     found = {}
@@ -89,8 +89,7 @@ def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
 
 
 def backward_node(output: Tensor, inputs: int) -> Any:
-    """The node of AOTAutograd's that made ``output``, or what it is a view of, if it has a gradient for each of that
-    many inputs."""
+    """AOTAutograd's autograd node that made ``output`` or its base, if the node has ``inputs`` gradients; else None."""
     node: Any = output.grad_fn
     while node is not None and node.name() != "CompiledFunctionBackward" and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
@@ -99,15 +98,15 @@ def backward_node(output: Tensor, inputs: int) -> Any:
 
 
 def retainable(node: Any) -> None:
-    """Let a backward through the node of AOTAutograd's keep what is saved for another; our graphs write to none of it.
+    """Allow ``retain_graph=True`` for AOTAutograd's ``node``: our graphs do not write to saved tensors.
 
-    AOTAutograd refuses where it has told a compiler that it may.
+    AOTAutograd refuses it if it has told a compiler that saved tensors may be overwritten.
     """
     node._forward_cls.metadata.bw_donated_idxs = []
 
 
 def uncompiled(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A module of ``graph`` that is compiled when it is called."""
+    """A module of ``graph`` whose Python code is generated at the first call."""
     from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):
@@ -115,7 +114,7 @@ def uncompiled(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 
 class Boxed(CodeGen):
-    """A graph's code as a function of one list, which it empties: what was in it dies after its last use."""
+    """Generates a graph's code as a function of one list, which it empties: each value is freed after its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
@@ -124,10 +123,10 @@ class Boxed(CodeGen):
 
 
 class Differentiable:
-    """A function of tensors, traced at its first call; ``partition`` makes of its joint graph the two that are run.
+    """A function of tensors, traced at its first call; ``partition`` splits the joint graph into the two that run.
 
-    ``backward(whole, arguments)`` runs the second on its arguments, or something in its place. The two graphs must take
-    a list and empty it: what the list holds then dies after its last use.
+    ``backward(whole, arguments)`` runs the second graph, or another one in its place. Both graphs must take one list
+    and empty it, so that each value is freed after its last use.
     """
 
     def __init__(
@@ -144,12 +143,12 @@ class Differentiable:
         self._run = aot_function(function, partition_fn=partition, **compilers)
 
     def trace(self, *tensors: Tensor) -> None:
-        """Trace, and run nothing: no random number is drawn, no buffer written."""
+        """Trace without running: no random number is drawn, and no buffer is written."""
         from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
         self._tracing = True
         try:
-            with _use_lazy_graph_module(True):  # no code of what is not run
+            with _use_lazy_graph_module(True):  # generates no code for graphs that do not run
                 as_in_eager(lambda: self._traced(tensors))
         finally:
             self._tracing = False
@@ -183,13 +182,13 @@ class Differentiable:
 
 
 def marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Tell AOTAutograd that ``run`` takes a list, and empties it."""
+    """Mark ``run`` for AOTAutograd as a function of one list, which it empties."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 class _Traced(Exception):
-    """Ends a call when its graphs are made."""
+    """Raised to end a call once its graphs are made."""
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Witness: it sees what a forward makes while it is traced, and knows afterwards what of it is still there."""
+"""Witness: records the tensors that a traced forward makes, and finds those that outlive the trace."""
 from __future__ import annotations
 
 import gc
@@ -21,13 +21,13 @@ _NO_HOLDERS = (types.FrameType, types.GeneratorType, Tensor)
 
 
 class Witness:
-    """Remembers each tensor that is made inside :meth:`watching`, and keeps none of them."""
+    """Records, by weak reference, each tensor that is made inside :meth:`watching`."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
 
     def watching(self, given: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """``given`` are the tensors that the forward gets."""
+        """Inside this context, record the results of operators, and the tensors ``given`` to the forward."""
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made = operator(*args, **kwargs)
             self._saw(made, f"a result of {operator}")
@@ -37,13 +37,13 @@ class Witness:
         return operating(run)
 
     def refuse_left(self) -> None:
-        """Raise a CaptureError where a tensor is still there: nobody may have it, for it has no data."""
+        """Raise a CaptureError if a recorded tensor is still alive: it has no data, so nobody may use it."""
         if any(True for _ in self._left()):
-            gc.collect()  # a cycle may hold it
+            gc.collect()  # a reference cycle may hold it
         for tensor, what in self._left():
             holders = [type(one).__name__ for one in _holders(tensor)]
             if holders:
-                rule = "a call that is traced returns what it makes, and leaves no tensor anywhere else"
+                rule = "a traced call returns the tensors that it makes, and leaves no tensor anywhere else"
                 received = f"{what}, of shape {tuple(tensor.shape)}, in a {holders[0]} that outlives the call"
                 works = "return output, tensor; or copy_() it into a buffer of the module"
                 raise CaptureError(str(Fault(rule, received, works)))
@@ -60,7 +60,7 @@ class Witness:
 
 
 def _holders(tensor: Tensor) -> list[Any]:
-    """What holds it; not a tuple that no object holds: that is a call's of torch's own, which no code can reach."""
+    """The objects that hold ``tensor``. A tuple that nothing holds is left out: it belongs to a call inside torch."""
     found = [one for one in gc.get_referrers(tensor) if not isinstance(one, _NO_HOLDERS)]
     return [one for one in found if type(one) is not tuple or _is_held(one, found)]
 
