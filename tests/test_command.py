@@ -146,7 +146,7 @@ _COUNTS = "--stages 4 --microbatches 4"
             "a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, /last_micro_batch, "
             "/first_backward; received: 'ahed'; works: 'ahead'",
         ),
-        (f"--schedule 1f1b {_COUNTS} --compare ahead:0", "k is an integer from 1; received: k=0; works: k=1"),
+        (f"--schedule 1f1b {_COUNTS} --compare ahead:0", "k is an integer >= 1; received: k=0; works: k=1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: str, line: str) -> None:
@@ -313,7 +313,7 @@ def test_balance_as_json(
             "there must be a layer for every stage; received: partitions=4, 3 layers; "
             "works: partitions=3, or more layers",
         ),
-        ("my_model:layers --stages 0", "partitions is an integer from 1; received: partitions=0; works: partitions=1"),
+        ("my_model:layers --stages 0", "partitions is an integer >= 1; received: partitions=0; works: partitions=1"),
         (
             "my_model:layers --input 4,8",
             "my_model:layers does not run on these inputs: TypeError: Linear.forward() takes 2 positional arguments "

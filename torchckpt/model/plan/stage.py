@@ -187,7 +187,7 @@ def _numbers(where: str, part: Block | Fixed, positive: Sequence[str]) -> Iterat
 
 
 def _no_amount(what: str, value: object) -> Fault:
-    return Fault("seconds and bytes are finite numbers from 0", f"{what}={value!r}", f"{what.rpartition('.')[2]}=1.0")
+    return Fault("seconds and bytes are finite numbers >= 0", f"{what}={value!r}", f"{what.rpartition('.')[2]}=1.0")
 
 
 def _is_amount(value: object) -> bool:
