@@ -1,8 +1,8 @@
 """Fitted: a plan for a budget that covers all memory of a step, not only the activations.
 
 A measured step shows, for each action, the bytes of gradients, messages in transit, losses, and temporary memory. The
-planner gets the rest of the budget for activations. These peaks do not all coincide, so a plan may need less than its
-budget; the planner then tries again with a larger share.
+planner gets the rest of the budget for activations. These bytes are not all alive at once, so several reserves for them
+are tried; the shortest plan that fits the whole budget is returned.
 """
 from __future__ import annotations
 
