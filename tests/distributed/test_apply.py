@@ -104,7 +104,7 @@ def test_costs_that_are_another_word(costs):
         ([], "one StageCosts, or one for each of 2 stages", "0 of 2"),
         ([StageCosts(), 1.0], "one StageCosts, or one for each of 2 stages", "costs[1]=1.0"),
         (3, "one StageCosts, or one for each of 2 stages", "costs=3"),
-        (StageCosts(forward_seconds=-1.0), "seconds and bytes are finite numbers from 0", "costs.forward_seconds=-1.0"),
+        (StageCosts(forward_seconds=-1.0), "seconds and bytes are finite numbers >= 0", "costs.forward_seconds=-1.0"),
     ],
 )
 def test_costs(costs, rule, received):
@@ -116,7 +116,7 @@ def test_costs(costs, rule, received):
     [
         ([Link()] * 2, "one Link, or one for each of 1 pairs of neighbouring stages", "2 of 1"),
         (1.0, "one Link, or one for each of 1 pairs of neighbouring stages", "link=1.0"),
-        (Link(-1.0), "seconds and bytes are finite numbers from 0", "link.latency_seconds=-1.0"),
+        (Link(-1.0), "seconds and bytes are finite numbers >= 0", "link.latency_seconds=-1.0"),
     ],
 )
 def test_link(link, rule, received):

@@ -51,8 +51,8 @@ def test_a_pair_that_may_overlap_is_read_as_one_after_the_other():
         ("0F0,0W0,0I0", r"line 1, column 2: 0W0 comes after its input gradients"),
         ("0R0,0F0,0B0", r"line 1, column 1: 0R0 comes after its forward"),
         ("0F0,0B0,0R0", r"line 1, column 3: 0R0 comes before its backward\n.*0R0 after 0B0"),
-        ("0F0,0F0,0B0", r"line 1, column 2: every action stands once\n.*0F0 again"),
-        ("0F0,0R0,0R0,0B0", r"line 1, column 3: every action stands once\n.*0R0 again"),
+        ("0F0,0F0,0B0", r"line 1, column 2: every action appears once\n.*0F0 again"),
+        ("0F0,0R0,0R0,0B0", r"line 1, column 3: every action appears once\n.*0R0 again"),
         ("0F0,0B0,0I0", r"line 1, column 3: a backward is whole \(B\) or in two halves \(I, W\)\n.*0I0 after 0B0"),
         ("0F0,0B0,0F1", r"line 1: every stage runs every micro-batch forward and backward, once\n.*no 0B1"),
         ("0F0,0I0", r"line 1: every stage .*\n.*no 0W0"),
@@ -62,7 +62,7 @@ def test_a_pair_that_may_overlap_is_read_as_one_after_the_other():
         ("", r"stages are numbered from 0, and each has its actions\n.*no action"),
         (
             "0F0,,0B0,0F1,0B1\n1F1,1F0,1B0,1B1",
-            r"line 1, column 3: no rank waits for one that waits for it: a deadlock\n"
+            r"line 1, column 3: ranks must not wait for each other: a deadlock\n"
             r".*0B0 waits for 1B0 of rank 1, which stands at 1F1(.|\n)*line 2, column 1: .*\n.*1F1 waits for 0F1",
         ),
     ],

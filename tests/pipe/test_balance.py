@@ -365,8 +365,8 @@ WORKS = "works:    balance_by_{by}(2, nn.Sequential(embedding, *blocks, head), x
             "(): there must be a layer for every stage\n  received: partitions=3, 2 layers\n"
             "  works:    partitions=2, or more layers",
         ),
-        ((0, MODEL, X), "partitions is an integer from 1\n  received: partitions=0\n  works:    partitions=1"),
-        ((True, MODEL, X), "partitions is an integer from 1\n  received: partitions=True\n  works:    partitions=1"),
+        ((0, MODEL, X), "partitions is an integer >= 1\n  received: partitions=0\n  works:    partitions=1"),
+        ((True, MODEL, X), "partitions is an integer >= 1\n  received: partitions=True\n  works:    partitions=1"),
         ((2, MODEL), "there must be a sample of what the first layer is called with\n  received: none\n  " + WORKS),
         ((0, nn.ReLU()), "(): 3 faults\n"),
     ],
@@ -378,7 +378,7 @@ def test_faults(balance_by: Any, arguments: Any, text: str) -> None:
 
 
 def test_faults_of_options() -> None:
-    text = "rounds is an integer from 1\n  received: rounds=0\n  works:    rounds=1"
+    text = "rounds is an integer >= 1\n  received: rounds=0\n  works:    rounds=1"
     with pytest.raises(ArgumentError, match=re.escape(text)):
         balance_by_time(2, MODEL, X, rounds=0)
     for scale in (0.5, float("nan"), float("inf"), "adam"):

@@ -1,4 +1,4 @@
-"""Action: one thing that a stage does to one micro-batch, in torch's notation (``0F3``), with ``R`` of our own."""
+"""Action: one operation of a stage on one micro-batch, in torch's notation (``0F3``). ``R``, a recompute, is added."""
 from __future__ import annotations
 
 from enum import Enum
@@ -8,7 +8,8 @@ __all__ = ["Action", "Kind"]
 
 
 class Kind(str, Enum):
-    """What is done. ``B`` is a whole backward; ``I`` and ``W`` are its halves, input and weight gradients."""
+    """The kind of an action. ``B`` is a whole backward; ``I`` (input gradients) and ``W`` (weight gradients) are its
+    two halves."""
 
     FORWARD = "F"
     BACKWARD = "B"

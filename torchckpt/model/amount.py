@@ -1,4 +1,4 @@
-"""Amount: memory as a user writes it, read in one way wherever it is asked for."""
+"""Amount: parse a memory size or share that a user wrote, such as ``"6GiB"`` or ``"50%"``."""
 from __future__ import annotations
 
 import math
@@ -22,7 +22,7 @@ _BARE = re.compile(rf"\s*{_NUMBER}\s*")
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes, or a share of a peak that is known later; ``typed`` is what the user wrote.
+    """Bytes, or a share of a peak that is not known yet. ``typed`` is the text that the user wrote.
 
     >>> read("50%").of(8000), read("1.5 KiB").of(8000), read(2000).of(8000)
     (Fraction(4000, 1), Fraction(1536, 1), Fraction(2000, 1))
@@ -33,14 +33,15 @@ class Amount:
     is_share: bool = False
 
     def of(self, peak_bytes: float) -> Fraction:
-        """In bytes, where a share is one of ``peak_bytes``."""
+        """The amount in bytes. A share is a share of ``peak_bytes``."""
         return self.number * Fraction(peak_bytes) if self.is_share else self.number
 
 
 def read(written: object) -> Amount | None:
-    """A size with a unit, a share in percent, or a number, of NumPy's too; None if it is no amount above zero.
+    """The amount for a size with a unit, a share in percent, or a number (also NumPy's). None if it is invalid or not
+    above zero.
 
-    A number counts as bytes: :mod:`~torchckpt.model.remat.budget` makes a share of one that is not whole.
+    A number means bytes here. :mod:`~torchckpt.model.remat.budget` reads a float as a share instead.
     """
     if isinstance(written, str):
         return _read_text(written)
@@ -51,14 +52,14 @@ def read(written: object) -> Amount | None:
 
 
 def trouble(written: object) -> str:
-    """What is wrong with what is no amount, such as ``'6' (it has no unit)``."""
+    """The invalid value and the reason, such as ``'6' (it has no unit)``."""
     reason = ""
     if isinstance(written, str):
         unit = _SIZE.fullmatch(written)
         if _BARE.fullmatch(written):
             reason = "it has no unit"
         elif unit and unit[2].upper() not in _BY_CAPITALS:
-            reason = f"{unit[2]} is no unit"
+            reason = f"{unit[2]} is not a unit"
     elif not isinstance(written, (bool, Integral, Real)) and written is not None:
         reason = f"a {type(written).__name__}"
     return f"{written!r} ({reason})" if reason else repr(written)

@@ -1,4 +1,4 @@
-"""Axis: from values to places, with ticks at round values."""
+"""Axis: maps values to coordinates, with ticks at round values."""
 from __future__ import annotations
 
 import math
@@ -9,7 +9,7 @@ __all__ = ["Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """Values from 0 to ``extent`` lie between the places ``start`` and ``end``; ``end < start`` turns it round."""
+    """Maps values from 0 to ``extent`` to coordinates from ``start`` to ``end``. ``end < start`` reverses the axis."""
 
     extent: float
     start: float

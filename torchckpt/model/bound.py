@@ -1,15 +1,16 @@
 """Bound: the recomputation that no placement can hide.
 
-In a step of length T, rank j cannot begin before an input has come down to it (its *head*), and when it is done with
-its last backward, the gradient must still go up (its *tail*). In between it is busy. What is left is its room::
+In a step of length T, rank j cannot start before the first input has reached it (its *head*). After its last backward,
+the gradient must still travel to the first stage (its *tail*). In between, the rank is busy or idle. The idle time is
+its room::
 
     room_j = T - head_j - busy_j - tail_j,      overhead >= max_j max(0, r_j tr_j - room_j)
 
-with ``r_j`` micro-batches that are recomputed in ``tr_j`` each. So recomputation is free from three sources only:
+where ``r_j`` micro-batches are recomputed in ``tr_j`` seconds each. Recomputation can be hidden in three places only:
 
-* bubbles: the room that is there even if messages took no time; constant in the number of micro-batches;
+* bubbles: the room that exists even if messages take no time; independent of the number of micro-batches;
 * point-to-point stalls: the room that messages add; grows with the number of micro-batches;
-* collectives inside a stage, during which its engine has nothing to do.
+* collectives inside a stage, while the rank does not compute.
 """
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _CALLER = "bound()"
 
 @dataclass(frozen=True)
 class Supply:
-    """Where the recomputation of one rank goes, at best. The other four add up to ``recompute_seconds``."""
+    """Where the recomputation of one rank can be hidden, at best. The last four fields sum to ``recompute_seconds``."""
 
     rank: int
     recompute_seconds: float
@@ -43,7 +44,7 @@ class Supply:
     collective_seconds: float
     """Hidden beside collectives."""
     exposed_seconds: float
-    """What cannot be hidden."""
+    """Seconds that cannot be hidden."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Bound:
     """No placement makes the step shorter than ``step_seconds``."""
 
     plain_seconds: float
-    """The step without recomputation; in any order: a bound of it."""
+    """Seconds of the step without recomputation. With ``any_order``, a lower bound of them."""
     supplies: tuple[Supply, ...]
-    """Per rank."""
+    """One for each rank."""
 
     @property
     def overhead_seconds(self) -> float:
-        """What recomputation adds, at least: what the rank that has most to expose exposes."""
+        """The least seconds that recomputation adds: the largest ``exposed_seconds`` of all ranks."""
         return max((supply.exposed_seconds for supply in self.supplies), default=0.0)
 
     @property
@@ -72,19 +73,19 @@ def bound(
     *,
     any_order: bool = False,
 ) -> Bound:
-    """A lower bound on the step of ``schedule``, wherever its recomputes stand.
+    """A lower bound on the step of ``schedule``, for every placement of its recomputes.
 
     >>> schedule = with_recompute(one_f_one_b(2, 8), ahead(exempt="last_stage"))
     >>> bound(schedule).overhead_seconds, bound(schedule).plain_seconds
     (5.0, 27.0)
 
     Args:
-        schedule: with recomputes; counted is how many, not where.
+        schedule: a schedule with recomputes. Only their number matters; their positions do not.
         costs, link: as in :func:`~torchckpt.model.simulator.simulate`.
-        any_order: let forwards and backwards stand in any order, too; of ``schedule`` remain the stages on each rank,
-            the micro-batches, whether backwards are split, and how many are recomputed. Both ``plain_seconds`` and
-            ``step_seconds`` are then bounds of every order; their difference is no bound of what one given order
-            loses against its own plain step, which may have more room than the best one.
+        any_order: bound all orders of forwards and backwards, too. Only the stages on each rank, the number of
+            micro-batches, split or whole backwards, and the number of recomputes are taken from ``schedule``. Both
+            ``plain_seconds`` and ``step_seconds`` then hold for every order. Their difference does not bound the
+            overhead of one given order, which may have more room than the best order. Default: False.
 
     Raises:
         ArgumentError: as :func:`~torchckpt.model.simulator.simulate`.

@@ -8,8 +8,8 @@ __all__ = ["Canvas"]
 
 
 class Canvas:
-    """Collects elements; ``text()`` is the finished document. Keyword arguments are attributes, ``stroke_width`` is
-    ``stroke-width``, ``class_`` is ``class``."""
+    """Collects SVG elements; ``text()`` returns the finished document. Keyword arguments become attributes:
+    ``stroke_width`` becomes ``stroke-width``, and ``class_`` becomes ``class``."""
 
     def __init__(self, width: float) -> None:
         self.width = width
@@ -22,7 +22,7 @@ class Canvas:
         self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
 
     def steps(self, points: Sequence[tuple[float, float]], **attributes: object) -> None:
-        """Through all points, first across, then up or down."""
+        """A staircase line through all points: first horizontal, then vertical."""
         x, y = points[0]
         drawn = [f"M{_short(x)},{_short(y)}"]
         for next_x, next_y in points[1:]:
@@ -43,7 +43,7 @@ class Canvas:
         self._parts.append(f"<text{_written({'x': x, 'y': y, **attributes})}>{_clean(content)}</text>")
 
     def text(self, height: float, title: str, style: str) -> str:
-        """The document, ``height`` high, on white; ``title`` is for those who do not see it."""
+        """The SVG document, ``height`` high, on a white background. ``title`` is read by screen readers."""
         size = {"width": self.width, "height": height, "viewBox": f"0 0 {_short(self.width)} {_short(height)}"}
         head = _written({"xmlns": "http://www.w3.org/2000/svg", **size, "role": "img"})
         white = f"<rect{_written({'class': 'paper', 'width': self.width, 'height': height})}/>"
@@ -71,5 +71,5 @@ def _clean(content: str) -> str:
 
 
 def _allowed(content: str) -> str:
-    """Without the control characters, which XML cannot say."""
+    """``content`` without control characters, which XML does not allow."""
     return "".join(character for character in content if character.isprintable() or character in "\t\n")

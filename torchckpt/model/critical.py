@@ -1,4 +1,4 @@
-"""Critical path: what the length of a step hangs on."""
+"""Critical path: the chain of actions and messages that determines the length of a step."""
 from __future__ import annotations
 
 from torchckpt.model.figures import Event, Message
@@ -10,9 +10,9 @@ __all__ = ["critical_path"]
 
 
 def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Event | Message, ...]:
-    """From the start of the step to its end; each entry begins at the moment at which the one before it ends.
+    """The critical path, from the start of the step to its end; each entry begins when the previous entry ends.
 
-    Where an action waited neither longer for its rank nor for its input, the path goes along the rank.
+    If the rank became free and the input arrived at the same moment, the path follows the rank.
     """
     giver = _givers(program)
     rank = max(range(len(played.ends)), key=lambda one: played.ends[one][-1:], default=0)
@@ -35,7 +35,7 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
 
 
 def _givers(program: Program) -> list[tuple[int, int]]:
-    """Per token the rank and position of the action that gives it."""
+    """For each token, the rank and the position of the action that produces it."""
     found = [(NOTHING, NOTHING)] * program.tokens
     for rank, instructions in enumerate(program.ranks):
         for position, (_, gives, _, wire, _) in enumerate(instructions):
@@ -50,7 +50,7 @@ def _message(schedule: Schedule, played: Run, rank: int, position: int, token: i
 
 
 def _before_on_wire(program: Program, rank: int, position: int) -> int:
-    """The action that last sent on the same wire."""
+    """The position of the previous action of this rank that sent on the same wire."""
     instructions = program.ranks[rank]
     wire = instructions[position][3]
     return next(before for before in range(position - 1, NOTHING, -1) if instructions[before][3] == wire)

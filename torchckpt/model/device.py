@@ -1,4 +1,4 @@
-"""Device: what an accelerator computes and moves in a second, as its maker says."""
+"""Device: the peak FLOPs and bytes per second of an accelerator, from its data sheet."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,33 +11,34 @@ __all__ = ["DEVICES", "Device", "device_named"]
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of dense arithmetic; none is reached in practice."""
+    """Peak rates for dense arithmetic, memory and links. No real program reaches them."""
 
     name: str
     peak_flops: Mapping[str, float]
-    """A second, by data type: ``bfloat16``, ``float16``, ``tf32``, ``float32``, ``float64``."""
+    """FLOPs per second, by data type: ``bfloat16``, ``float16``, ``tf32``, ``float32``, ``float64``."""
     bytes_per_second: float
-    """Of its memory."""
+    """Bandwidth of the device's memory."""
     link_bytes_per_second: float
-    """To one neighbour, in one direction, inside one node."""
+    """Bandwidth to one neighbour in the same node, in one direction."""
     memory_bytes: float
     source: str
 
     def seconds(self, flops: float, moved_bytes: float, dtype: str, efficiency: float = 1.0) -> float:
-        """The larger of what an operation computes and what it moves (the roofline of Williams et al., 2009).
+        """Seconds of an operation: the larger of its compute time and its memory time (the roofline model of Williams
+        et al., 2009).
 
         >>> device_named("h100").seconds(flops=989.4e9, moved_bytes=0, dtype="bfloat16", efficiency=0.5)
         0.002
 
         Args:
-            efficiency: the share of the peak of arithmetic that is reached.
+            efficiency: the share of peak FLOPs that is reached, above 0 and at most 1. Default: 1.
         """
         peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
         return max(flops / (peak * efficiency), moved_bytes / self.bytes_per_second)
 
 
 def _peaks(half: float, tf32: float, single: float, double: float) -> dict[str, float]:
-    """From those in TFLOPS: of matrix units for all but float32."""
+    """Peak FLOPs per second from peaks in TFLOPS. All but float32 are those of the matrix units."""
     named = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
     return {dtype: value * 1e12 for dtype, value in named.items()}
 
@@ -70,14 +71,14 @@ DEVICES = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""The known devices, by name."""
 
 
 def device_named(name: str) -> Device:
-    """One of ``DEVICES``.
+    """The device of ``DEVICES`` with this name.
 
     Raises:
-        ArgumentError: there is none of this name.
+        ArgumentError: no device has this name.
     """
     found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:

@@ -1,4 +1,4 @@
-"""Exempt: what may as well be kept, because to drop it would not lower the peak of memory."""
+"""Exempt: micro-batches whose activations can be kept for free, because dropping them would not lower peak memory."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,17 +19,18 @@ _MOMENTS = {
 
 
 def free_to_keep(schedule: Schedule) -> frozenset[Visit]:
-    """The (stage, micro-batch) whose activations may be kept at the peak that recomputing everything has anyway.
+    """The (stage, micro-batch) pairs that can be kept without a higher peak than if everything were recomputed.
 
-    The last stage of 1F1B holds one micro-batch at a time either way; elsewhere in 1F1B, and in GPipe, it is the
-    micro-batch that goes back first.
+    In 1F1B these are all micro-batches of the last stage, which holds one at a time anyway. On the other stages of
+    1F1B, and in GPipe, it is the micro-batch whose backward runs first.
 
     >>> sorted(free_to_keep(one_f_one_b(2, 3)))
     [(0, 0), (1, 0), (1, 1), (1, 2)]
 
-    A micro-batch that is recomputed, right before its backward, is alive from there to the end of its backward, and its
-    boundary from its forward on; one that is kept is alive from its forward on. All are alike, and boundaries are small
-    beside them: of two places with as many micro-batches alive, the one with more boundaries is the higher.
+    The count assumes that a micro-batch is recomputed right before its backward. Its activations are then alive from
+    the recompute to the end of the backward, and its boundary from the forward on. Activations that are kept are alive
+    from the forward on. All micro-batches are taken to be of equal size, and boundaries to be small: they only decide
+    which of two moments with equally many live micro-batches is higher.
     """
     return frozenset(visit for order in schedule.ranks for visit in _free_on_a_rank(order))
 
@@ -39,7 +40,7 @@ def _free_on_a_rank(order: Sequence[Action]) -> list[Visit]:
     for place, (stage, kind, i) in enumerate(order):
         for moment in _MOMENTS.get(kind, ()):
             spans.setdefault((stage, i), [0, 0, 0])[moment] = place
-    saved = len(order) + 1  # of boundaries, which count 1: more than there are
+    saved = len(order) + 1  # a micro-batch outweighs all boundaries, each of which counts 1
     alive = [0] * len(order)
     for made, used, freed in spans.values():
         _add(1, alive, made, freed)

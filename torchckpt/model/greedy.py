@@ -1,8 +1,8 @@
 """Greedy placement: a recompute starts as soon as its rank is idle and has no forward or backward that is ready.
 
-An event-driven simulation in which ranks decide as time goes by; its outcome is the order in which they did. A rank is
-never interrupted, so a recompute that starts while a message is about to arrive makes that message wait. A patient rank
-waits for the message instead.
+An event-driven simulation: each rank decides what to run next when it becomes free. The result is the order of these
+decisions. A running action is never interrupted, so a recompute that starts just before a message arrives delays the
+work on that message. A rank with ``patience`` waits for the message instead.
 """
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["greedy_orders"]
 def greedy_orders(
     schedule: Schedule, program: Program, k: int, patience: float = 0.0
 ) -> tuple[tuple[Action, ...], ...]:
-    """The order of each rank, forwards and backwards among themselves as they were.
+    """The new order of actions of each rank. Forwards and backwards keep their order; only recomputes move.
 
     Args:
-        schedule: with each ``R`` somewhere before its backward, in the order of the backwards.
+        schedule: a schedule in which each ``R`` stands before its backward, in the order of the backwards.
         k: a rank recomputes only what one of its next ``k`` backwards needs.
-        patience: a rank that knows when its message arrives recomputes before it only if at least this share of the
-            recompute is done by then.
+        patience: a share from 0 to 1. A rank that knows when its next message arrives starts a recompute first only if
+            at least this share of the recompute is done when the message arrives. Default: 0, never wait.
     """
     lanes = [_Lane(order, instructions, k) for order, instructions in zip(schedule.ranks, program.ranks)]
     _Clock(lanes, program, patience).run()
@@ -34,7 +34,7 @@ def greedy_orders(
 
 
 class _Lane:
-    """One rank: its actions in order, and its recomputes on the side."""
+    """One rank: its forwards and backwards in order (``main``), and its recomputes in order (``aside``)."""
 
     def __init__(self, order: Sequence[Action], instructions: Sequence[Instruction], k: int) -> None:
         self.k = k
@@ -53,7 +53,7 @@ class _Lane:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the next action of the order needs no recompute that is still to do."""
+        """Whether the next forward or backward can run without another recompute first."""
         return self.next_aside == len(self.aside) or self.backward_at[self._due] != self.next_main
 
     @property
@@ -69,11 +69,11 @@ class _Lane:
         return stage, i
 
     def awaited(self) -> int:
-        """The token that the next action of the order waits for."""
+        """The token that the next forward or backward waits for."""
         return self.main[self.next_main][1][0]
 
     def recompute_seconds(self) -> float:
-        """Of the next recompute."""
+        """Duration of the next recompute."""
         return self.aside[self.next_aside][1][2]
 
     def take_main(self) -> Instruction:
@@ -91,7 +91,7 @@ class _Lane:
 
 
 class _Clock:
-    """Wakes each rank when it is done with an action, or when what it waits for arrives."""
+    """Wakes each rank when it has finished an action, or when the input that it waits for arrives."""
 
     def __init__(self, lanes: list[_Lane], program: Program, patience: float) -> None:
         self.lanes, self.patience = lanes, patience
@@ -121,7 +121,7 @@ class _Clock:
             heappush(self.agenda, (there, rank))
 
     def _waits(self, lane: _Lane, now: float, there: float | None) -> bool:
-        """Whether the rank rather waits for its message than to recompute before it."""
+        """Whether the rank waits for its message instead of starting a recompute first."""
         if there is None or not lane.is_recomputed:
             return False
         return there - now < self.patience * lane.recompute_seconds()

@@ -1,4 +1,4 @@
-"""Inputs: costs and links as the caller gave them, made one per stage and one per pair of stages, and checked."""
+"""Inputs: check the caller's costs and links, and expand them to one per stage and one per pair of stages."""
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ __all__ = ["per_boundary", "per_stage"]
 
 
 def per_stage(costs: StageCosts | Sequence[StageCosts], stages: int) -> tuple[list[StageCosts], list[Fault]]:
-    """The costs of every stage, and what is wrong with them."""
+    """The costs of every stage, and their faults."""
     rule = f"one StageCosts, or one for each of {stages} stages"
     listed, faults = _spread("costs", StageCosts, costs, stages, rule, f"StageCosts(), or a list of {stages}")
     for place, one in enumerate(listed):
@@ -26,7 +26,7 @@ def per_stage(costs: StageCosts | Sequence[StageCosts], stages: int) -> tuple[li
 
 
 def per_boundary(link: Link | Sequence[Link], stages: int) -> tuple[list[Link], list[Fault]]:
-    """The link of every pair of neighbouring stages, and what is wrong with them."""
+    """The link of every pair of neighbouring stages, and their faults."""
     rule = f"one Link, or one for each of {stages - 1} pairs of neighbouring stages"
     listed, faults = _spread("link", Link, link, stages - 1, rule, f"Link(), or a list of {stages - 1}")
     for place, one in enumerate(listed):
@@ -53,8 +53,8 @@ def _spread(name: str, kind: type, given: Any, count: int, rule: str, works: str
 
 
 def _amount(where: str, name: str, value: object) -> Iterator[Fault]:
-    if not (_is_number(value) and 0 <= value < math.inf):  # type: ignore[operator]  # it is a number here
-        yield Fault("seconds and bytes are finite numbers from 0", f"{where}.{name}={value!r}", f"{name}=1.0")
+    if not (_is_number(value) and 0 <= value < math.inf):  # type: ignore[operator]  # narrowed by _is_number
+        yield Fault("seconds and bytes are finite numbers >= 0", f"{where}.{name}={value!r}", f"{name}=1.0")
 
 
 def _is_number(value: object) -> bool:

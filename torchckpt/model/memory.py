@@ -1,4 +1,4 @@
-"""Memory: the bytes alive on each rank, from when each action ran."""
+"""Memory: the bytes alive on each rank over time, computed from when each action ran."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ Curve: TypeAlias = tuple[tuple[float, float], ...]
 
 
 def curves(schedule: Schedule, costs: Sequence[StageCosts], played: Run) -> tuple[Curve, ...]:
-    """Per rank its bytes, as (seconds, bytes) at each change.
+    """For each rank, its bytes alive, as (seconds, bytes) at each change.
 
-    A forward takes what it keeps as it starts: ``saved_bytes``, or ``boundary_bytes`` where they are recomputed.
-    ``R`` takes its share of ``saved_bytes`` as it starts; the segments that are left to the backward are recomputed
-    one at a time in room that the backward has freed. A backward frees everything of its micro-batch as it ends. Of a
-    backward in two halves, ``I`` frees nothing and recomputes what ``R`` left; ``W`` frees everything as it ends.
+    When a forward starts, it allocates ``saved_bytes``, or ``boundary_bytes`` if its micro-batch is recomputed. When
+    ``R`` starts, it allocates its share of ``saved_bytes``. The backward recomputes the remaining segments one at a
+    time, in memory that it has already freed. When a backward ends, it frees all bytes of its micro-batch. If the
+    backward is split, ``I`` frees nothing and recomputes the remaining segments; ``W`` frees all bytes when it ends.
     """
     keys = recomputed_keys(schedule)
     kept = [_changes(own, None) for own in costs]
@@ -48,7 +48,7 @@ def curves(schedule: Schedule, costs: Sequence[StageCosts], played: Run) -> tupl
 
 
 def _changes(own: StageCosts, part: Segments | None) -> dict[Kind, tuple[float, float]]:
-    """Per kind the bytes that it takes as it starts, and those that it frees as it ends."""
+    """For each kind of action, the bytes that it allocates at its start, and those that it frees at its end."""
     if part is None:
         boundary, early, late = own.saved_bytes, 0.0, 0.0
     else:

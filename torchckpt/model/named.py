@@ -1,4 +1,4 @@
-"""Names: a schedule by its name, as a command line or a configuration gives it."""
+"""Named schedules: look up a schedule by its name, as a command line or a configuration file gives it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,11 +35,12 @@ def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None
     '1f1b'
 
     Args:
-        name: one of ``NAMES``, or what torch calls it; case, ``-``, ``_`` and a leading ``Schedule`` do not matter.
-        chunks: stages per rank, where the schedule leaves that open. Default: 2; for ``zero_bubble`` 1.
+        name: one of ``NAMES``, or torch's name of the schedule. Case, ``-``, ``_`` and a leading ``Schedule`` are
+            ignored.
+        chunks: stages per rank, for schedules in which this number is free. Default: 2; for ``zero_bubble`` 1.
 
     Raises:
-        ArgumentError: the name is not known; the counts do not fit the schedule.
+        ArgumentError: the name is unknown, or the counts do not fit the schedule.
     """
     key = _key(name) if isinstance(name, str) else ""
     found = _IN_TORCH.get(key) or next((known for known in NAMES if key == _key(known)), None)

@@ -1,4 +1,4 @@
-"""Orders of one rank, of which every named schedule is made."""
+"""Orders: building blocks for the order of actions on one rank; every named schedule is made of them."""
 from __future__ import annotations
 
 from collections import Counter, deque
@@ -14,7 +14,7 @@ Visit: TypeAlias = tuple[int, int]
 
 
 def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:
-    """Micro-batches in groups of ``together``; each group goes through all ``stages`` before the next one starts."""
+    """Visits in groups of ``together`` micro-batches. A group goes through all ``stages`` before the next starts."""
     groups = [range(first, min(first + together, m)) for first in range(0, m, together)]
     return [(stage, i) for group in groups for stage in stages for i in group]
 
@@ -22,11 +22,11 @@ def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:
 def in_turn(
     forwards: Sequence[Visit], backwards: Sequence[Visit], ahead: int, weights_behind: int | None = None
 ) -> Iterator[Action]:
-    """``ahead`` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Args:
-        weights_behind: split the backwards; the weights of one follow right after its inputs' gradients (0), or that
-            many backwards later. None: whole backwards.
+        weights_behind: splits each backward. The weight gradients follow this many backwards after the input gradients;
+            0 is right after them. Default: None, whole backwards.
     """
     ahead = min(ahead, len(forwards))
     kind = Kind.BACKWARD if weights_behind is None else Kind.INPUT_GRAD
@@ -45,15 +45,15 @@ def in_turn(
 
 
 def phases(plan: Iterable[tuple[int, str]], chunks: dict[str, int], m: int) -> Iterator[Action]:
-    """Write out a plan such as ``(3, "Fa"), (2, "Fb Ib Wb")``: three forwards of chunk a, then twice a forward of b
+    """Expand a plan such as ``(3, "Fa"), (2, "Fb Ib Wb")``: three forwards of chunk a, then twice a forward of chunk b
     and its split backward.
 
-    Each chunk takes its micro-batches in order; a word whose chunk has none left says nothing. ``Wa`` is the oldest
-    weight gradient of chunk a that is still to do; ``W`` is the oldest of any chunk.
+    Each chunk takes its micro-batches in order. A word is skipped if its chunk has no micro-batch left. ``Wa`` is the
+    oldest pending weight gradient of chunk a; ``W`` is the oldest pending one of any chunk.
 
     Args:
-        plan: how often, and what.
-        chunks: the stages that the small letters stand for.
+        plan: pairs of a repeat count and the words to repeat.
+        chunks: for each lower-case letter, its stage.
     """
     done: Counter[tuple[str, bool]] = Counter()
     pending: deque[tuple[str, int]] = deque()

@@ -1,4 +1,4 @@
-"""Partition: consecutive layers in stages, so that the largest stage is as small as can be."""
+"""Partition: split consecutive layers into stages, so that the most expensive stage costs as little as possible."""
 from __future__ import annotations
 
 from bisect import bisect
@@ -13,28 +13,29 @@ from torchckpt.model.counts import whole
 __all__ = ["balanced", "count_faults"]
 
 _Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of stages, the costs and the numbers of layers, each negative and in ascending order: the greater, the more even."""
+"""The costs of the stages and their numbers of layers, both negated and ascending. A greater key is a more even
+partition."""
 
 
 def balanced(costs: Sequence[float], partitions: int) -> list[int]:
-    """Layers per stage, of the partition whose largest stage costs least.
+    """The number of layers in each stage, for the partition whose most expensive stage costs least.
 
-    Of several such, the one whose second largest stage costs least, and so on to the smallest; then the most even in
-    numbers of layers, by the same rule; then the one with the smallest last stages.
+    Ties go to the partition whose second most expensive stage costs least, and so on; then to the most even numbers of
+    layers, by the same rule; then to the smallest last stages.
 
     >>> balanced([1, 1, 1, 1, 4], 2), balanced([1, 1, 1, 1, 4], 3), balanced([1, 1, 1, 1, 1], 3)
     ([4, 1], [2, 2, 1], [2, 2, 1])
 
     Args:
-        costs: of each layer, in any one unit.
-        partitions: how many stages, each of at least one layer.
+        costs: the cost of each layer, in any one unit.
+        partitions: the number of stages. Each stage gets at least one layer.
 
     Raises:
-        ArgumentError: fewer layers than stages, no stage, or costs that are negative or not finite.
+        ArgumentError: there are fewer layers than stages, there is no stage, or a cost is negative or not finite.
 
-    A dynamic programme over the number of stages. It is exact: floats are added up as the integers that they are
-    multiples of. As the end of the last stage moves forward, so does its best start (a Monge matrix), so that the start
-    is found by halves: n layers in p stages take p n log n steps, not p n^2.
+    A dynamic programme over the number of stages. It is exact: the costs are scaled to integers before they are added.
+    When the end of the last stage moves forward, its best start moves forward as well (a Monge matrix). So the start is
+    found by divide and conquer: n layers in p stages take p n log n steps instead of p n^2.
     """
     raise_faults("balanced()", [*count_faults(partitions, len(costs)), *_cost_faults(costs)])
     sums = [0, *accumulate(_integers(costs))]
@@ -49,7 +50,7 @@ def balanced(costs: Sequence[float], partitions: int) -> list[int]:
 
 
 def count_faults(partitions: object, layers: int) -> list[Fault]:
-    """Unless ``partitions`` is a number of stages for so many layers."""
+    """Faults of ``partitions`` as a number of stages for ``layers`` layers."""
     if faults := whole("partitions", partitions):
         return faults
     if isinstance(partitions, int) and partitions <= layers:
@@ -63,7 +64,7 @@ def _cost_faults(costs: Sequence[object]) -> list[Fault]:
     if not bad:
         return []
     received = ", ".join(f"{cost!r} of layer {layer}" for layer, cost in bad)
-    return [Fault("a cost is a number from 0 that is finite", received, "costs=[0.5, 2, 0]")]
+    return [Fault("a cost is a finite number, 0 or more", received, "costs=[0.5, 2, 0]")]
 
 
 def _is_cost(cost: object) -> bool:
@@ -71,7 +72,7 @@ def _is_cost(cost: object) -> bool:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs in the largest unit of which all are multiples, to the last bit."""
+    """The costs as exact integers, in the largest unit that divides all of them."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     scale = lcm(*(denominator for _, denominator in ratios))
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
@@ -80,11 +81,11 @@ def _integers(costs: Sequence[float]) -> list[int]:
 def _one_stage_more(
     keys: dict[int, _Key], sums: Sequence[int], first: int, last: int, least: int
 ) -> tuple[dict[int, _Key], dict[int, int]]:
-    """For each end from ``first`` to ``last``: the best key, and where the last stage starts, at ``least`` or later.
+    """For each end from ``first`` to ``last``: the best key, and the start of the last stage, which is >= ``least``.
 
     Args:
-        keys: the best with one stage less, by their ends.
-        sums: of the costs of all layers before each.
+        keys: for each end, the best key with one stage less.
+        sums: for each layer, the sum of the costs of all layers before it.
     """
     found: dict[int, _Key] = {}
     starts: dict[int, int] = {}
@@ -111,7 +112,7 @@ def _with(key: _Key, cost: int, layers: int) -> _Key:
 
 
 def _counts(starts: Sequence[dict[int, int]], layers: int) -> list[int]:
-    """Stage by stage from the last: where it starts, the one before it ends."""
+    """Layers per stage, read from the last stage back: each stage ends where the next one starts."""
     counts = []
     for own in reversed(starts):
         counts.append(layers - own[layers])

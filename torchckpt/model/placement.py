@@ -1,6 +1,6 @@
-"""Placement: where recomputation stands in a schedule.
+"""Placement: insert recomputes into a schedule.
 
-A recompute may begin long before the gradient that it is for arrives: all it needs is the boundary, and an idle engine.
+A recompute needs only the stage's input and an idle rank, so it may start long before its gradient arrives.
 """
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _CALLER = "with_recompute()"
 
 
 def with_recompute(schedule: Schedule, policy: Policy | Callable[[Schedule], Schedule]) -> Schedule:
-    """``schedule`` with the recomputes of ``policy``; forwards and backwards keep their order.
+    """``schedule`` with the recomputes of ``policy`` inserted. Forwards and backwards keep their order.
 
     >>> [str(action) for action in with_recompute(one_f_one_b(2, 2), ahead()).ranks[0]]
     ['0F0', '0F1', '0R0', '0B0', '0R1', '0B1']
 
     Args:
-        policy: or a function of your own that places each ``R``.
+        policy: a policy such as ``ahead()``, or a function that takes the schedule and returns one with each ``R``
+            placed.
 
     Raises:
-        ArgumentError: the policy is wrong in itself, names what the schedule does not have, or places a recompute
-            where it would stop the ranks or be done twice.
+        ArgumentError: the policy is invalid, names a stage or micro-batch that the schedule does not have, or places a
+            recompute where it would cause a deadlock or run twice.
     """
     if callable(policy):
         placed = policy(schedule)
@@ -77,7 +78,8 @@ def _placed(schedule: Schedule, policy: Policy, keys: frozenset[Visit]) -> Sched
 
 
 def _before_backwards(order: Sequence[Action], keys: Collection[Visit], k: int) -> Iterator[Action]:
-    """Before each backward, the recomputes for it and the next k - 1, as far as their forwards are done."""
+    """``order`` with the recomputes for a backward and for the next ``k - 1`` placed right before that backward. A
+    recompute whose forward has not run yet comes before a later backward."""
     backwards = [(stage, i) for stage, kind, i in order if kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
     alive: set[Visit] = set()
     begun = reached = 0

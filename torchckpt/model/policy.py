@@ -1,4 +1,4 @@
-"""Policy: what is recomputed, and how early."""
+"""Policy: which micro-batches are recomputed, and how early."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,16 +17,17 @@ from torchckpt.model.schedule import Schedule, Segments
 __all__ = ["Exemption", "Policy", "ahead", "arrival", "chosen", "faults_of", "none", "partial"]
 
 Exemption: TypeAlias = "str | Visit"
-"""``"last_stage"``, ``"last_micro_batch"``, ``"first_backward"`` (of each stage, the micro-batch that goes back first),
-or one (stage, micro-batch). To keep a micro-batch is cheapest where it goes back first: the last one in torchgpipe, the
-first one in torch."""
+"""``"last_stage"``, ``"last_micro_batch"``, ``"first_backward"`` (on each stage, the micro-batch whose backward runs
+first), or one (stage, micro-batch). The cheapest micro-batch to keep is the one whose backward runs first: in
+torchgpipe the last one, in torch the first one."""
 
 _EXEMPTIONS = ("last_stage", "last_micro_batch", "first_backward")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is recomputed, and when. Made by :func:`none`, :func:`arrival`, :func:`ahead` and :func:`partial`."""
+    """Which micro-batches are recomputed, and when. Made by :func:`none`, :func:`arrival`, :func:`ahead` and
+    :func:`partial`."""
 
     k: int = 1
     late: bool = False
@@ -43,11 +44,11 @@ def none() -> Policy:
 
 
 def arrival(exempt: str | Collection[Exemption] = (), only: Collection[Visit] | None = None) -> Policy:
-    """Each recompute starts when the gradient has arrived, as ``torch.utils.checkpoint`` does it.
+    """Each recompute starts when the gradient has arrived, as in ``torch.utils.checkpoint``.
 
     Args:
-        exempt: what to keep instead: one or several of :data:`Exemption`.
-        only: the (stage, micro-batch) to recompute. Default: all.
+        exempt: the micro-batches to keep: one or several of :data:`Exemption`. Default: none.
+        only: the (stage, micro-batch) pairs to recompute. Default: all.
     """
     return Policy(late=True, exempt=exempt, only=only)
 
@@ -65,9 +66,9 @@ def ahead(
         k: a rank recomputes only what one of its next ``k`` backwards needs. With 1, the peak of memory is no higher
             than at arrival.
         exempt, only: as in :func:`arrival`.
-        costs, link: as in :func:`~torchckpt.model.simulator.simulate`. With them a recompute stands where that makes
-            the step shortest, of several placements that are simulated; never slower than without. Without, right
-            before the backward that it is ``k - 1`` backwards ahead of.
+        costs, link: as in :func:`~torchckpt.model.simulator.simulate`. With ``costs``, several placements are
+            simulated and the one with the shortest step is taken; its step is never longer than without ``costs``.
+            Without ``costs``, each recompute runs right before a backward, ``k - 1`` backwards ahead of its own.
     """
     return Policy(k=k, exempt=exempt, only=only, costs=costs, link=link)
 
@@ -81,16 +82,16 @@ def partial(
     costs: StageCosts | Sequence[StageCosts] | None = None,
     link: Link | Sequence[Link] = Link(),  # noqa: B008  # frozen
 ) -> Policy:
-    """As :func:`ahead`, for the last ``early`` of ``total`` segments of each stage; the others are recomputed inside
-    the backward. Early segments hide, late ones save memory.
+    """As :func:`ahead`, but only for the last ``early`` of ``total`` equal segments of each stage. The backward
+    recomputes the others. Early segments can be hidden in idle time; late segments save memory.
 
-    ``early`` is at least 1: with none of them early, recompute at :func:`arrival`.
+    ``early`` is at least 1. If no segment shall be early, use :func:`arrival`.
     """
     return Policy(k=k, segments=Segments(early, total), exempt=exempt, only=only, costs=costs, link=link)
 
 
 def chosen(schedule: Schedule, policy: Policy) -> frozenset[Visit]:
-    """What ``policy`` recomputes of ``schedule``."""
+    """The (stage, micro-batch) pairs of ``schedule`` that ``policy`` recomputes."""
     stages, m = schedule.stages, schedule.micro_batches
     every = {(stage, i) for stage in range(stages) for i in range(m)} if policy.only is None else set(policy.only)
     for exempt in _listed(policy.exempt):
@@ -118,11 +119,11 @@ def _listed(exempt: str | Collection[Exemption]) -> Collection[Exemption]:
 
 
 def faults_of(schedule: Schedule, policy: Policy) -> Iterator[Fault]:
-    """What is wrong with ``policy``, in itself and for ``schedule``."""
+    """Faults of ``policy`` itself, and of its use on ``schedule``."""
     yield from whole("k", policy.k)
     early, total = policy.segments.early, policy.segments.total
     if not 1 <= early <= total:
-        rule = "1 <= early <= total segments; with none early, recompute at arrival"
+        rule = "1 <= early <= total segments; if no segment is early, use arrival()"
         yield Fault(rule, f"early={early}, total={total}", "partial(1, 2), or arrival()")
     if any(kind is Kind.RECOMPUTE for order in schedule.ranks for _, kind, _ in order):
         rule = "a micro-batch is recomputed once, so the schedule has no R yet"
@@ -139,7 +140,7 @@ def _exempt_faults(schedule: Schedule, exempt: str | Collection[Exemption]) -> I
     if isinstance(exempt, Collection):
         for one in _listed(exempt):
             if isinstance(one, str) and one not in _EXEMPTIONS:
-                rule = f"what is exempt is one of {', '.join(_EXEMPTIONS)}, or a (stage, micro-batch)"
+                rule = f"an exemption is one of {', '.join(_EXEMPTIONS)}, or a (stage, micro-batch)"
                 yield Fault(rule, repr(one), repr(get_close_matches(one, _EXEMPTIONS, n=1, cutoff=0.0)[0]))
         yield from _visit_faults(schedule, "exempt", [one for one in _listed(exempt) if not isinstance(one, str)])
     else:

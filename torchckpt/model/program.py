@@ -1,4 +1,4 @@
-"""Program: a schedule with its costs, compiled to the numbers that the simulator steps through."""
+"""Program: a schedule and its costs, compiled to numbers for the simulator."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,34 +12,35 @@ from torchckpt.model.schedule import Schedule, Segments
 __all__ = ["NOTHING", "Instruction", "Program", "compile_program", "recomputed_keys", "travel_seconds"]
 
 NOTHING = -1
-"""In place of a token or a wire: needs none, gives none, goes over none."""
+"""Stands for "no token" or "no wire" in an instruction."""
 
 Instruction: TypeAlias = tuple[int, int, float, int, float]
-"""Of one action: the token that it waits for, the token that it gives, its seconds, the wire that the token travels
-on, the seconds that it travels."""
+"""One action: the token that it waits for, the token that it produces, its seconds, the wire on which the produced
+token travels, and the seconds of that travel."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A token is the input of one stage for one micro-batch: ``stage * m + micro_batch`` for the activation, the same
-    and ``stages * m`` for the gradient. A wire is one direction between two ranks."""
+    """Instructions for every rank. A token is an input of one stage for one micro-batch: the number
+    ``stage * m + micro_batch`` is the activation; with ``stages * m`` added, it is the gradient. A wire is one
+    direction between two ranks."""
 
     ranks: tuple[tuple[Instruction, ...], ...]
     tokens: int
     given: tuple[int, ...]
-    """The tokens that are there from the start: the inputs of the first stage; the gradients of the last."""
+    """The tokens that exist from the start: the inputs of the first stage, and the gradients of the last stage."""
     wires: int
 
 
 def compile_program(
     schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], free: int = NOTHING
 ) -> Program:
-    """What the simulator runs.
+    """Compile ``schedule`` for the simulator.
 
     Args:
-        costs: per stage.
-        links: per pair of neighbouring stages.
-        free: a stage whose recomputation takes no time.
+        costs: one for each stage.
+        links: one for each pair of neighbouring stages.
+        free: a stage whose recomputation takes no time. Default: none.
     """
     m, stages = schedule.micro_batches, schedule.stages
     tables = [_Table.of(schedule, costs, links, stage, free) for stage in range(stages)]
@@ -125,7 +126,7 @@ class _Table:
 
 
 def travel_seconds(schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], lower: int) -> float:
-    """Of a message between stage ``lower`` and the next one; on one rank, none."""
+    """Seconds of a message between stage ``lower`` and the next stage; 0 if both are on one rank."""
     if schedule.placement[lower] == schedule.placement[lower + 1]:
         return 0.0
     return links[lower].latency_seconds + costs[lower + 1].boundary_bytes / links[lower].bandwidth

@@ -1,8 +1,8 @@
-"""Quickest: of several places for the recomputes of a schedule, those that make the shortest step.
+"""Quickest placement: try several positions for the recomputes of a schedule, and take those with the shortest step.
 
-The greedy rule does not see what it delays, and "right before the backward" does not see what is idle; neither is
-always the better one. So several placements are simulated, and the best is changed further: a recompute on the critical
-path goes one place earlier or later as long as that shortens the step.
+The greedy rule ignores the work that a recompute delays, and "right before the backward" ignores idle time. Neither is
+always better. So several placements are simulated, and the best one is improved by local search: a recompute on the
+critical path moves one position earlier or later as long as that shortens the step.
 """
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _Orders: TypeAlias = tuple[tuple[Action, ...], ...]
 _PATIENCES = (0.0, 0.25, 0.5, 1.0)
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 _WORK = 200_000
-"""Actions that are simulated to move single recomputes."""
+"""Budget of the local search, in simulated actions."""
 _SHORTER = 1e-9
-"""As a share of the step: what rounding may do is no gain."""
+"""The smallest gain that counts, as a share of the step. Smaller ones may be rounding."""
 
 
 def quickest_places(fixed: Schedule, program: Program, k: int) -> Schedule:
-    """``fixed`` with its recomputes where the step is shortest, of the places that were tried. Never slower than it.
+    """``fixed`` with its recomputes at the best positions that were tried. The step is never longer than ``fixed``'s.
 
     Args:
-        fixed: with each ``R`` right before the backward that it is ``k - 1`` backwards ahead of.
-        program: of ``fixed``.
+        fixed: a schedule in which each ``R`` runs ``k - 1`` backwards ahead of its own, right before a backward.
+        program: the compiled program of ``fixed``.
         k: a rank recomputes only what one of its next ``k`` backwards needs.
     """
     trial = _Trial(fixed, program, k)
@@ -47,7 +47,7 @@ def quickest_places(fixed: Schedule, program: Program, k: int) -> Schedule:
 
 
 class _Trial:
-    """Orders of the same actions, and the quickest of those that were offered."""
+    """Tries orders of the same actions, and remembers the one with the shortest step."""
 
     def __init__(self, fixed: Schedule, program: Program, k: int) -> None:
         self.fixed, self.program, self.k = fixed, program, k
@@ -62,7 +62,7 @@ class _Trial:
         return replace(self.program, ranks=ranks)
 
     def offer(self, orders: _Orders) -> bool:
-        """Keep ``orders`` if their step is shorter; whether it is."""
+        """Keep ``orders`` if their step is shorter. Returns whether it is."""
         step = run(self.compiled(orders)).step_seconds
         if step >= self.step_seconds * (1 - _SHORTER):
             return False
@@ -70,7 +70,7 @@ class _Trial:
         return True
 
     def improve(self, most: int) -> None:
-        """Move single recomputes on the critical path, at most ``most`` tries."""
+        """Move single recomputes on the critical path, with at most ``most`` tries."""
         tries = iter(range(most))
         while any(self.offer(orders) for _, orders in zip(tries, self._neighbours())):
             pass
@@ -84,7 +84,7 @@ class _Trial:
 
 
 def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple[Action, ...]]:
-    """``order`` with ``recompute`` one place later, and one place earlier, if it may stand there."""
+    """``order`` with ``recompute`` one position later, then one position earlier; only orders that are allowed."""
     at = order.index(recompute)
     stage, _, i = recompute
     later, earlier = order[at + 1], order[at - 1]
@@ -97,7 +97,7 @@ def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple
 
 
 def _backwards_between(order: Sequence[Action], at: int) -> int:
-    """Backwards between the recompute at ``at`` and the one that it is for."""
+    """The number of backwards between the recompute at position ``at`` and its own backward."""
     found = 0
     for action in order[at + 1 :]:
         if action.kind in _BACKWARDS:

@@ -1,4 +1,4 @@
-"""Room: how long each rank of a step has nothing to do, after its head and before its tail."""
+"""Room: the idle seconds of each rank in a step, between its first and its last possible work."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ __all__ = ["Room", "in_any_order", "in_this_order"]
 
 @dataclass(frozen=True)
 class Room:
-    """Of a schedule without recomputation: the step, and per rank the seconds that are left in it."""
+    """For a schedule without recomputation: the seconds of the step, and for each rank its idle seconds."""
 
     step_seconds: float
     seconds: tuple[float, ...]
 
 
 def in_this_order(schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link]) -> Room:
-    """A head is when the rank starts; a tail is how long the step goes on at least when it is done."""
+    """The room of ``schedule`` in its given order. The head of a rank is the time before its first action; its tail is
+    the least time that the step takes after its last action."""
     program = compile_program(schedule, costs, links)
     forth, back = run(program), run(_reversed(program))
     step = forth.step_seconds
@@ -36,9 +37,10 @@ def in_this_order(schedule: Schedule, costs: Sequence[StageCosts], links: Sequen
 
 
 def in_any_order(schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link]) -> Room:
-    """The step is as long as what one rank needs, or one micro-batch, whichever is longest: no order is faster.
+    """The room of ``schedule`` if its actions could run in any order. The step is at least as long as the time that one
+    rank needs, and as the time that one micro-batch needs; the longest of these is taken.
 
-    Where backwards are split, the weights of a rank may be done last, while gradients still go up.
+    If backwards are split, a rank may run its weight gradients last, while other ranks still send gradients back.
     """
     split = any(kind is Kind.INPUT_GRAD for order in schedule.ranks for _, kind, _ in order)
     journey = _Journey.of(schedule, costs, links, split)
@@ -49,7 +51,7 @@ def in_any_order(schedule: Schedule, costs: Sequence[StageCosts], links: Sequenc
 
 @dataclass(frozen=True)
 class _Journey:
-    """Of one micro-batch: per stage, how long it takes to come down to it, and from it up again."""
+    """One micro-batch: for each stage, the seconds to reach it in the forward, and to leave it in the backward."""
 
     down: list[float]
     up: list[float]
@@ -65,7 +67,7 @@ class _Journey:
         return cls(downs, ups, downs[-1] + costs[-1].forward_seconds + backwards[-1] + ups[-1])
 
     def needed_by(self, rank: int, schedule: Schedule, costs: Sequence[StageCosts], split: bool) -> float:
-        """From the start of the step to its end, at least, because of what this rank has to do."""
+        """The least seconds of a step, given the work of this rank."""
         own = [stage for stage, there in enumerate(schedule.placement) if there == rank]
         if not own:
             return 0.0
@@ -77,8 +79,8 @@ class _Journey:
 
 
 def _reversed(program: Program) -> Program:
-    """The same step from its end to its start: what gave a token now waits for it. Messages no longer queue, for they
-    would in another order; so nothing starts later than it has to."""
+    """The same step, reversed in time: the action that produced a token now waits for it. Messages do not queue here,
+    because they would queue in another order than in the real step; so no start is later than it must be."""
     travels: dict[int, float] = {
         gives: travel for instructions in program.ranks for _, gives, _, _, travel in instructions if gives != NOTHING
     }

@@ -1,4 +1,4 @@
-"""Run: one pass through a program; every action starts as soon as its rank and its input are there."""
+"""Run: simulate a program once; every action starts as soon as its rank is free and its input has arrived."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ __all__ = ["Run", "run"]
 
 @dataclass(frozen=True)
 class Run:
-    """When everything happened, in seconds: per rank and action; per token, ``NaN`` where nothing was sent."""
+    """When everything happened, in seconds: for each rank and action, and for each token (``NaN`` if never sent)."""
 
     starts: list[list[float]]
     ends: list[list[float]]
     sent: list[float]
     arrived: list[float]
     stuck: tuple[int, ...] = ()
-    """The ranks that wait for what never comes."""
+    """The ranks that wait forever, for an input that never arrives."""
 
     @property
     def step_seconds(self) -> float:
@@ -25,8 +25,8 @@ class Run:
 
 
 def run(program: Program) -> Run:
-    """Each rank runs until it needs a token that is not there, and goes on when the token is given: as many steps as
-    there are actions. A rank sends in its own order, so that the messages on a wire queue in that order, too."""
+    """Simulate ``program``. Each rank runs until it needs a token that does not exist yet, and continues when the token
+    is produced. The work is linear in the number of actions. Messages on a wire queue in the sender's order."""
     absent = -1.0
     arrived = [absent] * program.tokens
     sent = [absent] * program.tokens

@@ -10,8 +10,8 @@ __all__ = ["Schedule", "Segments"]
 
 @dataclass(frozen=True)
 class Segments:
-    """How a stage is recomputed: as ``total`` segments of equal size, the last ``early`` of them by ``R``, the rest
-    inside the backward, one at a time, each right before its own backward."""
+    """How a stage is recomputed: it has ``total`` segments of equal size. ``R`` recomputes the last ``early`` of them.
+    The backward recomputes the others, one at a time, each right before its own part of the backward."""
 
     early: int = 1
     total: int = 1
@@ -19,23 +19,23 @@ class Segments:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order. Immutable; made by the functions of ``schedules.py``, by ``csv``, or by hand.
+    """The actions of every rank, in order. Immutable; made by functions of ``schedules.py``, ``from_csv``, or by hand.
 
-    A rank runs its actions one after the other, and starts one only when what it depends on has been done: ``jFi`` on
-    ``(j-1)Fi``; ``jBi`` and ``jIi`` on ``jFi``, on ``(j+1)Bi`` or ``(j+1)Ii``, and on ``jRi`` where there is one;
-    ``jWi`` on ``jIi``; ``jRi`` on ``jFi``.
+    A rank runs its actions one after the other, and starts an action when all actions that it depends on are done.
+    ``jFi`` depends on ``(j-1)Fi``. ``jBi`` and ``jIi`` depend on ``jFi``, on ``(j+1)Bi`` or ``(j+1)Ii``, and on
+    ``jRi`` if the schedule has it. ``jWi`` depends on ``jIi``, and ``jRi`` on ``jFi``.
     """
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
-    """Per rank its actions, in order."""
+    """For each rank, its actions in order."""
     placement: tuple[int, ...]
-    """Per stage the rank that it is on."""
+    """For each stage, the rank that runs it."""
     micro_batches: int
     late: frozenset[tuple[int, int]] = frozenset()
-    """The (stage, micro-batch) whose ``R`` waits for the gradient first: recompute at arrival."""
+    """The (stage, micro-batch) pairs whose ``R`` starts only when the gradient has arrived."""
     segments: tuple[Segments, ...] = ()
-    """Per stage, how much of a recompute its ``R`` does. Empty: all of it."""
+    """For each stage, the segments that its ``R`` recomputes. Default: empty; each ``R`` recomputes its whole stage."""
 
     @property
     def stages(self) -> int:

@@ -1,4 +1,4 @@
-"""The schedules that have a name, as data.
+"""Schedules: the pipeline schedules of the literature, as data.
 
 ``p`` is the number of stages where every rank has one, ``m`` the number of micro-batches. Schedules with several
 stages on a rank take ``ranks`` instead. Where torch.distributed.pipelining has a schedule of the same name, the order
@@ -33,7 +33,8 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
     ['1F0', '1F1', '1B0', '1B1']
 
     Args:
-        last_first: the last micro-batch is the first to go back, as in torchgpipe; in torch the first is.
+        last_first: run the backward of the last micro-batch first, as torchgpipe does. Default: False, the first
+            micro-batch first, as torch does.
     """
     raise_faults("gpipe()", [*whole("p", p), *whole("m", m)])
     back = range(m)[::-1] if last_first else range(m)
@@ -41,8 +42,8 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Stage j runs ``p - 1 - j`` forwards ahead, then a forward and a backward in turn (Narayanan et al. 2021,
-    arXiv:2006.09503: PipeDream-Flush).
+    """1F1B (PipeDream-Flush): stage j runs ``p - 1 - j`` forwards ahead, then one forward and one backward in turn
+    (Narayanan et al. 2021, arXiv:2006.09503).
 
     >>> [str(action) for action in one_f_one_b(2, 2).ranks[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -56,7 +57,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 def eager_one_f_one_b(p: int, m: int) -> Schedule:
     """1F1B with twice the forwards ahead, ``2 (p - 1 - j)``, so that messages travel while other micro-batches are
-    computed; it pays where recomputation has made a micro-batch in flight cheap (Zhuang et al. 2023, arXiv:2211.05322).
+    computed. It pays if recomputation makes a micro-batch in flight cheap (Zhuang et al. 2023, arXiv:2211.05322).
 
     Raises:
         ArgumentError: unless ``m >= p``.
@@ -66,12 +67,12 @@ def eager_one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
-    """1F1B over ``chunks`` stages a rank, depth first (Narayanan et al. 2021, arXiv:2104.04473).
+    """Interleaved 1F1B: ``chunks`` stages on each rank, depth first (Narayanan et al. 2021, arXiv:2104.04473).
 
-    Micro-batches go in rounds of ``ranks``; of ``m / (m // ranks)`` where ``ranks`` does not divide ``m``.
+    Micro-batches run in rounds of ``ranks``; if ``ranks`` does not divide ``m``, in rounds of ``m / (m // ranks)``.
 
     Raises:
-        ArgumentError: unless the rounds come out even.
+        ArgumentError: unless all rounds have the same number of micro-batches.
     """
     raise_faults("interleaved_one_f_one_b()", _even_rounds(ranks, chunks, m))
     together = m // max(1, m // ranks)
@@ -84,8 +85,8 @@ def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
 
 
 def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
-    """GPipe over ``chunks`` stages a rank, breadth first; the last micro-batch goes back first
-    (Lamy-Poirier 2023, arXiv:2211.05953)."""
+    """Looped BFS: GPipe with ``chunks`` stages on each rank, breadth first. The backward of the last micro-batch runs
+    first (Lamy-Poirier 2023, arXiv:2211.05953)."""
     raise_faults("looped_bfs()", [*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)])
 
     def order(rank: int) -> Iterable[Action]:
@@ -99,11 +100,11 @@ def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
 def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the bubbles, at the memory of 1F1B (Qi et al. 2024, arXiv:2401.10241).
 
-    Rank j does the weights of a micro-batch j backwards after its inputs. With several ``chunks`` a rank it is torch's
-    ``ScheduleInterleavedZeroBubble``.
+    Rank j runs the weight gradients of a micro-batch j backwards after its input gradients. With several ``chunks``
+    (stages on each rank), the order is that of torch's ``ScheduleInterleavedZeroBubble``. Default: 1 chunk.
 
     Raises:
-        ArgumentError: unless the rounds of micro-batches come out even.
+        ArgumentError: unless all rounds have the same number of micro-batches.
     """
     raise_faults("zero_bubble()", _even_rounds(ranks, chunks, m))
     together = m // max(1, m // ranks)
@@ -116,8 +117,8 @@ def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
 
 
 def zbv(ranks: int, m: int) -> Schedule:
-    """ZB-V: two stages a rank, ``r`` and ``2 ranks - 1 - r``, whose split backwards leave no bubble where
-    ``tf = ti = tw`` (Qi et al. 2024, arXiv:2401.10241, section 6)."""
+    """ZB-V: rank ``r`` has the stages ``r`` and ``2 ranks - 1 - r``. Split backwards leave no bubble if forward, input
+    gradients and weight gradients take equally long (Qi et al. 2024, arXiv:2401.10241, section 6)."""
     raise_faults("zbv()", [*whole("ranks", ranks), *whole("m", m)])
     full = max(m, 2 * ranks - 1)
 
@@ -139,8 +140,8 @@ def zbv(ranks: int, m: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, m: int) -> Schedule:
-    """DualPipeV: a forward of one half of the V beside a backward of the other (DeepSeek-AI 2024, arXiv:2412.19437,
-    cut in half as in github.com/deepseek-ai/DualPipe). The pairs that may overlap stand here one after the other.
+    """DualPipeV: a forward of one half of the V overlaps a backward of the other half (DeepSeek-AI 2024,
+    arXiv:2412.19437, cut in half as in github.com/deepseek-ai/DualPipe). Here such pairs run one after the other.
 
     Raises:
         ArgumentError: unless ``m >= 2 ranks``.
@@ -175,13 +176,13 @@ def _there_and_back(stages: Sequence[int], m: int, together: int) -> tuple[list[
 
 
 def _looped(name: str, ranks: int, chunks: int, m: int, order: Callable[[int], Iterable[Action]]) -> Schedule:
-    """Stage j on rank ``j mod ranks``."""
+    """A schedule with stage j on rank ``j mod ranks``."""
     placement = tuple(stage % ranks for stage in range(ranks * chunks))
     return Schedule(name, tuple(tuple(order(rank)) for rank in range(ranks)), placement, m)
 
 
 def _folded(name: str, ranks: int, m: int, order: Callable[[int], Iterable[Action]]) -> Schedule:
-    """Stages down the ranks, and up again."""
+    """A schedule in a V: the stages go from the first rank to the last, and back to the first."""
     placement = (*range(ranks), *range(ranks)[::-1])
     return Schedule(name, tuple(tuple(order(rank)) for rank in range(ranks)), placement, m)
 
@@ -191,5 +192,5 @@ def _even_rounds(ranks: int, chunks: int, m: int) -> list[Fault]:
     if faults or m % max(1, m // ranks) == 0:
         return faults
     works = nearest(m, lambda other: other % max(1, other // ranks) == 0)
-    rule = "micro-batches go in m // ranks rounds of equal size"
+    rule = "micro-batches run in m // ranks rounds of equal size"
     return [Fault(rule, f"m={m}, ranks={ranks}: {m // ranks} rounds", f"m={works}, the nearest")]

@@ -1,7 +1,7 @@
 """Table: schedules as CSV, in the format of torch.distributed.pipelining: a row per rank, a cell per action.
 
-An empty cell is a bubble. What torch adds for communication (``0SEND_F1``, ``0WAIT_SEND_F1``, ``0UNSHARD`` and the
-like) is passed over; a pair that may overlap, ``(0F3;7B0)OVERLAP_F_B``, is read as one action after the other.
+An empty cell is a bubble. Actions that torch adds for communication (``0SEND_F1``, ``0WAIT_SEND_F1``, ``0UNSHARD`` and
+the like) are skipped. A pair that may overlap, ``(0F3;7B0)OVERLAP_F_B``, is read as two actions, one after the other.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Cell(NamedTuple):
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The orders of the ranks, without bubbles. Whether a recompute is late, and its segments, are not in the format.
+    """``schedule`` as CSV, without bubbles. The format does not contain ``late`` and ``segments``.
 
     >>> print(to_csv(one_f_one_b(2, 2)), end="")
     0F0,0F1,0B0,0B1
@@ -41,14 +41,14 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that ``text`` describes; stages are on the ranks on which they stand.
+    """The schedule that ``text`` describes. A stage is on the rank whose row has its actions.
 
     >>> [str(action) for action in from_csv("0F0,,0B0").ranks[0]]
     ['0F0', '0B0']
 
     Raises:
-        ArgumentError: with line and column (from 1, in cells): an unknown action, one that stands before what it
-            depends on, one that is missing or there twice.
+        ArgumentError: an action is unknown, missing, duplicated, or stands before an action that it depends on. The
+            message has line and column, both from 1; the column counts cells.
     """
     if not isinstance(text, str):
         raise_faults(_CALLER, [Fault("a schedule is read from text", repr(text), "Path('schedule.csv').read_text()")])
@@ -76,7 +76,7 @@ def _cells(text: str) -> list[list[_Cell]]:
 
 
 def _actions(text: str) -> Iterator[Action | None]:
-    """The actions in a cell; None where it is not one."""
+    """The actions in a cell; None for text that is no action."""
     if not text or _PASSED_OVER.fullmatch(text):
         return
     overlap = _OVERLAP.fullmatch(text)
@@ -91,7 +91,7 @@ def _unknown(cell: _Cell) -> Fault:
 
 
 def _beyond(orders: list[list[tuple[Action, _Cell]]]) -> Iterator[Fault]:
-    # Each stage has every micro-batch, so no number can reach that of all actions. A larger one would fill the memory.
+    # Every stage runs every micro-batch, so a valid number is below the count of actions. A huge one would fill memory.
     count = sum(map(len, orders))
     for order in orders:
         for action, cell in order:

@@ -1,4 +1,4 @@
-"""Validity: whether a schedule can run, and if not, which action of which rank is wrong."""
+"""Validity: check whether a schedule can run, and find the actions that are wrong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +16,9 @@ __all__ = ["Misplaced", "check_order", "check_schedule", "located", "misplaced",
 _BIT = {kind: 1 << bit for bit, kind in enumerate(Kind)}
 _F, _B, _I, _W, _R = (_BIT[kind] for kind in Kind)
 _NEEDS = {_F: 0, _B: _F, _I: _F, _W: _I, _R: _F}
-"""What must have been done of the same micro-batch, on the same stage."""
+"""For each action, the actions of the same stage and micro-batch that must be done before it."""
 _EXCLUDES = {_F: _F, _B: _B | _I, _I: _B | _I, _W: _B | _W, _R: _R | _B | _I}
-"""What must not."""
+"""For each action, the actions of the same stage and micro-batch that must not be done before it."""
 _COMPLETE = (_F | _B, _F | _I | _W)
 _NAMES = {
     _F: "its forward",
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 class Misplaced(NamedTuple):
-    """An action of a rank, by its position there, and what is wrong with it. No position: with the rank as a whole."""
+    """A fault of the action at ``position`` in the order of ``rank``. Without a position, a fault of the whole rank."""
 
     rank: int
     position: int | None
@@ -38,11 +38,11 @@ class Misplaced(NamedTuple):
 
 
 def check_schedule(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
-    """Raise one :class:`~torchckpt.errors.ArgumentError` with everything that keeps ``schedule`` from running: on one
-    rank, or by ranks that wait for each other.
+    """Raise one :class:`~torchckpt.errors.ArgumentError` with all faults of ``schedule``: of single ranks, and ranks
+    that wait for each other forever.
 
     Args:
-        where: says in words where a misplaced action stands. Default: ``rank 0, action 3``.
+        where: returns the place of a misplaced action in words. Default: such as ``rank 0, action 3``.
     """
     check_order(caller, schedule, where)
     stages = schedule.stages
@@ -51,14 +51,14 @@ def check_schedule(caller: str, schedule: Schedule, where: Callable[[Misplaced],
 
 
 def check_order(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
-    """As :func:`check_schedule`, each rank for itself."""
+    """As :func:`check_schedule`, but without the check for ranks that wait for each other."""
     if not isinstance(schedule, Schedule):
         raise_faults(caller, [Fault("a schedule is a Schedule", repr(schedule), "one_f_one_b(4, 8)")])
     raise_faults(caller, [*_shape(schedule)] or located(misplaced(schedule), where))
 
 
 def located(found: Iterable[Misplaced], where: Callable[[Misplaced], str] | None = None) -> list[Fault]:
-    """The faults, each with its place in front."""
+    """The faults, each with the place of its action in front."""
     where = where or _position
     return [Fault(f"{where(one)}: {one.fault.rule}", one.fault.received, one.fault.works) for one in found]
 
@@ -74,14 +74,14 @@ def stuck(schedule: Schedule, played: Run) -> Iterator[Misplaced]:
             awaited = Action(action.stage + 1, Kind.BACKWARD, action.micro_batch)
         owner = schedule.placement[awaited.stage]
         here = len(played.starts[owner])
-        rule = "no rank waits for one that waits for it: a deadlock"
+        rule = "ranks must not wait for each other: a deadlock"
         waits = f"{action} waits for {awaited} of rank {owner}, which stands at {schedule.ranks[owner][here]}"
         works = f"{awaited} earlier on rank {owner}, or {action} later here"
         yield Misplaced(rank, position, Fault(rule, waits, works))
 
 
 def misplaced(schedule: Schedule) -> Iterator[Misplaced]:
-    """Every action that its own rank cannot run at that place; then what is missing."""
+    """Every action that its rank cannot run at its position; then the actions that are missing."""
     m, stages = schedule.micro_batches, schedule.stages
     done = bytearray(stages * m)
     for rank, order in enumerate(schedule.ranks):
@@ -98,7 +98,7 @@ def misplaced(schedule: Schedule) -> Iterator[Misplaced]:
     for stage, i in sorted(schedule.late):
         if not (0 <= stage < stages and 0 <= i < m and done[stage * m + i] & _R):
             rank = schedule.placement[stage] if 0 <= stage < stages else 0
-            rule, recompute = "only what is recomputed can be late", Action(stage, Kind.RECOMPUTE, i)
+            rule, recompute = "only a recompute can be late", Action(stage, Kind.RECOMPUTE, i)
             fault = Fault(rule, f"({stage}, {i}) in late, no {recompute}", f"{recompute} on this rank")
             yield Misplaced(rank, None, fault)
 
@@ -147,7 +147,7 @@ def _out_of_order(action: Action, bit: int, state: int) -> Fault:
         return Fault(rule, f"{action} before {_of(action, missing)}", f"{_of(action, missing)}, ..., {action}")
     before = next(other for other in _NAMES if _EXCLUDES[bit] & state & other)
     if before == bit:
-        return Fault("every action stands once", f"{action} again", f"one {action}")
+        return Fault("every action appears once", f"{action} again", f"one {action}")
     received = f"{action} after {_of(action, before)}"
     if bit == _R:
         return Fault(f"{action} comes before {_NAMES[before]}", received, f"{action}, ..., {_of(action, before)}")

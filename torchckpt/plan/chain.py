@@ -1,4 +1,4 @@
-"""Chain: stages that a user's function makes, run one after the other on tensors without memory."""
+"""Chain: run the stages that a user's function makes, one after the other, on tensors without memory."""
 from __future__ import annotations
 
 import sys
@@ -22,7 +22,7 @@ from torchckpt.tensors import tensors_in
 __all__ = ["Build", "counted_chain"]
 
 Build: TypeAlias = Callable[[], Any]
-"""Returns the stages and what the first is called with; and, if there is one, the loss of what the last one returns."""
+"""Returns the stages and the input of the first stage; optionally also a loss function of the last stage's output."""
 
 _CALLER = "pipeline_costs()"
 _WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
@@ -38,7 +38,7 @@ class _Made:
 
 
 def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torch.dtype | None) -> list[Counted]:
-    """Each stage on what the one before returns.
+    """Count each stage, called with the output of the previous stage.
 
     Raises:
         ArgumentError: ``build`` raises or returns something else, or a stage does not run.
@@ -147,7 +147,7 @@ class _Seen(Exception):
 
 
 class _Once:
-    """Stops at the first region."""
+    """A watcher that stops the forward at the first region."""
 
     def enter(self, *_: Any) -> None:
         raise _Seen
@@ -169,7 +169,7 @@ def _has_regions(made: _Made) -> bool:
 
 @contextmanager
 def _explained(at: int, made: _Made, inputs: tuple[Any, ...]) -> Iterator[None]:
-    """Say of what the user's code raises which stage it was, on what."""
+    """Add the stage and its inputs to an error that the user's code raises."""
     try:
         yield
     except (CheckpointError, _Seen):

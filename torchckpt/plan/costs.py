@@ -27,7 +27,7 @@ from torchckpt.plan.operation import Operation
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
 EFFICIENCY = 0.5
-"""Of the peak of arithmetic: what large models reach in training is 0.3 to 0.6."""
+"""The default share of peak FLOPs. Large models reach 0.3 to 0.6 in training."""
 _CALLER = "pipeline_costs()"
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -41,7 +41,7 @@ _LEAST_SECONDS = 1e-9
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """What :func:`pipeline_costs` found: ``plan_pipeline(schedule, costs.stages, budget, costs.link)``."""
+    """The result of :func:`pipeline_costs`, for ``plan_pipeline(schedule, costs.stages, budget, costs.link)``."""
 
     device: Device
     efficiency: float
@@ -84,7 +84,7 @@ def pipeline_costs(
     link_bytes_per_second: float | None = None,
     kernels: str = "accelerator",
 ) -> PipelineCosts:
-    """Count what the stages that ``build`` makes take, without running them.
+    """Count the seconds and bytes of the stages that ``build`` makes, without running them on a device.
 
     >>> def stages():
     ...     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
@@ -101,7 +101,7 @@ def pipeline_costs(
             (``torchckpt.checkpoint``); without any, the children of ``nn.Sequential`` and ``nn.ModuleList`` whose
             class occurs more than once.
         device: one of ``torchckpt.model.device.DEVICES``, or a ``Device``.
-        efficiency: the share of the peak of arithmetic that is reached. Memory is taken at its peak.
+        efficiency: the share of peak FLOPs that is reached. Default: 0.5. Memory bandwidth is taken at its peak.
         dtype: torch's default while ``build`` and the stages run: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"tf32"``
             (float32, multiplied as TF32), ``"fp64"``. Default: torch's default, that is, what ``build`` makes.
         optimizer_bytes: of each trained parameter, beside itself and its gradient. Default: those of Adam, two moments
@@ -131,7 +131,7 @@ def pipeline_costs(
 
 
 def _stage(at: int, own: Counted, optimizer_bytes: float | None) -> Stage:
-    """What has no backward, saves nothing, or changes its input in place is no block: it is left as it is."""
+    """The planner's stage. A part that has no backward, saves nothing, or changes its input in place is not a block."""
     before, after, blocks = own.before, own.after, list(own.blocks)
     first = next((place for place, one in enumerate(blocks) if _is_block(one)), len(blocks))
     kept = [one for one in blocks if _is_block(one)]

@@ -32,7 +32,7 @@ __all__ = ["Counted", "Part", "counted"]
 
 @dataclass(frozen=True)
 class Part:
-    """A block, or what is none."""
+    """A block, or operations outside of blocks."""
 
     forward: Tally
     input_grad: Tally
@@ -57,7 +57,7 @@ class Counted:
 
 
 class _Forward:
-    """What is known of a stage from its forward."""
+    """Data about a stage, collected during its forward."""
 
     def __init__(self, ledger: Ledger, static: Iterable[StorageWeakRef]) -> None:
         self.ledger = ledger
@@ -99,7 +99,7 @@ class _Forward:
 def counted(
     stage: nn.Module, call: Callable[[], Any], inputs: Any, seconds_of: SecondsOf, children: Sequence[nn.Module] | None
 ) -> tuple[Counted, Any]:
-    """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards; and return what the forward does, too.
+    """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards. Returns the counts and the outputs.
 
     Args:
         children: the modules whose calls are blocks; None where regions are.

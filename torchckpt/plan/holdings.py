@@ -1,9 +1,9 @@
-"""Holdings: which bytes a stage keeps from a forward for its backward, and for the sake of which of its blocks.
+"""Holdings: the bytes that a stage keeps from its forward for its backward, and the block that each byte belongs to.
 
-A storage counts once. One that a block is given is kept whatever becomes of that block: its boundary. One that several
-blocks are given, or that something outside of blocks saves, or that a block closes over, is kept whatever becomes of
-any block. What is left is what a block made and saved itself, and is not there where the block is recomputed.
-Parameters and buffers are there anyway, and do not count.
+A storage counts once. The input of a block is its boundary: it is kept whether or not the block is recomputed. A
+storage is kept in every plan if it is an input of several blocks, is saved by code outside of blocks, or is used by a
+block that did not receive it as an argument. All other storages were made and saved by one block, and are freed if that
+block is recomputed. Parameters and buffers do not count, because they are always in memory.
 """
 from __future__ import annotations
 

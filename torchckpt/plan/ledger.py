@@ -1,4 +1,4 @@
-"""Ledger: what the operations of a stage compute and move, by part of the stage and by phase of the step."""
+"""Ledger: FLOPs and moved bytes of a stage's operations, by part of the stage and by phase of the step."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ __all__ = ["AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "Ledger", "
 
 FORWARD, INPUT_GRAD, BOTH_GRADS = "forward", "input_grad", "both_grads"
 BEFORE, AFTER = -1, -2
-"""What is no block, before the first one and after it. Blocks count from 0."""
+"""Part numbers of operations outside of blocks: before the first block, and after it. Blocks count from 0."""
 
 SecondsOf: TypeAlias = Callable[[Operation], float]
 

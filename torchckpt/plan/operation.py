@@ -1,4 +1,4 @@
-"""Operation: what one call of an operator computes and moves, counted from its shapes."""
+"""Operation: FLOPs and moved bytes of one operator call, counted from its shapes."""
 from __future__ import annotations
 
 from collections.abc import Callable

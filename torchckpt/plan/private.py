@@ -1,4 +1,4 @@
-"""Every private name of torch's that costs without a run stand on, in one place."""
+"""Private: every private name of torch that ``torchckpt.plan`` uses, in one place."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Static: what a stage has in memory beside activations: weights, their gradients, the optimizer's state."""
+"""Static: the memory of a stage besides activations: weights, their gradients, and optimizer state."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ def test_what_it_may_not_be(limit):
 
 
 def test_what_is_wrong_with_each_is_said():
-    match = r"(?s)2 faults.*budget\[0\]='5' \(it has no unit\).*budget\[2\]='6G' \(G is no unit\)"
+    match = r"(?s)2 faults.*budget\[0\]='5' \(it has no unit\).*budget\[2\]='6G' \(G is not a unit\)"
     with pytest.raises(ArgumentError, match=match):
         limits_of("test()", ["5", "50%", "6G"], 3, 16000.0)
 

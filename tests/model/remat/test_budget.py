@@ -73,8 +73,8 @@ WORKS = '  works:    budget="6GiB", budget=6 * 2**30, budget="40%", budget=0.4'
 @pytest.mark.parametrize(
     ("budget", "received"),
     [
-        ("6 gigs", "'6 gigs' (gigs is no unit)"),
-        ("6G", "'6G' (G is no unit)"),
+        ("6 gigs", "'6 gigs' (gigs is not a unit)"),
+        ("6G", "'6G' (G is not a unit)"),
         ("6", "'6' (it has no unit)"),
         ("0.4", "'0.4' (it has no unit)"),
         ("", "''"),

@@ -1,8 +1,8 @@
-"""Balance: blocks moved between stages, so that the step is shorter under the same budget.
+"""Balance: move blocks between stages, so that the step is shorter under the same budget.
 
-The bound is close to what can be planned and much cheaper. So blocks are moved, one at a time, as long as the bound
-falls; then the last few partitions are planned, and the best plan wins. Blocks stay in their order; what comes before
-and after the blocks of a stage stays where it is. Parameters move along with their blocks.
+The bound is close to the best plan and much cheaper to compute. So blocks are moved, one at a time, as long as the
+bound falls. Then the last few partitions are planned, and the best plan is returned. Blocks stay in their order, and
+parameters move along with their blocks. The ``before`` and ``after`` of a stage do not move.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchckpt.model.plan.solve import planned
 __all__ = ["planned_with_moves"]
 
 _PLANNED = 3
-"""Partitions, of those that the bound likes best."""
+"""The number of partitions that are planned: those with the lowest bounds."""
 _WORK = 200_000
 """Actions of which bounds are computed."""
 _ROUNDING = 1e-9

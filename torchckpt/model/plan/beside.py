@@ -1,8 +1,8 @@
-"""Beside: what a step takes above what its regions and stages hold, by action.
+"""Beside: memory that a step needs in addition to the activations of its regions and stages, for each action.
 
-Gradients, messages on their way, losses, and what an operation takes while it runs. A step that recomputes everything
-is measured; a step of a plan takes the same beside, but for one thing: a region takes some bytes while it runs, of
-which it holds the most if it is kept.
+This memory is gradients, messages in transit, losses, and the temporary memory of operations. It is measured in a step
+that recomputes everything. A step of a plan needs the same, with one exception: a region uses temporary bytes while it
+runs, and a kept region continues to hold most of them.
 """
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["Beside", "Took", "peak_bytes"]
 
 
 class Beside(NamedTuple):
-    """Of one action, in bytes that regions and stages do not say."""
+    """Additional bytes of one action, beyond the activations of regions and stages."""
 
     rises: float
-    """From when it began to the most that was held during it."""
+    """Bytes from the start of the action to its highest point."""
     leaves: float
-    """What it adds for later actions, or frees."""
+    """Bytes that the action adds for later actions; negative if it frees bytes."""
     enters: float = 0.0
     """As ``rises``, before it recomputes anything: where that was later, more may be kept at that time."""
 
 
 @dataclass(frozen=True)
 class Took:
-    """One measured step, in which every region was recomputed. Bytes are those above what was there before it."""
+    """One measured step in which every region was recomputed. Bytes are relative to those alive before the step."""
 
     schedule: Schedule
     choices: Choices

@@ -1,8 +1,8 @@
-"""Bound: a step that no plan of a schedule under a byte budget goes below.
+"""Bound: a lower bound on the seconds of a step, for all plans of a schedule under a byte budget.
 
-What may differ between plans: which blocks are kept, which are recomputed when, and when weight gradients are done.
-What may not: the order of forwards and backwards on each rank, and what they cost. For any two actions x and y of a
-rank, x not after y::
+Plans may differ in the blocks that they keep, in when they recompute the others, and in when weight gradients run. All
+plans have the same order of forwards and backwards on each rank, and the same costs. For any two actions x and y of a
+rank, where x is y or runs before y::
 
     end(y) >= start(x) + the forwards and backwards from x to y
                        + the least that is recomputed from x on of what is used from x to y
@@ -30,11 +30,11 @@ _MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 20_000
 
 
 def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
-    """No plan takes less.
+    """A lower bound on the seconds of every plan.
 
     Args:
-        program: of the schedule without its weight gradients.
-        lanes: whose budgets are no less than the least.
+        program: the program of the schedule without its weight gradients.
+        lanes: one for each rank. Each budget is large enough to recompute everything.
     """
     ranks = [_Rank(lane) for lane in lanes]
     arrived = [-1.0] * program.tokens
@@ -63,7 +63,7 @@ def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
 
 
 class _Rank:
-    """How far a rank has come, at the soonest."""
+    """The earliest times of one rank, action by action."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.capacity = lane, Capacity(lane)

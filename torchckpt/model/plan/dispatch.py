@@ -1,4 +1,4 @@
-"""Dispatch: one step in which every rank decides as time goes by, given what it keeps.
+"""Dispatch: simulate one step in which each rank decides what to run next, for given choices of kept blocks.
 
 Forwards and backwards come in the order of the schedule. Where a rank would idle, it recomputes what it uses next, as
 far as the budget has room until then, or it does a weight gradient that waits. Where its next forward or backward has
@@ -27,14 +27,14 @@ _LONG = float("inf")
 
 @dataclass(frozen=True)
 class Manner:
-    """How a rank that would idle decides."""
+    """How a rank decides what to do when it would idle."""
 
     thorough: bool = False
     """Wait with a recompute until there is room for all that can be early."""
     near: bool = False
     """Recompute only what the very next backward uses."""
     patience: float = 0.0
-    """Wait for a message rather than begin what is not done to this share when the message comes."""
+    """Wait for a message instead of starting work, if less than this share of the work is done when it arrives."""
 
 
 Done: TypeAlias = tuple[int, int, int, float, int]
@@ -45,7 +45,7 @@ Choice: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Played:
-    """A step as it was decided."""
+    """A simulated step, with all decisions of its ranks."""
 
     step_seconds: float
     done: list[list[Done]]
@@ -57,11 +57,11 @@ class Played:
 
     @property
     def haste(self) -> tuple[float, float]:
-        """The less the better: the step; of equal steps, how early everything is there."""
+        """A key to compare steps, smaller is better: the seconds of the step, then how early messages arrive."""
         return self.step_seconds, sum(self.arrived)
 
     def critical(self) -> list[tuple[int, int]]:
-        """Rank and visit of each action on one path that makes the step as long as it is, from its end."""
+        """Rank and visit of each action on one critical path, from the end of the step to its start."""
         ends = [own[-1][3] if own else _NEVER for own in self.done]
         rank = max(range(len(ends)), key=ends.__getitem__)
         place, path = len(self.done[rank]) - 1, []
@@ -80,20 +80,20 @@ def dispatch(
     expected: Sequence[float] | None = None,
     limit_seconds: float = _LONG,
 ) -> Played:
-    """Play one step.
+    """Simulate one step.
 
     Args:
-        program: of the schedule without its weight gradients.
+        program: the program of the schedule without its weight gradients.
         held: per rank and visit.
         expected: per token, when it arrives, as far as one can tell; a patient rank waits for these, too.
-        limit_seconds: stop when it is certain that the step takes longer; it is infinite then.
+        limit_seconds: stop when the step is sure to take longer; its seconds are then infinite.
     """
     ranks = [_Rank(lane, own, manner) for lane, own in zip(lanes, held)]
     return _Clock(program, ranks, expected, limit_seconds).run()
 
 
 class _Rank:
-    """Where a rank stands, and what it does next."""
+    """The state of one rank, and its next decision."""
 
     def __init__(self, lane: Lane, held: Sequence[Holding], manner: Manner) -> None:
         self.lane, self.held = lane, held
@@ -106,7 +106,7 @@ class _Rank:
         self.alive_bytes = 0.0
         self.early = [0] * len(held)
         self.waiting: list[int] = []
-        """Visits whose weight gradients are to do."""
+        """Visits whose weight gradients are still pending."""
         self.next_use = 0
         self.done: list[Done] = []
         self.left_seconds = lane.plain_seconds + sum(own.late_seconds[0] for own in held)
@@ -130,7 +130,7 @@ class _Rank:
         return kind, visit, early
 
     def aside(self, idle_seconds: float) -> Choice | None:
-        """What to do while the next action of the order cannot start, for so long at least."""
+        """What to do while the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
         found = self._recompute()
         if found and idle_seconds >= self.patience * self.held[found[1]].early_seconds[found[2]]:
             return found

@@ -1,4 +1,4 @@
-"""Every: all schedules that have a name, planned under the same budget on the same ranks."""
+"""Every: plan all named schedules under the same budget on the same ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _CALLER = "plan_every()"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The shortest first."""
+    """The plans of all named schedules that fit the budget, shortest step first."""
 
     plans: tuple[PipelinePlan, ...]
     too_small: tuple[str, ...]

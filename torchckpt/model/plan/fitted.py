@@ -1,8 +1,8 @@
-"""Fitted: a plan for a budget that holds all that a step takes, of which activations are only the most.
+"""Fitted: a plan for a budget that covers all memory of a step, not only the activations.
 
-A step was measured: gradients, messages that are still on their way, losses, and what an operation takes while it
-runs come on top of what regions and stages hold. How much that is, is known by action. The planner gets what is left
-of the budget; since not all comes together, it gets the more of it, the less the plan then turns out to take.
+A measured step shows, for each action, the bytes of gradients, messages in transit, losses, and temporary memory. The
+planner gets the rest of the budget for activations. These bytes are not all alive at once, so several reserves for them
+are tried; the shortest plan that fits the whole budget is returned.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEAST_BYTES = 1.0
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan, and what a step of it takes."""
+    """A plan, and the peak bytes of a step of it."""
 
     plan: PipelinePlan
     budget_bytes: tuple[float, ...]
@@ -51,15 +51,15 @@ def fitted(
     caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes, took: Took,
     tied: bool = False,
 ) -> Fitted:
-    """The shortest plan that is found of which a step takes no more than ``budget``; a share is one of a step that
-    keeps all.
+    """The shortest plan found whose step takes at most ``budget`` bytes. A share is a share of the peak of a step that
+    keeps everything.
 
     Args:
-        tied: whether stages of a rank share parameters.
+        tied: whether stages of a rank share parameters. Default: False.
 
     Raises:
-        ArgumentError: ``budget`` is none.
-        BudgetInfeasible: it is below what a step takes that recomputes everything.
+        ArgumentError: ``budget`` is not a valid budget.
+        BudgetInfeasible: the budget is below the peak of a step that recomputes everything.
     """
     beside = took.beside(stages)
     least, most = took.least(stages), took.most(stages)

@@ -22,8 +22,8 @@ FORWARD, BACKWARD, INPUT_GRAD = range(3)
 _KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.INPUT_GRAD: INPUT_GRAD}
 
 CHOICES = ("last", "even", "cheap")
-"""Of what is dropped: of the visit that is used last; of the visit that keeps most; the block, of any visit, that is
-recomputed fastest for its bytes."""
+"""Which block to drop next: one of the visit that is used last (``last``), one of the visit that keeps most (``even``),
+or the block of any visit with the fewest recompute seconds per byte (``cheap``)."""
 
 _ROUNDING = 1e-11
 """Of a budget: what sums of numbers may be off. Less than a byte of 60 GB."""
@@ -31,7 +31,7 @@ _ROUNDING = 1e-11
 
 @dataclass(frozen=True)
 class Reserve:
-    """How to choose what is kept, and what memory is left for. One entry per visit, in the order of the backwards."""
+    """How to choose the kept blocks, and how much memory to reserve. One entry per visit, in the order of backwards."""
 
     early: tuple[int, ...]
     """Blocks that shall be there when the backward starts, kept or early."""
@@ -85,7 +85,7 @@ class Lane:
         return found
 
     def keep(self, reserve: Reserve) -> list[Holding] | None:
-        """What is kept of each visit; None if the budget does not allow for anything."""
+        """The holding of each visit; None if no choice fits the budget."""
         return _Sweep(self, reserve).run()
 
     def reserve(self, early: int, wait: int, order: str, choice: str) -> Reserve:

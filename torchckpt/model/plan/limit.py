@@ -1,4 +1,4 @@
-"""Limit: what a user writes for the memory of every rank, in bytes."""
+"""Limit: convert the memory budget that a user wrote into bytes for every rank."""
 from __future__ import annotations
 
 import sys
@@ -59,10 +59,10 @@ def limits_of(
     (4000.0, 1000.0)
 
     Args:
-        peak_bytes: what a share is a share of.
+        peak_bytes: the bytes of a share of 100%.
 
     Raises:
-        ArgumentError: it is no size, it is not above zero, or there are not as many as ranks.
+        ArgumentError: a budget is not a size, is not above zero, or their number differs from the number of ranks.
     """
     if isinstance(limit, (str, int, float, Real)):
         raise_faults(caller, _faults("budget", limit))

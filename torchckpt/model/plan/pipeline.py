@@ -5,9 +5,9 @@ layers on every stage for every micro-batch, and recomputes them when their grad
 ranks hold different numbers of micro-batches, and at the end of a step fewer of them. Ours chooses for each block of
 each visit, starts recomputes early where a rank would idle, and says beside it how short a step can be at all.
 
-It comes apart. What can be kept is decided by bytes, rank by rank (:mod:`lane`); how long the step is then, couples
-the ranks (:mod:`dispatch`). :mod:`search` goes back and forth between the two, until the step is as short as the bound
-(:mod:`bound`), or for so many tries.
+The problem has two parts. Bytes decide, rank by rank, which blocks can be kept (:mod:`lane`). The length of the step
+then depends on all ranks together (:mod:`dispatch`). :mod:`search` alternates between the two, until the step reaches
+the bound (:mod:`bound`) or a fixed number of tries is used up.
 """
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ def plan_pipeline(
 
     Raises:
         ArgumentError: an argument is wrong.
-        BudgetInfeasible: below what a rank needs that recomputes everything; with the least that works, and its plan.
+        BudgetInfeasible: the budget is below the need of a rank that recomputes everything. The error has the least
+            budget that works, and its plan.
     """
     problem = problem_of("plan_pipeline()", schedule, stages, budget, link)
     return planned_with_moves(problem) if balance else planned(problem)
 
 
 def plan_bound(schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links = 0.0) -> float:
-    """Seconds that no plan goes below; infinite if the budget is below the least. Arguments as of `plan_pipeline`."""
+    """A lower bound on the seconds of every plan; infinite if no plan fits. Arguments as of `plan_pipeline`."""
     return problem_of("plan_bound()", schedule, stages, budget, link).bound_seconds

@@ -1,4 +1,4 @@
-"""Problem: what is to be planned, checked, and in the forms that the parts of the planner work on."""
+"""Problem: the checked input of the planner, and the forms of it that parts of the planner need."""
 from __future__ import annotations
 
 import math
@@ -30,7 +30,7 @@ Links: TypeAlias = "float | Link | Sequence[Link]"
 
 @dataclass(frozen=True)
 class Problem:
-    """Checked."""
+    """A planning problem whose arguments have been checked."""
 
     schedule: Schedule
     """Without recomputes."""
@@ -39,7 +39,7 @@ class Problem:
     budget_bytes: tuple[float, ...]
     """Per rank."""
     memory: DeviceMemory | None = None
-    """What the budgets are the rest of, if they are."""
+    """The device memory from which the budgets were computed; None if the user gave budgets."""
 
     @cached_property
     def keep_all(self) -> Timeline:
@@ -103,7 +103,7 @@ def keep_all(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link])
 
 
 def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links) -> Problem:
-    """What the caller gave.
+    """The problem for the arguments of the caller.
 
     Raises:
         ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget``.

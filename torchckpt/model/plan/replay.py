@@ -1,4 +1,4 @@
-"""Replay: a step whose order is decided, with the seconds and the bytes of each action."""
+"""Replay: simulate a step whose order is fixed, with the seconds and the bytes of each action."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _Step: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of the blocks of one visit; each is in one of the three."""
+    """The blocks of one visit, by index: kept, recomputed early, or recomputed late. Each block is in one tuple."""
 
     kept: tuple[int, ...]
     early: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Rules: what people do without a plan, under the same budget, to compare with."""
+"""Rules: the usual ways to recompute without a plan, under the same budget, for comparison."""
 from __future__ import annotations
 
 import math
@@ -20,7 +20,7 @@ class Rule:
     blocks: int
     """Of each stage, the first ones; stages that have fewer recompute all of theirs."""
     step_seconds: float
-    """Infinite if no way to delay weight gradients fits the budget."""
+    """Infinite if the rule does not fit the budget, however early weight gradients are done."""
     peak_bytes: tuple[float, ...] = ()
     """Per rank."""
 

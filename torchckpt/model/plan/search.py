@@ -1,9 +1,9 @@
-"""Search: what to keep, and how ranks decide, so that a step is short.
+"""Search: choose the blocks to keep, and how ranks decide, so that the step is short.
 
-Of each rank two things are open: for how many blocks of each visit it reserves memory at the backward (to recompute
-early takes memory in which something could be kept), and for how long weight gradients may wait. All ranks alike first;
-then the best of these is changed, a stretch of visits of one rank at a time, most often where its critical path is. A
-step that is proven to be the shortest ends the search.
+The search chooses two things for each rank: for how many blocks of each visit it reserves memory at the backward
+(recomputing early takes memory in which other blocks could be kept), and how long weight gradients may wait. It first
+tries the same choice for all ranks. It then changes the best one by local search: some consecutive visits of one rank
+at a time, most often on the critical path. It ends early when a step is proven to be the shortest.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORK, _FEWEST = 300_000, 150
 _PARTS = 8
 """Into which the blocks of a stage are parted, to try how many of them are early."""
 _OVERHEAD = 20
-"""What a try costs beside, in actions."""
+"""The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
 
 
@@ -64,10 +64,10 @@ def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_
     """The shortest step that was found.
 
     Args:
-        program: of the schedule without its weight gradients.
-        lanes: whose budgets are no less than the least.
-        target_seconds: no step is shorter.
-        keep_all: only choose when weight gradients are done.
+        program: the program of the schedule without its weight gradients.
+        lanes: one for each rank. Each budget is large enough to recompute everything.
+        target_seconds: a lower bound of the step; the search ends when it is reached.
+        keep_all: keep every block, and choose only when weight gradients are done. Default: False.
     """
     return _Search(program, lanes, target_seconds, keep_all).run()
 

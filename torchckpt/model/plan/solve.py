@@ -1,4 +1,4 @@
-"""Solve: the shortest plan that is found of a problem, or why there is none."""
+"""Solve: find the shortest plan of a problem, or raise an error that says why there is none."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ def planned(problem: Problem) -> PipelinePlan:
     """The shortest plan that is found.
 
     Raises:
-        BudgetInfeasible: below what a rank needs that recomputes everything; with the least that works, and its plan.
+        BudgetInfeasible: the budget is below the need of a rank that recomputes everything. The error has the least
+            budget that works, and its plan.
     """
     if problem.too_small:
         _refuse(problem)

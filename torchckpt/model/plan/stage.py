@@ -1,4 +1,4 @@
-"""Stage: what a stage consists of, in seconds and bytes of one micro-batch."""
+"""Stage: the blocks of a pipeline stage, with seconds and bytes for one micro-batch."""
 from __future__ import annotations
 
 import math
@@ -23,13 +23,13 @@ class Block:
     saved_bytes: float = 1.0
     """Everything that a forward saves for the backward, its input included."""
     boundary_bytes: float = 0.0
-    """Its input: what is kept instead where it is recomputed."""
+    """The block's input, which is kept if the block is recomputed."""
     static_bytes: float = 0.0
     """Parameters, gradients, optimizer state. The budget does not count them; they are shown beside the plan."""
 
     @property
     def freed_bytes(self) -> float:
-        """What is not kept where it is recomputed."""
+        """The bytes that are freed by dropping the block."""
         return self.saved_bytes - self.boundary_bytes
 
 
@@ -57,7 +57,7 @@ class Stage:
     before: Fixed = Fixed()
     after: Fixed = Fixed()
     message_bytes: float | None = None
-    """What the stage before sends, and gets the gradient of. Default: the boundary of the first block."""
+    """Bytes of the message from the previous stage, and of its gradient. Default: the boundary of the first block."""
 
     @property
     def forward_seconds(self) -> float:
@@ -187,7 +187,7 @@ def _numbers(where: str, part: Block | Fixed, positive: Sequence[str]) -> Iterat
 
 
 def _no_amount(what: str, value: object) -> Fault:
-    return Fault("seconds and bytes are finite numbers from 0", f"{what}={value!r}", f"{what.rpartition('.')[2]}=1.0")
+    return Fault("seconds and bytes are finite numbers >= 0", f"{what}={value!r}", f"{what.rpartition('.')[2]}=1.0")
 
 
 def _is_amount(value: object) -> bool:

@@ -22,7 +22,7 @@ _CALLER = "PipelinePlan.from_json()"
 
 
 def written(plan: PlanFigures) -> str:
-    """What was asked, the orders of the ranks, and what each visit keeps."""
+    """The plan as JSON: the problem, the order of each rank, and the choices for each visit."""
     problem = plan.problem
     stored = {
         "format": _FORMAT,
@@ -40,10 +40,10 @@ def written(plan: PlanFigures) -> str:
 
 
 def read(text: str) -> tuple[Problem, Schedule, Choices, float, Problem | None]:
-    """What :func:`written` wrote.
+    """Read the JSON of :func:`written`.
 
     Raises:
-        ArgumentError: it is something else, or does not fit together.
+        ArgumentError: the text has another format, or its parts contradict each other.
     """
     try:
         stored = json.loads(text)

@@ -1,4 +1,4 @@
-"""Sums: weight gradients in the order of the schedule, as the last bits of a sum depend on the order of its terms.
+"""Sums: keep the weight gradients of a stage in the order of the schedule, because rounding depends on that order.
 
 A plan moves weight gradients. Those of one stage are added up, so among themselves, and among the whole backwards of
 the stage, they keep the order that the schedule gives them: one that comes too late for that is done earlier, and one
@@ -23,7 +23,7 @@ def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
     """``plan``, with weight gradients in the order in which its schedule adds them up.
 
     Args:
-        tied: whether stages of a rank share parameters, whose gradients are one sum then.
+        tied: whether stages of a rank share parameters; their gradients then go into one sum. Default: False.
     """
     given = plan.problem.schedule
     ranks = tuple(tuple(_ordered(*pair, tied)) for pair in zip(plan.schedule.ranks, given.ranks))

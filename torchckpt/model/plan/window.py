@@ -1,4 +1,4 @@
-"""Window: a stretch of one rank's actions, and the least that is recomputed in it, whatever the plan.
+"""Window: consecutive actions of one rank, and the least recomputation in them that every plan needs.
 
 What of a visit is there when its backward starts, kept or recomputed before, has to fit beside what is there of others.
 At the start of a window everything may be there that fits at that moment, however it came to be there; from then on,
@@ -38,7 +38,7 @@ _TINY = 1e-9
 
 
 class Capacity:
-    """What fits on a rank at each place of its order, beside what every plan has there."""
+    """The bytes that are free on a rank at each position of its order, after those that every plan needs there."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -210,7 +210,7 @@ class Window:
         self.plain_seconds = start_seconds
         """When the window starts at the soonest, and its forwards and backwards."""
         self.layer_seconds = self.group_seconds = 0.0
-        """What is recomputed in the window, at least."""
+        """The least seconds of recomputation in the window."""
         self.wait_seconds = 0.0
         """Of weight gradients of backwards in the window."""
         alive = [visit for visit, used in enumerate(lane.used) if lane.made[visit] < place <= used]

@@ -1,4 +1,4 @@
-"""Breakdown: whose the bytes are at one step of a schedule, and which of them no schedule can free."""
+"""Breakdown: what the bytes alive at one step of a schedule are used for, and which of them no schedule can free."""
 from __future__ import annotations
 
 from collections import Counter
@@ -16,10 +16,10 @@ class Breakdown:
     """Bytes alive while the operation ``name`` runs, which is the operation ``index`` of the dataflow.
 
     Args:
-        results_bytes: by what they are, such as outputs: they stay to the end of the step.
-        touched_bytes: what the operation reads and writes, results apart.
-        workspace_bytes: what it allocates for itself.
-        kept_bytes: for what comes after it: the only part that another schedule could free.
+        results_bytes: bytes of each kind of result, such as outputs. Results stay alive to the end of the step.
+        touched_bytes: storages that the operation reads or writes, without results.
+        workspace_bytes: temporary memory of the operation.
+        kept_bytes: storages kept for later operations. Another schedule could free only these.
     """
 
     index: int
@@ -35,10 +35,10 @@ class Breakdown:
 
 
 def at_peak(flow: Dataflow, schedule: Schedule, kinds: Mapping[int, str]) -> Breakdown:
-    """At the highest step, the first of several.
+    """The breakdown at the step of peak memory; if there are several, at the first.
 
     Args:
-        kinds: what each result is; one without a kind is an output.
+        kinds: the kind of each result. Default for a result that is missing here: output.
     """
     memory = simulate(flow, schedule)
     step = memory.bytes_during.index(memory.peak_bytes)
@@ -57,7 +57,7 @@ def at_peak(flow: Dataflow, schedule: Schedule, kinds: Mapping[int, str]) -> Bre
 
 
 def at_end(flow: Dataflow, kinds: Mapping[int, str]) -> dict[str, int]:
-    """What is alive when the step has ended, whatever its schedule: the bytes of each kind of result."""
+    """The bytes of each kind of result that are alive at the end of the step. They are the same for every schedule."""
     found = Counter[str]()
     for storage in sorted(flow.results.intersection(flow.writer)):
         found[kinds.get(storage, "outputs")] += flow.sizes_bytes[storage]

@@ -1,4 +1,4 @@
-"""Budget: what a user writes for the memory of one step, in bytes."""
+"""Budget: convert the memory budget that a user wrote for one step into bytes."""
 from __future__ import annotations
 
 import math
@@ -46,7 +46,7 @@ def written(amount_bytes: int) -> str:
 
 
 def _amount(budget: object) -> Amount | None:
-    """None of what is no budget. A float is a share."""
+    """The amount of a valid budget, else None. A float is a share."""
     amount = read(budget)
     if amount is not None and not isinstance(budget, (str, Integral)):
         amount = replace(amount, is_share=True)

@@ -1,4 +1,4 @@
-"""Curve: a schedule over time, thinned to what a picture can show, and where it repeats what."""
+"""Curve: the memory of a schedule over time, at the resolution of a picture, and the times of its repeats."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

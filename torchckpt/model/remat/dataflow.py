@@ -17,15 +17,15 @@ class Operation:
     """One kernel call.
 
     Args:
-        name: of the node it stands for.
+        name: the name of its graph node.
         reads: the storages that must be alive when it runs, each once.
         writes: the storages that it allocates, each once. No storage is written by two operations.
-        seconds: what it takes to run it, in any one unit.
+        seconds: its duration, in seconds or any one unit.
         flops: multiplications and additions; what ``recompute_flops`` counts.
-        workspace_bytes: what it allocates for itself while it runs.
-        repeatable: false if it must run once: it draws random numbers, communicates, or has an effect.
-        again: what a repeat runs in its place, if that differs: a dropout multiplies by the mask it has drawn, a
-            training batch norm leaves the running statistics alone. It writes no storage that this one does not write.
+        workspace_bytes: temporary memory that it allocates while it runs.
+        repeatable: false if it must run only once: it draws random numbers, communicates, or has a side effect.
+        again: the operation that a repeat runs instead, if it differs. A repeated dropout multiplies by the saved mask;
+            a repeated batch norm leaves the running statistics unchanged. It writes only storages that this one writes.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Operation:
 
     @property
     def repeat(self) -> Operation:
-        """What runs when this one is repeated."""
+        """The operation that runs when this one is repeated."""
         return self.again or self
 
 
@@ -51,10 +51,10 @@ class Dataflow:
         operations: in an order in which they can run. Each is needed: there is no dead code.
         sizes_bytes: of each storage.
         forward: the number of operations of the forward.
-        given: storages that are there before the step and outlive it (parameters, inputs): no operation writes them,
-            and they count for nothing.
-        results: storages alive from their first write to the end of the step: outputs, gradients. A repeated write of
-            one makes a copy that nobody reads.
+        given: storages that exist before the step and outlive it (parameters, inputs). No operation writes them, and
+            their bytes are not counted.
+        results: storages alive from their first write to the end of the step: outputs, gradients. If a repeat writes
+            one again, nothing reads that copy.
         forward_results: storages alive from their first write to the end of the forward at least, and after it as
             long as they are read: new values of buffers.
     """
@@ -73,7 +73,7 @@ class Dataflow:
 
     @cached_property
     def recoverable(self) -> frozenset[int]:
-        """The storages that a repeat writes: those that may be dropped and had again."""
+        """The storages that a repeat writes. They may be dropped and recomputed."""
         return frozenset(s for operation in self.operations if operation.repeatable for s in operation.repeat.writes)
 
     @property

@@ -1,4 +1,4 @@
-"""Exact: the fastest schedule of all under a byte budget, for some dozens of operations, and a proof of it."""
+"""Exact: the fastest schedule under a byte budget, for some dozens of operations, with a proof by a solver."""
 from __future__ import annotations
 
 import math
@@ -28,7 +28,7 @@ class Infeasible(ArgumentError):
 
 @dataclass(frozen=True)
 class Exact:
-    """The best schedule found, the seconds of all its runs, and what no schedule can be faster than.
+    """The best schedule found, the seconds of all its runs, and a lower bound on the seconds of every schedule.
 
     ``proven``: there is none faster, but for the rounding of its seconds: each repeat counts as up to a millionth of
     the step less than it takes, unless all are multiples of one number, such as 1.

@@ -1,4 +1,4 @@
-"""Frontier: what time buys in memory, from the eager step down to the least."""
+"""Frontier: the trade-off between seconds and peak bytes, from the eager step down to the least memory found."""
 from __future__ import annotations
 
 from collections.abc import Callable, Set
@@ -14,12 +14,12 @@ def frontier(
 ) -> list[Solution]:
     """Solutions at up to ``points`` evenly spaced budgets: peaks strictly decreasing, seconds strictly increasing.
 
-    Each is also tried from its neighbour: with less memory than it on the way down, with more on the way up.
+    Each budget is also searched from the solution of its neighbour, first downwards, then upwards.
 
     Args:
-        points: 20 by default, the ends included.
-        pinned: storages that no repeat may write.
-        tell: called with what is being done.
+        points: the most solutions, the two ends included. Default: 20.
+        pinned: storages that no repeat may write. Default: none.
+        tell: called with a progress text. Default: no progress is shown.
     """
     tell("least memory")
     eager, smallest = solution(flow, flow.eager), least(flow, pinned)
@@ -37,7 +37,7 @@ def frontier(
 
 
 def _undominated(solutions: list[Solution]) -> list[Solution]:
-    """Those that no other beats in both, by falling peak."""
+    """The solutions that no other solution beats in both peak and seconds, by falling peak."""
     found: list[Solution] = []
     for one in sorted(solutions, key=lambda one: (one.seconds, one.peak_bytes)):
         if not found or (one.peak_bytes < found[-1].peak_bytes and one.seconds > found[-1].seconds):

@@ -1,4 +1,4 @@
-"""Improve: repeats that the memory has room to do without are dropped."""
+"""Improve: remove repeats that are unnecessary because the budget has room to keep their storages."""
 from __future__ import annotations
 
 from collections.abc import Set
@@ -14,9 +14,10 @@ __all__ = ["prune", "stages_of", "undo"]
 def undo(
     flow: Dataflow, schedule: Schedule, budget_bytes: int, pinned: Set[int] = frozenset()
 ) -> Schedule:
-    """``schedule`` without the repeats that ``budget_bytes`` leaves room for, the slowest first.
+    """``schedule`` with as many repeats removed as fits in ``budget_bytes``, the slowest repeats first.
 
-    A schedule over the budget stays as it is. Never slower; never over the budget, if ``schedule`` is not.
+    A schedule over the budget is returned unchanged. The result is at most as slow as ``schedule``, and fits the
+    budget if ``schedule`` does.
     """
     stages = stages_of(flow, schedule, pinned)
     bare = Stages(stages.tables)

@@ -1,4 +1,4 @@
-"""Labels: where names stand so that no two touch."""
+"""Labels: place names in a picture so that no two overlap."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ Region = tuple[str, ...]
 
 
 class Home(NamedTuple):
-    """Of a storage that is dropped the region it is inside of, and the one around it that reads it; else the same."""
+    """For a dropped storage: the region in which it is made, and the enclosing region that reads it, else the same."""
 
     inside: Region
     around: Region

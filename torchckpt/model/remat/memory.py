@@ -1,4 +1,4 @@
-"""Memory: what is alive while a schedule runs, byte for byte."""
+"""Memory: simulate the bytes alive while a schedule runs, exactly."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,14 +36,15 @@ class Memory:
 
 
 def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
-    """Run ``schedule`` on paper.
+    """Simulate the memory of ``schedule``.
 
-    While an operation runs, what it reads, what it writes and its workspace are alive together with whatever a later
-    step reads. A use reads the newest copy of a storage (of a result, the first), and a copy dies after its last use.
+    While an operation runs, the storages that it reads and writes and its workspace are alive, and all storages that a
+    later step reads. A use reads the newest copy of a storage (of a result, the first copy). A copy is freed after its
+    last use.
 
     Raises:
-        ArgumentError: the schedule is none of this dataflow: an operation is missing, or reads what is not there, or
-            runs again though it must not, or starts the backward before the forward has ended.
+        ArgumentError: the schedule does not fit the dataflow: an operation is missing, reads a storage that is not
+            alive, is repeated although it must run once, or starts the backward before the forward has ended.
     """
     boundary = _boundary(flow, schedule)
     changes = [0] * (len(schedule) + 1)

@@ -1,4 +1,4 @@
-"""Order: other orders of the first runs, in which less is alive at once."""
+"""Order: other orders of the first runs of operations, with lower peak memory."""
 from __future__ import annotations
 
 from collections import Counter
@@ -13,13 +13,14 @@ __all__ = ["hoisted", "moved", "transplanted"]
 
 
 def hoisted(flow: Dataflow, sink: bool = False) -> list[int]:
-    """The eager order, with what frees more than it allocates moved to where it is ready first.
+    """The eager order, but each operation that frees more than it allocates runs as soon as its inputs are ready.
 
     Above all the gradients of the weights: each is the last reader of a saved value, and autograd runs it after the
     gradient of the input, which is allocated next to that value. The forward stays before the backward.
 
     Args:
-        sink: take whatever frees most, always; not the next in order, if nothing frees anything.
+        sink: always run the ready operation that frees most. Default: False; if no operation frees memory, run the next
+            one of the eager order.
     """
     return _Hoist(flow, sink).run()
 

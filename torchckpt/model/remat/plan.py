@@ -1,4 +1,4 @@
-"""Plan: a schedule of one step with the names of what it saves and recomputes, to print, draw, ask and store."""
+"""Plan: a schedule of one training step, with the names of its operations and modules; can be printed and stored."""
 from __future__ import annotations
 
 import json
@@ -30,11 +30,11 @@ class Plan:
     ``print(plan)`` is a table of modules, ``plan.draw("plan.svg")`` its memory over time; a notebook shows both.
 
     Args:
-        flow: the step.
-        schedule: of it.
-        paths: of each operation, the qualified name of the module it belongs to.
-        names: of modules and marks, the storages that leave the module or carry the mark.
-        budget_bytes: what the schedule was made for; None if no budget was given.
+        flow: the step as a dataflow.
+        schedule: the operations in the order in which they run.
+        paths: for each operation, the qualified name of its module.
+        names: for each module, the storages that leave it; for each mark, the storages that carry it.
+        budget_bytes: the budget of the schedule; None if no budget was given.
     """
 
     flow: Dataflow
@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What the step allocates above what is there before it, at its highest point."""
+        """Peak bytes that the step allocates, above those allocated before the step."""
         return self.memory.peak_bytes
 
     @cached_property
     def eager_peak_bytes(self) -> int:
-        """The same, where every operation runs once."""
+        """Peak bytes of the eager step, in which every operation runs once."""
         return simulate(self.flow, self.flow.eager).peak_bytes
 
     @cached_property
@@ -63,7 +63,7 @@ class Plan:
         return lower_bound_bytes(self.flow)
 
     def lowered(self, spare_bytes: int) -> Plan:
-        """With so many bytes less in each operation: a compiler was seen to need less than was planned."""
+        """The plan with ``spare_bytes`` less in each operation, for a compiler that was seen to need less."""
         operations = tuple(_lowered(operation, spare_bytes) for operation in self.flow.operations)
         return replace(self, flow=replace(self.flow, operations=operations))
 
@@ -98,10 +98,10 @@ class Plan:
         return self.memory.boundary
 
     def explain(self, name: str) -> str:
-        """What becomes of a module, a mark or an operation: what of it is saved, and what is recomputed how often.
+        """Say which outputs of a module, a mark or an operation are saved, and which are recomputed how often.
 
         Raises:
-            ArgumentError: there is nothing with this name; the message has the nearest.
+            ArgumentError: nothing has this name; the message suggests the nearest name.
         """
         inside = [i for i, path in enumerate(self.paths) if name and (path == name or path.startswith(f"{name}."))]
         operations = inside or sorted({self.flow.writer[storage] for storage in self.names.get(name, ())})

@@ -61,19 +61,19 @@ class Solution:
 
 
 def silent(_: str) -> None:
-    """For who wants to be told of no progress."""
+    """A ``tell`` that ignores progress texts."""
 
 
 def fit(
     flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = silent
 ) -> Solution:
-    """The fastest schedule found whose peak is at most ``budget_bytes``; if none was, the one of least peak found.
+    """The fastest schedule found whose peak is at most ``budget_bytes``; if none fits, the found one of least peak.
 
-    That peak is a budget which the same call meets.
+    A second call with that least peak as its budget finds a schedule that fits.
 
     Args:
-        pinned: storages that no repeat may write. An operation that writes one of them runs once.
-        tell: called now and then with what is being done.
+        pinned: storages that no repeat may write. An operation that writes one of them runs once. Default: none.
+        tell: called now and then with a progress text. Default: no progress is shown.
 
     Example:
         >>> from torchckpt.model.remat.dataflow import Dataflow, Operation
@@ -91,7 +91,7 @@ def fit(
 
 
 def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[str], None]) -> Solution:
-    """In place of what was found and is over its budget: what does not hang on that budget, or is found again.
+    """The schedule of least peak to return if no schedule fits: one that a search with that peak as budget finds again.
 
     A search for its own peak may miss a schedule that one for a smaller budget has met.
     """
@@ -103,7 +103,7 @@ def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[s
 
 
 def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
-    """As :func:`fit`, with less effort, also from a schedule for a budget nearby."""
+    """As :func:`fit`, with less effort, and starting also from the schedule of a similar budget."""
     tables = Tables(flow, pinned)
     again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
     found = [again, *_candidates(tables, budget_bytes, pinned, _TASTES[:2])]

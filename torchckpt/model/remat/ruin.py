@@ -1,4 +1,8 @@
-"""Ruin and recreate: some repeats are taken back, evictions make it fit again; what is faster stays."""
+"""Ruin and recreate: the local search of Schrimpf et al. (2000), on the repeats of a schedule.
+
+Each round removes some repeats. Evictions then add others until the schedule fits its budget again. Faster schedules
+are kept.
+"""
 from __future__ import annotations
 
 from random import Random
@@ -10,7 +14,7 @@ from torchckpt.model.remat.stages import Stages
 __all__ = ["Ruin"]
 
 _SLACK = 1.15
-"""How much more a schedule may cost before it is pruned than the one that it is to replace."""
+"""How many times the current cost a new schedule may cost before it is pruned."""
 
 _WARMTH = 0.03
 """How much slower than the best, at the start of the search, a schedule may be that stays."""

@@ -1,4 +1,4 @@
-"""Choosing a kept set: which of the separating values to keep, so that everything else can be brought back late."""
+"""Select: choose the separating values to keep, so that all other values can be recomputed late."""
 from __future__ import annotations
 
 import math

@@ -25,9 +25,9 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """The step without a repeat; then, as :meth:`add` and :meth:`remove` make it.
+    """A schedule that starts without repeats; :meth:`add` and :meth:`remove` change it.
 
-    ``during.at(t)`` is the most that is alive at once in stage t: what :func:`simulate` says of the schedule.
+    ``during.at(t)`` is the peak of bytes alive in stage t, equal to what :func:`simulate` computes.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -82,7 +82,7 @@ class Stages:
         return tuple(order[p] for stage, repeats in enumerate(self.repeats) for p in (*repeats, stage))
 
     def alive(self, storage: int, stage: int) -> bool:
-        """Whether a repeat in ``stage`` finds it there, without making it live any longer."""
+        """Whether ``storage`` is alive in ``stage`` anyway, so that a repeat there can read it at no cost in memory."""
         touches = self.touches[storage]
         index = bisect_left(touches, stage)
         if index == len(touches):
@@ -105,15 +105,15 @@ class Stages:
         return touches[bisect_left(touches, stage) - 1]
 
     def add(self, stage: int, *positions: int) -> int:
-        """Repeat ``positions`` in ``stage``; the first stage whose memory that may change."""
+        """Repeat ``positions`` in ``stage``. Returns the first stage whose memory may have changed."""
         return self.change([(stage, position, True) for position in positions])
 
     def remove(self, stage: int, position: int) -> int:
-        """Do not."""
+        """Remove the repeat of ``position`` in ``stage``. Returns the first stage whose memory may have changed."""
         return self.change([(stage, position, False)])
 
     def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
-        """Several at once: each a stage, a position, and whether it is added."""
+        """Apply several changes at once; each is a stage, a position, and whether the repeat is added or removed."""
         stale: dict[int, set[int]] = {}  # stages, and the storages that may leave them now, or leave them no more
         for change in changes:
             self.log.append(change)
@@ -138,7 +138,7 @@ class Stages:
         return [tuple(repeats) for repeats in self.repeats]
 
     def become(self, copied: list[tuple[int, ...]]) -> None:
-        """Have these repeats, and no others."""
+        """Replace all repeats by those of a :meth:`copy`."""
         changes = []
         for stage, (now, then) in enumerate(zip(self.repeats, copied)):
             if tuple(now) != then:
@@ -148,7 +148,7 @@ class Stages:
             self.change(changes)
 
     def useless(self, stage: int, position: int) -> bool:
-        """Whether nobody reads what this repeat brings back."""
+        """Whether nothing reads the storages that this repeat writes."""
         for storage in self.tables.again_writes[position]:
             if stage in self.readers[storage]:
                 return False
