@@ -286,7 +286,7 @@ def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(caplog: pyt
     pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=8)
     assert pipe(torch.randn(3, 6)).shape == (3, 3)
     pipe.step(torch.randn(3, 6), torch.randn(3, 3), loss_fn=nn.functional.mse_loss)
-    text = "Pipe: chunks=8, of a mini-batch of fewer rows; micro-batches made: 3"
+    text = "Pipe: chunks=8, but a mini-batch has fewer rows; micro-batches made: 3"
     pipe(torch.randn(8, 6))
     with torch.no_grad():
         pipe(torch.randn(2, 6))
