@@ -255,7 +255,7 @@ class Pipe(nn.Module):
             _logger.warning("Pipe: chunks=%d, but a mini-batch has fewer rows; micro-batches made: %d", self.chunks, m)
         return micro_batches
 
-    # the interface of the Sequential ------------------------------------------------------------------------------------------------
+    # the interface of the Sequential ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._modules)
