@@ -128,4 +128,4 @@ def test_a_file_that_is_no_text(name, tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes("\xe9".encode("latin-1"))
     text = error_of(plan=path if name == "latin" else "a\0b")
-    assert text.startswith("recompute_ahead(): a plan must be JSON, or the path of a file that contains it\n  received: ")
+    assert text.startswith("recompute_ahead(): a plan must be JSON, or the path of a file that contains it\n")

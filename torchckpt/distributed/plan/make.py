@@ -90,7 +90,8 @@ def _outcome(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Seque
     except CheckpointError as error:
         return _Outcome("", refusal=str(error))
     except Exception as error:  # send it on: the other ranks wait for an answer
-        return _Outcome("", refusal=f"{_CALLER}: rank 0 could not make the plan\n  received: {type(error).__name__}: {error}\n"
+        return _Outcome("", refusal=f"{_CALLER}: rank 0 could not make the plan\n"
+                        f"  received: {type(error).__name__}: {error}\n"
                         "  works:    plan=plan_pipeline(...), made in a process of its own")
     return _Outcome(found.plan.to_json(), found.budget_bytes, found.peak_bytes)
 
