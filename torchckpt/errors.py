@@ -1,4 +1,4 @@
-"""The exception tree, and the one form that every message has: rule, what was received, the call that works."""
+"""Errors: the exception classes, and the form of every message: the rule, what was received, a call that works."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """The base of every error that torchckpt raises itself. What the user's own code raises passes through as it is."""
+    """The base of all errors of torchckpt. An exception raised by the user's own code passes through unchanged."""
 
 
 class ArgumentError(CheckpointError, ValueError):
@@ -29,8 +29,8 @@ class ArgumentError(CheckpointError, ValueError):
 class BudgetInfeasible(CheckpointError, RuntimeError):
     """No schedule was found whose peak stays within the budget.
 
-    ``least_bytes`` is the least budget that was found to hold, and ``plan`` the plan that does it; of a pipeline,
-    ``rank`` is the rank that needs them.
+    ``least_bytes`` is the smallest budget for which a plan was found, and ``plan`` is that plan. For a pipeline,
+    ``rank`` is the rank that needs these bytes.
     """
 
     def __init__(self, message: str, least_bytes: float, plan: object, rank: int | None = None) -> None:
@@ -43,15 +43,15 @@ class CaptureError(CheckpointError, RuntimeError):
 
 
 class RecomputationError(CheckpointError, RuntimeError):
-    """A replay did not do what its forward did, so that its gradients would be wrong."""
+    """A replay differed from its forward, so its gradients would be wrong."""
 
 
 class RegionError(CheckpointError, RuntimeError):
-    """The methods of a :class:`~torchckpt.Checkpointing` were called in an order that means nothing."""
+    """The methods of a :class:`~torchckpt.Checkpointing` were called in the wrong order."""
 
 
 class ScheduleError(CheckpointError, RuntimeError):
-    """A step of a pipeline schedule failed on this rank, or waited in vain for another."""
+    """A step of a pipeline schedule failed on this rank, or timed out waiting for another rank."""
 
 
 class TransformError(CheckpointError, RuntimeError):

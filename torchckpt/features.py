@@ -1,7 +1,7 @@
-"""Features: what of torch each part of the package stands on, and what happens on a torch that lacks it.
+"""Features: which names of torch each part of the package needs, and what happens on a torch without them.
 
-``python -m torchckpt.features`` prints the table for the torch that is installed. A feature is there if all of torch's
-names that it needs are, whatever the number of the release.
+``python -m torchckpt.features`` prints the table for the installed torch. A feature is available if torch has all the
+names that it needs; the release number does not matter.
 """
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import NamedTuple
 __all__ = ["FEATURES", "GRAPH", "INDUCTOR", "TESTED", "Feature", "release_of", "table", "warn_of_newer_torch"]
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The releases of torch on which the suite was run."""
+"""The releases of torch on which the test suite was run."""
 
 
 class Feature(NamedTuple):
-    """Something that a user does, and what it needs of torch."""
+    """Something that users do, and the names of torch that it needs."""
 
     name: str
     since: str
     """The oldest of the tested releases that has it."""
     needs: tuple[str, ...]
-    """Such as ``torch._C._autograd:_profiler_enabled``: a module, and a name in it."""
+    """Names as ``module:name``, such as ``torch._C._autograd:_profiler_enabled``."""
     without: str
+    """What happens on a torch that lacks one of the names."""
 
     def missing(self) -> tuple[str, ...]:
-        """What this torch lacks of what the feature needs."""
+        """The names that the feature needs and this torch lacks."""
         return tuple(need for need in self.needs if not _is_there(need))
 
 
@@ -111,25 +112,25 @@ def _is_there(need: str) -> bool:
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Of ``2.15.0+cpu``, 2 and 15."""
+    """Major and minor number: ``(2, 15)`` for ``2.15.0+cpu``."""
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
 
 def table() -> str:
-    """The features, in Markdown: of which release torch has what each needs, and what happens before."""
+    """The features as a Markdown table: the oldest release that has each, and what happens without it."""
     head = "| what | torch | on a torch without it |\n|---|---|---|\n"
     return head + "".join(f"| {one.name} | {one.since} | {one.without} |\n" for one in FEATURES)
 
 
 @functools.cache
 def warn_of_newer_torch(version: str) -> None:
-    """Warn, once, where torch is newer than the newest release on which this package was tested."""
+    """Warn once if torch is newer than the newest release on which this package was tested."""
     if release_of(version) > release_of(TESTED[-1]):
         warnings.warn(
             f"torchckpt was tested with torch {TESTED[0]} to {TESTED[-1]}\n  received: torch {version}\n"
-            "  works:    python -m torchckpt.features, for what this torch lacks; "
-            f"pip install 'torch=={TESTED[-1]}.*', if anything is amiss",
+            "  works:    python -m torchckpt.features lists what this torch lacks; "
+            f"pip install 'torch=={TESTED[-1]}.*' if something fails",
             stacklevel=2,
         )
 

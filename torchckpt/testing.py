@@ -1,4 +1,4 @@
-"""Counting what a region costs, and checking that it changes nothing: for tests, users' own included.
+"""Testing: count what regions cost, and check that they do not change results. For this package's tests and yours.
 
 >>> with torchckpt.testing.count_recomputes() as recomputes, torchckpt.testing.saved_bytes() as saved:
 ...     loss = torchckpt.checkpoint(block, x).sum()
@@ -34,7 +34,7 @@ __all__ = ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_rec
 
 
 class Recomputes:
-    """How often regions were replayed: ``total``, and ``by_region`` under the names that errors use."""
+    """How often regions were replayed: ``total``, and ``by_region`` by the region's name in error messages."""
 
     def __init__(self) -> None:
         self.by_region: Counter[str] = Counter()
@@ -71,8 +71,10 @@ class Flops:
 
 @contextmanager
 def flops() -> Iterator[Flops]:
-    """Count the FLOPs of forwards, backwards and replays until the end of the block: of this thread, and of a backward
-    that it calls. What other threads run, such as those of a ``Pipe`` on several devices, is not seen."""
+    """Count the FLOPs of forwards, backwards and replays until the end of the block.
+
+    Counts what this thread runs, and the backwards that it starts. The work of other threads, such as those of a
+    ``Pipe`` on several devices, is not counted."""
     from torch.utils.flop_counter import FlopCounterMode  # late: it is slow to import
 
     with FlopCounterMode(display=False) as counter:
@@ -80,18 +82,18 @@ def flops() -> Iterator[Flops]:
 
 
 def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Module] = (), **kwargs: Any) -> None:
-    """Check that ``function(*args, **kwargs)`` as a region is the plain call, to the bit.
+    """Check that ``function(*args, **kwargs)`` gives the same results, to the bit, as a region and as a plain call.
 
-    Both run from the same random state and the same buffers. Compared are the outputs, the gradients of every leaf
-    that they depend on (inputs, parameters, tensors closed over), the buffers, and the generators afterwards. No
-    ``.grad`` is touched. Afterwards buffers and generators are as after one call.
+    Both calls start from the same random state and the same buffers. The check compares the outputs, the gradients of
+    every leaf that they depend on (inputs, parameters, tensors closed over), and the buffers and generators after the
+    call. It does not touch any ``.grad``. Afterwards buffers and generators are as after one call.
 
     Args:
         function: any callable; its outputs are a pytree with at least one tensor.
-        modules: those whose buffers to watch, besides ``function`` itself or the object that it is a method of.
+        modules: further modules whose buffers to compare, besides ``function`` itself or the module of the method.
 
     Raises:
-        AssertionError: listing everything that differs.
+        AssertionError: the message lists everything that differs.
     """
     owners = (function, getattr(function, "__self__", None), *modules)
     watched = _buffers_of(owner for owner in owners if isinstance(owner, nn.Module))
@@ -100,7 +102,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     states = random_state(generators)
 
     def observe(call: Function) -> dict[str, Tensor | None]:
-        torch.clear_autocast_cache()  # it would make two plain calls differ
+        torch.clear_autocast_cache()  # a filled cache would make even two plain calls differ
         outputs = tensors_in(call(*args, **kwargs))
         seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
@@ -126,7 +128,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Each buffer once: a label, the module that holds it, its name there, and the buffer."""
+    """Each buffer once, as (label, module that holds it, name in that module, buffer)."""
     found: dict[tuple[int, str], tuple[str, nn.Module, str, Tensor]] = {}
     for number, module in enumerate(modules):
         for path, holder in module.named_modules():
@@ -143,7 +145,7 @@ def _clone(tensor: Tensor | None) -> Tensor | None:
 
 
 def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
-    """To the bit, but that not-a-number equals itself."""
+    """Whether the two are equal to the bit; NaN equals NaN."""
     if plain is None or region is None:
         return plain is region
     if (plain.shape, plain.dtype) != (region.shape, region.dtype):
@@ -152,7 +154,7 @@ def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that ``outputs`` depend on, in the order in which their graph is met."""
+    """The leaves that ``outputs`` depend on, in the order in which a walk of their graph meets them."""
     leaves: dict[Tensor, None] = {output: None for output in outputs if output.grad_fn is None}
     stack = [output.grad_fn for output in outputs]
     seen = set()

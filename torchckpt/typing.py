@@ -1,4 +1,4 @@
-"""The shared types."""
+"""Typing: the type aliases that several parts of the package use."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 __all__ = ["CheckpointMode", "ContextFunction", "DeterminismCheck", "Function"]
 
 Function: TypeAlias = Callable[..., Any]
-"""What a region runs: any callable on any arguments, pytrees among them."""
+"""The function of a region: any callable. Its arguments may be any objects, pytrees of tensors included."""
 
 ContextFunction: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes two context managers: one around the forward, one around the replay (``torch.utils.checkpoint``'s protocol)."""

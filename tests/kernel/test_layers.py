@@ -273,7 +273,7 @@ def test_a_function_that_is_always_false(model):
 
 
 def test_what_is_never_called(model):
-    rule = "the module must be one that is called"
+    rule = "the module must have a forward that is called"
     received, works = "ModuleList, whose layers are called one by one", 'checkpoint_layers(model, "left.layers.*")'
     assert error_of(model, "left.layers") == fault(rule, f"left.layers, a {received}", works)
 

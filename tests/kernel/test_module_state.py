@@ -300,8 +300,8 @@ def test_module_that_gets_a_submodule_in_its_first_call_is_an_error():
         checkpoint(module, x).sum().backward()
     assert str(caught.value).startswith("the modules of region 'test_module_that_gets")
     assert str(caught.value).endswith(
-        "are not those that its forward began with: some were added, removed or exchanged since\n"
-        "  works:    a first call outside of a region, under torch.no_grad(), where a first call makes them"
+        "are not those that its forward started with: some were added, removed or replaced since\n"
+        "  works:    if the first call of a module creates them, make that call outside a region, under torch.no_grad()"
     )
     with count_recomputes() as recomputes:
         checkpoint(module, x).sum().backward()

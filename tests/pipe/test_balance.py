@@ -367,7 +367,7 @@ WORKS = "works:    balance_by_{by}(2, nn.Sequential(embedding, *blocks, head), x
         ),
         ((0, MODEL, X), "partitions is an integer >= 1\n  received: partitions=0\n  works:    partitions=1"),
         ((True, MODEL, X), "partitions is an integer >= 1\n  received: partitions=True\n  works:    partitions=1"),
-        ((2, MODEL), "there must be a sample of what the first layer is called with\n  received: none\n  " + WORKS),
+        ((2, MODEL), "there must be a sample: the arguments of the first layer\n  received: none\n  " + WORKS),
         ((0, nn.ReLU()), "(): 3 faults\n"),
     ],
 )
@@ -383,7 +383,8 @@ def test_faults_of_options() -> None:
         balance_by_time(2, MODEL, X, rounds=0)
     for scale in (0.5, float("nan"), float("inf"), "adam"):
         text = (
-            f"param_scale is a number from 1, for the parameter itself\n  received: param_scale={scale!r}\n"
+            f"param_scale must be a number of at least 1: the parameter itself counts 1\n"
+            f"  received: param_scale={scale!r}\n"
             "  works:    param_scale=4, for Adam"
         )
         with pytest.raises(ArgumentError, match=re.escape(text)):

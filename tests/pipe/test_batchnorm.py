@@ -590,7 +590,7 @@ def test_lazy_layers_and_forwards_of_instances_are_errors_that_name_them_and_not
         DeferredBatchNorm.convert(module)
     assert str(raised.value) == (
         "DeferredBatchNorm.convert: 2 faults\n"
-        "a lazy BatchNorm is converted when it has its parameters, which change its class\n"
+        "a lazy BatchNorm must have its parameters before it is converted: its first call changes its class\n"
         "  received: LazyBatchNorm1d '1'\n"
         "  works:    model(example) first, then DeferredBatchNorm.convert(model)\n"
         "the forward must be a method of the layer's class\n"

@@ -222,4 +222,4 @@ def test_a_container_that_is_not_looked_into_is_no_input(make: Any) -> None:
     with pytest.raises(ArgumentError, match="in containers that torch's pytree knows") as raised:
         pipe(x, make({"x": x}))
     assert "received: input 1" in str(raised.value)
-    assert str(raised.value).endswith("NoChunk(batch) for what is not to be split")
+    assert str(raised.value).endswith("NoChunk(batch) if it must not be split")

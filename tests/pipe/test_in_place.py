@@ -169,10 +169,10 @@ def test_views_of_one_tensor_between_stages_are_refused_in_the_forward(step: boo
         with pytest.raises(ArgumentError) as raised:
             gradients(pipe, x, step)
         assert str(raised.value) == (
-            "Pipe: a stage may change in place a tensor that it gets, where nobody else reads it\n"
+            "Pipe: a stage may change an input in place only if nothing else reads that input\n"
             f"  received: tensor {0 if step else 1} of Pipe stage 1 (layers 1 to 1), changed by layer 1 "
             "(ChangesTheSecond): it shares "
-            f"memory with another, or with a skip\n  {WORKS}"
+            f"memory with another tensor or with a skip\n  {WORKS}"
         )
 
 
@@ -198,7 +198,7 @@ def test_a_stage_that_changes_its_input_at_first_in_a_later_run_is_an_error_once
     pipe = Pipe(layers, [1, 1], chunks=4, checkpoint="always")
     assert all(map(torch.equal, gradients(pipe, x), expected))
     layers[1].now = True
-    with pytest.raises(ArgumentError, match=r"changed by layer 1 \(Now\): which it did not in its first run"):
+    with pytest.raises(ArgumentError, match=r"changed by layer 1 \(Now\): the first run of the stage did not"):
         gradients(pipe, x)
     assert all(map(torch.equal, gradients(pipe, x), expected))
 

@@ -60,7 +60,7 @@ def test_what_is_no_tensor_is_the_same_for_all_parts() -> None:
     assert (together["name"], together["none"], tuple(together["y"].shape)) == ("head", None, (4,))
 
 
-WORKS = "works:    pipe(x, mask, scale=2.0), with tensors of one number of rows, at least one; NoChunk(table) for other"
+WORKS = "works:    pipe(x, mask, scale=2.0), with tensors that have the same number of rows; NoChunk(table) for other"
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,14 @@ def test_a_wrong_mini_batch_is_an_error_that_shows_it(args: Any, kwargs: Any, te
     [
         (
             [torch.ones(()), torch.ones(())],
-            "a scalar of each micro-batch needs a rule that makes one of them\n  received: shape ()\n"
+            "a last layer that returns a scalar for each micro-batch needs reduce= to combine the scalars\n"
+            "  received: shape ()\n"
             '  works:    Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")',
         ),
         (
             [(torch.ones(1), 1), (torch.ones(1), 2)],
-            "what the last stage returns beside tensors must be equal for all micro-batches\n  received: 1, 2\n"
+            "objects other than tensors that the last stage returns must be equal for all micro-batches\n"
+            "  received: 1, 2\n"
             "  works:    a tensor instead, such as torch.tensor([count])",
         ),
         (
@@ -112,6 +114,6 @@ def test_an_output_that_cannot_be_gathered_is_an_error_that_shows_it(outputs: An
 
 
 def test_an_output_without_the_dimension_of_rows_is_an_error() -> None:
-    text = "an output is put together along dimension 1\n  received: shape (3,)\n"
+    text = "an output must have dimension 1, along which the micro-batches are concatenated\n  received: shape (3,)\n"
     with pytest.raises(ArgumentError, match=re.escape(text)):
         gather([torch.ones(3)], [3], dim=1)

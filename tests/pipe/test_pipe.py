@@ -272,7 +272,8 @@ def test_a_scalar_without_a_rule_is_an_error_that_shows_both_calls() -> None:
 
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Loss()), [1, 1])
     assert fault(lambda: pipe(torch.ones(2, 2))) == (
-        "Pipe: a scalar of each micro-batch needs a rule that makes one of them\n  received: shape ()\n"
+        "Pipe: a last layer that returns a scalar for each micro-batch needs reduce= to combine the scalars\n"
+        "  received: shape ()\n"
         '  works:    Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")'
     )
 
@@ -286,7 +287,7 @@ def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(caplog: pyt
     pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=8)
     assert pipe(torch.randn(3, 6)).shape == (3, 3)
     pipe.step(torch.randn(3, 6), torch.randn(3, 3), loss_fn=nn.functional.mse_loss)
-    text = "Pipe: chunks=8, of a mini-batch of fewer rows; micro-batches made: 3"
+    text = "Pipe: chunks=8, but a mini-batch has fewer rows; micro-batches made: 3"
     pipe(torch.randn(8, 6))
     with torch.no_grad():
         pipe(torch.randn(2, 6))
@@ -418,12 +419,12 @@ def fault(call: Any) -> str:
         ),
         (
             {"balance": [6, 0]},
-            "Pipe: balance must be a list of positive layer counts, one a stage\n  received: balance=[6, 0]\n"
+            "Pipe: balance must be a list of positive layer counts, one per stage\n  received: balance=[6, 0]\n"
             "  works:    balance=[3, 3]",
         ),
         (
             {"balance": 2},
-            "Pipe: balance must be a list of positive layer counts, one a stage\n  received: balance=2\n"
+            "Pipe: balance must be a list of positive layer counts, one per stage\n  received: balance=2\n"
             "  works:    balance=[3, 3]",
         ),
         ({"chunks": 0}, "Pipe: chunks must be a positive int\n  received: chunks=0\n  works:    chunks=8"),
@@ -440,7 +441,7 @@ def fault(call: Any) -> str:
             {"reduce": "max"},
             "Pipe: reduce must be one of ('mean', 'sum'), or None\n  received: reduce='max'\n  works:    reduce=",
         ),
-        ({"devices": "cpu"}, "Pipe: devices must be a list of devices, one a stage\n  received: devices='cpu'\n"),
+        ({"devices": "cpu"}, "devices must be a list of devices, one per stage\n  received: devices='cpu'\n"),
         ({"devices": ["cpu"], "balance": [3, 3]}, "devices and balance must be equally long\n  received: 1 devices, 2"),
         ({"devices": ["cpu"] * 7}, "there must be a layer for every stage\n  received: 7 devices, 6 layers\n"),
         ({"devices": ["tpu:9"]}, "every device must exist on this machine\n  received: 'tpu:9': "),

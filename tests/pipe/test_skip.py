@@ -262,7 +262,7 @@ def test_the_plain_sequential_in_a_region_is_the_plain_sequential() -> None:
 def test_in_the_plain_sequential_what_was_not_stashed_cannot_be_popped() -> None:
     text = (
         r"pop\(\): a skip is stashed by an earlier layer, and popped once\n  received: pop\('skip'\)\n"
-        r"  works:    stash\('skip', tensor\) in a layer before"
+        r"  works:    stash\('skip', tensor\) in an earlier layer"
     )
     for layers in ([Pop()], [Stash(), Pop(), Pop()]):
         with pytest.raises(ArgumentError, match=text):
@@ -292,27 +292,27 @@ class Double(nn.Module):
 
 
 UNUSED = (
-    "a skip that is stashed is popped by a later layer\n"
+    "a skip that is stashed must be popped by a later layer\n"
     "  received: 'skip', stashed by layer 1 (Stash), popped by no layer\n"
     "  works:    pop('skip') in a later layer, or no stash"
 )
 TWICE = (
-    "a skip is stashed once in a forward\n"
+    "a skip may be stashed only once in a forward\n"
     "  received: 'skip', by layer 1 (Stash) and by layer 2 (Stash)\n"
     "  works:    stash('skip', tensor, namespace)"
 )
 POPPED_TWICE = (
-    "a skip is popped once in a forward\n"
+    "a skip may be popped only once in a forward\n"
     "  received: 'skip', by layer 2 (Pop) and by layer 3 (Pop)\n"
     "  works:    stash('skip', ...) under a second name"
 )
 BACKWARDS = (
-    "a skip goes forward: it is stashed before it is popped\n"
+    "a skip must be stashed before it is popped\n"
     "  received: 'skip', popped by layer 1 (Pop), stashed by layer 3 (Stash)\n"
     "  works:    the layer that stashes before the layer that pops"
 )
 NEVER = (
-    "a skip goes forward: it is stashed before it is popped\n"
+    "a skip must be stashed before it is popped\n"
     "  received: 'skip', popped by layer 1 (Pop), stashed by no layer before it\n"
 )
 CHANGED = (
@@ -350,7 +350,7 @@ def test_a_skip_that_a_stage_between_changes_in_place_is_an_error(call: Callable
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(4, 4), Stash(), Double(), Pop()), [2, 1, 1], checkpoint="never")
     with pytest.raises(ArgumentError) as raised:
         call(pipe)
-    by_step = "changed by layer 2 (Double): it shares memory with another, or with a skip"
+    by_step = "changed by layer 2 (Double): it shares memory with another tensor or with a skip"
     assert (CHANGED if call is call_forward else by_step) in str(raised.value)
 
 
@@ -362,7 +362,7 @@ def test_a_skip_that_the_stage_that_pops_it_changes_in_place_is_an_error_in_its_
     pipe = torchckpt.Pipe(nn.Sequential(Stash(), nn.Linear(4, 4), Changes()), [1, 1, 1], checkpoint="always")
     loss = pipe(torch.ones(2, 4)).sum()
     text = (
-        r"a skip that was popped must not be changed in place: the replay would start from the changed one\n"
+        r"a popped skip must not be changed in place: the replay would start from the changed tensor\n"
         r"  received: 'skip' at version 1; expected version 0\n  works:    the operation out of place, such as x = pop"
     )
     with pytest.raises(RecomputationError, match=text):
@@ -401,7 +401,7 @@ def test_a_replay_that_pops_another_skip_is_an_error() -> None:
 
     module = nn.Sequential(Stash("a"), Stash("b"), nn.Linear(4, 4), Wavers(), Pop("b"))
     loss = torchckpt.Pipe(module, [2, 1, 1, 1], checkpoint="always")(torch.ones(2, 4)).sum()
-    text = r"a replay must pop what its forward popped\n  received: pop\('b'\), by layer 3 \(Wavers\)\n  works:    a"
+    text = r"a replay must pop the same skips as its forward\n  received: pop\('b'\), by layer 3 \(Wavers\)\n  works:"
     with pytest.raises(RecomputationError, match=text):
         loss.backward()
 

@@ -480,11 +480,11 @@ X, Y = torch.ones(4, 6), torch.ones(4, 3)
         (
             (X, Y),
             {"loss_fn": lambda output, target: output},
-            "loss_fn(output, target) must return a scalar that requires grad, of a micro-batch\n"
+            "loss_fn(output, target) of a micro-batch must return a scalar that requires grad\n"
             "  received: shape (2, 3)\n  works:    loss_fn=torch.nn.functional.cross_entropy",
         ),
-        ((X, Y), {"loss_fn": lambda output, target: 1.0}, "of a micro-batch\n  received: 1.0\n"),
-        ((X, Y), {"loss_fn": lambda output, target: output.sum().detach()}, "a scalar that requires grad, of a micro"),
+        ((X, Y), {"loss_fn": lambda output, target: 1.0}, "requires grad\n  received: 1.0\n"),
+        ((X, Y), {"loss_fn": lambda output, target: output.sum().detach()}, "must return a scalar that requires"),
     ],
 )
 def test_a_wrong_call_says_the_rule_what_was_received_and_what_works(

@@ -1,4 +1,4 @@
-"""Many processes, on ``torch.distributed.pipelining``: recompute as an action of its schedules."""
+"""Pipelines of many processes: recompute as an action in the schedules of ``torch.distributed.pipelining``."""
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.apply import recompute_ahead
 from torchckpt.distributed.live import schedule_of

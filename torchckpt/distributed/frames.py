@@ -1,4 +1,4 @@
-"""Frames: what the stages of this rank checkpointed, by stage and micro-batch, until it is recomputed."""
+"""Frames: holds the frames of this rank's regions, by stage and micro-batch, until they are recomputed."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Frames"]
 
 
 class Frames:
-    """One per schedule. ``gathered()`` is around a forward, ``recompute()`` is the action."""
+    """The frames of one schedule. ``gathered()`` is a context around a forward, ``recompute()`` is the action."""
 
     def __init__(self, segments: int | None) -> None:
         self._segments = segments
@@ -28,10 +28,10 @@ class Frames:
     def gathered(
         self, stage: int, micro_batch: int, scope: Scope, early: Collection[int] | None = None
     ) -> Iterator[list[Frame]]:
-        """Within, regions that this thread enters are of this stage and micro-batch, and in ``scope``.
+        """Inside the block, the regions that this thread enters belong to this stage and micro-batch, and to ``scope``.
 
         Args:
-            early: the numbers of the regions that :meth:`recompute` replays. None: as ``segments`` say.
+            early: the numbers of the regions that :meth:`recompute` replays. None: the last ``segments`` regions.
         """
         with scope.entered():
             yield scope.frames
@@ -40,11 +40,11 @@ class Frames:
         self._waiting[stage, micro_batch] = waiting
 
     def waiting(self, stage: int, micro_batch: int) -> tuple[Frame, ...]:
-        """Those that have not been recomputed."""
+        """The frames that have not been recomputed."""
         return tuple(self._waiting.get((stage, micro_batch), ()))
 
     def recompute(self, stage: int, micro_batch: int, module: nn.Module) -> None:
-        """Replay them, the last one first, as far as ``segments`` goes; the backward replays the rest.
+        """Replay the waiting frames, the last one first, at most ``segments`` of them. The backward replays the rest.
 
         Args:
             module: the module of the stage.
@@ -62,18 +62,18 @@ class Frames:
                 frame.recompute()
 
     def drop(self, stage: int, micro_batch: int) -> None:
-        """Their backward begins: nothing is left to do early."""
+        """Forget the waiting frames: their backward begins, and replays what is left."""
         self._waiting.pop((stage, micro_batch), None)
 
     def clear(self) -> None:
         self._waiting.clear()
 
     def _recompute_gathered(self, frame: Frame, sharded: Sequence[FSDPModule]) -> None:
-        """With the parameters that the replay uses gathered, as FSDP2 would do it at the region's backward, which then
-        finds them so and gathers nothing."""
+        """Gather the parameters of the replay, as FSDP2 does at the region's backward, and replay. The backward then
+        finds the parameters gathered, and does not gather them again."""
         called = _module_of(frame.function)
         if called not in self._used:
-            self._used[called] = [one for one in sharded if called is None or _is_in_line(one, called)]
+            self._used[called] = [fsdp for fsdp in sharded if called is None or _is_in_line(fsdp, called)]
         for module in self._used[called]:
             module.unshard()
         with in_backward(sharded):
@@ -81,11 +81,11 @@ class Frames:
 
 
 def _module_of(function: object) -> nn.Module | None:
-    """The module that a region calls, where that is known."""
+    """The module that a region calls; None if it is not known."""
     called = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return called if isinstance(called, nn.Module) else None
 
 
 def _is_in_line(one: Any, other: nn.Module) -> bool:
-    """Whether one of the two modules holds the other."""
+    """Whether one of the two modules is, or contains, the other."""
     return any(child is other for child in one.modules()) or any(child is one for child in other.modules())

@@ -1,4 +1,4 @@
-"""Live schedules: those of ``torch.distributed.pipelining``, read into the model's type."""
+"""Live schedules: converts a schedule object of ``torch.distributed.pipelining`` to a ``torchckpt.model.Schedule``."""
 from __future__ import annotations
 
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
@@ -14,12 +14,12 @@ def schedule_of(live: Live) -> Schedule:
     """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.model.Schedule`.
 
     Args:
-        live: ``ScheduleGPipe``, ``Schedule1F1B``, or any schedule of several stages per rank. Of the first two the
-            order is the model's: torch runs them from code of their own, and the order that it lists for 1F1B is off by
-            one on the last rank (torch 2.13).
+        live: ``ScheduleGPipe``, ``Schedule1F1B``, or any schedule of several stages per rank. For the first two the
+            order comes from ``torchckpt.model``: torch does not run them from a list of actions, and the list that it
+            gives for 1F1B is off by one on the last rank (torch 2.13).
 
     Raises:
-        ArgumentError: not a schedule of torch, or one whose order it does not list.
+        ArgumentError: ``live`` is no schedule of torch, or torch does not list its order.
     """
     if isinstance(live, (ScheduleGPipe, Schedule1F1B)):
         make = gpipe if isinstance(live, ScheduleGPipe) else one_f_one_b

@@ -1,4 +1,4 @@
-"""Record: when each action of this rank's last steps happened, and all ranks' put together."""
+"""Record: the times of each action in the last steps of this rank, and the records of all ranks combined."""
 from __future__ import annotations
 
 import socket
@@ -21,17 +21,17 @@ from torchckpt.model.orders import Visit
 __all__ = ["Gathered", "Record", "gather"]
 
 KEPT_STEPS = 8
-"""How many steps are remembered, for medians."""
+"""How many steps are kept, for medians."""
 
 _Replay: TypeAlias = "tuple[Visit, Stamp, Stamp]"
 _Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
 
 
 class Record:
-    """Of one rank.
+    """The times of the actions of one rank.
 
     Args:
-        apart: list what a backward replays as a recompute of its own, at the start of the backward.
+        apart: list the replays inside a backward as a separate recompute, at the start of the backward.
     """
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
@@ -44,21 +44,21 @@ class Record:
         self._asked: Stamp = None
 
     def device_current(self) -> AbstractContextManager[Any]:
-        """Within, the device of this rank is the current one."""
+        """Inside the block, the device of this rank is the current device."""
         if self.device.type == "cpu":
             return nullcontext()
         context: AbstractContextManager[Any] = torch.get_device_module(self.device).device(self.device)
         return context
 
     def reader(self) -> Callable[[Stamp], float]:
-        """What turns what :meth:`now` said into seconds."""
+        """A function that turns stamps of :meth:`now` into seconds."""
         return self._clock.reader()
 
     def begin(self) -> None:
         self._current, self._current_replays = [], []
 
     def asked(self) -> None:
-        """The next action is due; from here on its rank waits for it."""
+        """Note that the next action is due: from now on the rank waits for it to start."""
         self._asked = self._clock.stamp()
 
     def now(self) -> Stamp:
@@ -67,11 +67,11 @@ class Record:
     def ended(self, action: Action, start: Stamp) -> None:
         end = self._clock.stamp()
         self._current.append((action, self._asked, start, end))
-        self._asked = end  # of the second half of a pair that torch runs as one action
+        self._asked = end  # for the second half of a pair that torch runs as one action
 
     @contextmanager
     def replaying(self, visit: Visit) -> Iterator[None]:
-        """Around the replay of a region of a stage and micro-batch."""
+        """A context around the replay of one region of a stage and micro-batch."""
         if not self._apart:
             yield
             return
@@ -89,11 +89,11 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """How many are remembered."""
+        """How many steps are kept now."""
         return len(self._steps)
 
     def spans(self) -> list[list[Span]]:
-        """Of the steps that are remembered, the latest last."""
+        """The spans of the kept steps, the latest step last."""
         seconds = self._clock.reader()
         found = []
         for step, replays in zip(self._steps, self._replays):
@@ -106,24 +106,26 @@ class Record:
 
 
 class Gathered(NamedTuple):
-    """What all ranks of a group measured, the same on each."""
+    """The measurements of all ranks of a group; equal on every rank."""
 
     schedule: Schedule
-    """With the segments that were found."""
+    """The schedule, with the segments that were measured."""
     steps: list[list[list[Span]]]
-    """Per step that is remembered and rank, its spans; of replicas of the pipeline, those of the first one first."""
+    """The spans of each kept step and each rank. If the pipeline has replicas, the steps of the first come first."""
     costs: tuple[StageCosts, ...]
     links: tuple[Link, ...]
     segments: tuple[Segments, ...]
-    """Per stage, of how many regions how many are recomputed at once."""
+    """For each stage: the number of regions, and how many of them the recompute action replays."""
 
 
 def gather(
     schedule: Schedule, rank: int, record: Record, found: dict[int, Size], group: dist.ProcessGroup | None
 ) -> Gathered:
-    """Collective. ``found`` are the sizes of the stages of this ``rank`` of the pipeline.
+    """Combine the records of all ranks. Collective: all ranks must call it. ``found`` has the sizes of the stages of
+    this ``rank`` of the pipeline.
 
-    Processes on one machine share a clock; of others it is compared after a barrier, to about the time of a message.
+    Processes on one machine share a clock. Clocks of different machines are compared after a barrier, with an error of
+    about the time of one message.
     """
     with record.device_current():  # NCCL's collectives are on the current device
         dist.barrier(group)

@@ -1,4 +1,4 @@
-"""Sizes: what one micro-batch keeps on each stage of this rank, counted in the first step."""
+"""Sizes: the bytes that one micro-batch keeps on each stage of this rank, counted in the first step."""
 from __future__ import annotations
 
 from collections import deque
@@ -16,28 +16,28 @@ __all__ = ["Size", "Sizes"]
 
 @dataclass
 class Size:
-    """Of one stage and micro-batch. Parameters do not count."""
+    """The bytes that one micro-batch keeps on one stage. Parameters do not count."""
 
     saved_bytes: float | None = None
-    """What its forward saves, where it keeps it."""
+    """The bytes that its forward saves if it keeps its activations; None if not counted yet."""
     boundary_bytes: float | None = None
-    """What is left of that where it is recomputed."""
+    """The bytes that its forward saves if it is recomputed; None if not counted yet."""
     regions: int = 0
     early: int = 0
-    """How many of its regions are recomputed early."""
+    """How many of its regions the recompute action replays, before the backward."""
 
 
 class Sizes:
-    """``found`` has them, by stage. Each is counted once; later calls cost nothing."""
+    """Counts the size of each stage, once, into ``found``. Later calls cost nothing."""
 
     def __init__(self, segments: int | None) -> None:
         self._segments = segments
         self.found: dict[int, Size] = {}
-        self._to_count: dict[int, tuple[int, int]] = {}  # by stage, a micro-batch, and how many of its regions
+        self._to_count: dict[int, tuple[int, int]] = {}  # by stage: micro-batch, regions left to count
 
     @contextmanager
     def of_forward(self, stage: int, keep: bool, frames: Sequence[Frame]) -> Iterator[None]:
-        """Around a forward, at whose end ``frames`` are those of its regions."""
+        """A context around a forward. At its end, ``frames`` must hold the frames of the forward's regions."""
         size = self.found.setdefault(stage, Size())
         if (size.saved_bytes if keep else size.boundary_bytes) is not None:
             yield
@@ -53,7 +53,7 @@ class Sizes:
 
     @contextmanager
     def of_replay(self, stage: int, micro_batch: int, recomputed: deque[Fresh], module: nn.Module) -> Iterator[None]:
-        """Around the replay of one region, which fills ``recomputed``."""
+        """A context around the replay of one region, which fills ``recomputed``."""
         yield
         size = self.found.setdefault(stage, Size())
         if size.saved_bytes is None:

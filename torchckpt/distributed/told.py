@@ -1,4 +1,4 @@
-"""Told: what the forward of a stage and micro-batch is told of its regions."""
+"""Told: says which regions of one forward keep their activations, and which are recomputed early."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -11,8 +11,8 @@ __all__ = ["Told"]
 
 @dataclass(frozen=True)
 class Told:
-    """Regions have the numbers of their forwards. What is neither kept nor early, the backward recomputes."""
+    """Regions are numbered in the order of their forwards. The backward recomputes all that are in neither field."""
 
     keep: Keep = False
     early: Collection[int] | None = None
-    """Those that ``R`` recomputes. None: as the ``segments`` of the schedule say."""
+    """The regions that the recompute action ``R`` replays. None: as many as the ``segments`` of the schedule say."""

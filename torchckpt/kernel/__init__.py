@@ -1,21 +1,23 @@
 """One checkpointed call: its activations are dropped in the forward, and computed again for the backward.
 
-The problem. Recomputation frees memory and costs a forward. Where gradients travel (a pipeline, an all-reduce) a device
-waits for them, and could recompute meanwhile, but only if something can start the recomputation before they arrive.
+The problem. Recomputation frees memory and costs a forward. Where gradients come from another device (a pipeline, an
+all-reduce), this device waits for them. It could recompute while it waits, if something can start the recomputation
+before the gradients arrive.
 
 The standard answers. *Reentrant* checkpointing runs the forward under ``no_grad`` and a nested backward inside the
-backward: an own node of the graph, which could be placed early, but which breaks ``autograd.grad``, ``inputs=``, double
-and split backward. *Non-reentrant* checkpointing replaces what autograd saves by hooks, and is right in every respect;
-but the first tensor that the backward asks for starts the recomputation, and that is when the gradient is there.
+backward. It is a node of its own in the graph, which could be placed early, but it breaks ``autograd.grad``,
+``inputs=``, double backward and split backward. *Non-reentrant* checkpointing uses saved-tensor hooks, and works with
+all of these. But the recomputation starts when the backward asks for its first saved tensor, and by then the gradient
+has arrived.
 
-Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a pair of autograd Functions at its ends:
+Our answer. Saved-tensor hooks, a frame that can be filled from outside, and a pair of autograd Functions at its ends:
 
      forward                                                   backward, read upwards
 
        inputs
           │
       Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends.
-          │                                                          frame.let_go(); what waits for that may run
+          │                                                          frame.let_go(); the next replay may run
           ▼
        function(*args, **kwargs), in grad mode                   [3] its nodes run, and take their slots.
           │    pack:   drop the tensor, hand out a slot              A slot that nobody has filled yet
@@ -28,18 +30,20 @@ Ours. Non-reentrant hooks, on a frame that can be filled from outside, and a pai
           ▼                     ▼
         join ◄ ─ ─ phony ─ ─ ─ ─                                 [1] the backward gets here
 
-``Frame`` joins both sides. It keeps the inputs (``Boundary``) and hands over through two deques of one element each:
+``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), and passes data through two deques of one
+element each:
 
      forward ──► frame.ambient ──► replay ──► frame.recomputed ──► backward
                  settings and                 what the function saved
                  random numbers               when it ran again, for the slots
 
 ``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
-whoever comes first does the work. The phonies say when; no gradient depends on it. The single call ``checkpoint`` has
-no ``Recompute``, and goes without ``Checkpoint`` too: the first unpack does it all.
+the first caller does the work. The phonies decide only when the replay runs; the gradients are the same at any time.
+The single call ``checkpoint`` uses neither ``Recompute`` nor ``Checkpoint``: its first unpack starts the replay.
 
-A replay sees the call as it was. ``boundary`` gives it the same arguments, ``module_state`` the same parameters and
-buffers, ``ambient`` the same settings and random numbers, ``norms`` statistics to update that nobody sees.
+A replay runs under the conditions of the forward. ``boundary`` gives it the same arguments, ``module_state`` the same
+parameters and buffers, ``ambient`` the same settings and random numbers, and ``norms`` throw-away copies of the running
+statistics to update.
 """
 from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing

@@ -1,7 +1,8 @@
-"""Ambient state: what a call reads from its thread, and a replay must find again.
+"""Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
-Two parts. The *settings* (default device and dtype, autocast) are compared first and entered only where they differ
-from those of the replay's thread. The *random numbers* are the states of the generators, put back after the replay.
+The *settings* are autocast, the default dtype and device, and inference mode. A replay enters only those that differ
+from the settings of its own thread. The *random numbers* are states of generators. A replay sets them, and puts the
+states that it found back at its end.
 """
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def accelerator_type() -> str | None:
 
 Settings: TypeAlias = tuple[
     torch.dtype | None,  # autocast's dtype on the CPU; None: off
-    torch.dtype | None,  # and on the accelerator
+    torch.dtype | None,  # autocast's dtype on the accelerator; None: off
     bool,  # autocast's cache of weights
     torch.dtype,  # the default dtype
     torch.device | None,  # the default device; None: never set
@@ -60,7 +61,7 @@ Settings: TypeAlias = tuple[
 
 
 def settings() -> Settings:
-    """Those of this thread, now."""
+    """The settings of this thread, now."""
     accelerator = accelerator_type()
     return (
         get_autocast_dtype("cpu") if is_autocast_enabled("cpu") else None,
@@ -74,7 +75,7 @@ def settings() -> Settings:
 
 @contextmanager
 def within(then: Settings) -> Iterator[None]:
-    """Bring ``then`` back, as far as it differs from the settings of now."""
+    """Inside the block, the settings of this thread are ``then``. Enters only what differs from the current ones."""
     cpu, accelerator, cache, dtype, device, inference = then
     now = settings()
     with ExitStack() as stack:
@@ -105,7 +106,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Generator(Protocol):
-    """What is asked of a generator: :class:`torch.Generator` has it."""
+    """An object that gets and sets a random state, such as a :class:`torch.Generator`."""
 
     def get_state(self) -> Tensor: ...
     def set_state(self, state: Tensor, /) -> Any: ...
@@ -115,7 +116,7 @@ _CPU = (torch.default_generator,)
 
 
 class _ModuleGenerator:
-    # The generator of a device whose module has functions for it, but no ``default_generators``.
+    # For a device whose module has get_rng_state and set_rng_state, but no ``default_generators``.
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device = () if device.type == "mps" else (device,)  # there is one MPS device, and no argument for it
@@ -151,10 +152,11 @@ def random_state(generators: Iterable[Generator]) -> RandomState:
 
 
 def moved(then: RandomState) -> RandomState:
-    """``then``, without the generators that have not drawn since.
+    """The part of ``then`` whose generators have drawn since.
 
-    A replay will not ask those either, and so replays in several threads leave alone what the threads share. Under a
-    dispatch mode, such as that of a trace, values cannot be compared: all of ``then``.
+    The replay will not draw from the other generators either. If it left out none, replays in several threads would set
+    generators that the threads share. Under a dispatch mode, such as that of a trace, states cannot be compared, and
+    all of ``then`` is returned.
     """
     if dispatch_modes_are_active():
         return then
@@ -166,7 +168,7 @@ Ambient: TypeAlias = tuple[Settings, RandomState]
 
 
 def exchanged(then: RandomState) -> RandomState:
-    """Put the states of ``then`` back, and return those that were there. If one raises, all are as before."""
+    """Set the states of ``then``, and return the states before. If a generator raises, all states stay as before."""
     now: RandomState = []
     try:
         for generator, state in then:
@@ -179,5 +181,6 @@ def exchanged(then: RandomState) -> RandomState:
 
 
 def put_back(then: RandomState) -> None:
+    """Set every generator of ``then`` to its state."""
     for generator, state in then:
         generator.set_state(state)

@@ -1,4 +1,4 @@
-"""Boundary: the arguments of a region, all that stays in memory between its forward and its replay."""
+"""Boundary: the arguments of a region. Only they stay in memory between its forward and its replay."""
 from __future__ import annotations
 
 import weakref
@@ -16,16 +16,16 @@ __all__ = ["Boundary"]
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 _VIEWED = (torch.strided, torch.jagged)
-"""The layouts of tensors of which there are views."""
+"""The layouts whose tensors support ``view_as``."""
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Boundary:
-    """The arguments of one call. One tensor stays one tensor, however often it is among them.
+    """The arguments of one call. A tensor that is passed several times is one and the same tensor in the replay, too.
 
-    An autograd Function with ``save_for_backward`` would keep the tensors too, and make a node of the graph for it: a
-    fifth of the cost of a region of tiny operations.
+    An autograd Function with ``save_for_backward`` could keep the tensors instead. Its graph node would be a fifth of
+    the cost of a region of tiny operations.
     """
 
     __slots__ = ("_leaves", "spec")
@@ -34,13 +34,13 @@ class Boundary:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.spec: pytree.TreeSpec | None
-        """Of the arguments; None where all are tensors and atoms, given by position."""
+        """The structure of the arguments; None if all are tensors or atoms and are passed by position."""
         leaves, self.spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
         inputs: dict[int, Input] = {}
         self._leaves: list[Any] = []
         for leaf in leaves:
-            # An inference tensor cannot change, and cannot be saved: it is an argument like any other.
+            # An inference tensor cannot be saved, and has no version to check: keep it as it is, like other objects.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
                 found = inputs.get(id(leaf))
                 if found is None:
@@ -51,7 +51,7 @@ class Boundary:
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
         """``(args, kwargs)`` for a replay, and the tensors in them, each once.
 
-        Raises ``RuntimeError``, as eager autograd does, if one was changed in place since.
+        Raises ``RuntimeError``, as eager autograd does, if a tensor was changed in place since the forward.
         """
         tensors: dict[int, Tensor] = {}
         leaves = []
@@ -74,17 +74,17 @@ class Boundary:
                 leaf.drop_graphs()
 
     def modules(self) -> list[nn.Module]:
-        """Those among the arguments."""
+        """The modules among the arguments."""
         return [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
 
 
 class Input:
     """A tensor among the arguments of a region.
 
-    It is saved as autograd saves: through the hooks in force, or else a leaf that requires grad as it is, another
-    without its graph; and checked for changes in place when it is read. A replay gets the tensor itself while it is
-    alive, and then a twin: as much of a leaf, and with the same attributes. A parameter is held itself, since no twin
-    would be that parameter.
+    It is saved as autograd saves: through the saved-tensor hooks in force. Without hooks, a leaf that requires grad is
+    held itself, and any other tensor without its graph. A read checks that it was not changed in place. A replay gets
+    the original tensor while it is alive, and later a twin, which is a leaf or not as the original, and has the same
+    attributes. A parameter is held itself, because a twin would not be that parameter.
     """
 
     __slots__ = ("_attributes", "_is_inner", "_kept", "_original", "_requires_grad", "_unpack", "_version")
@@ -96,8 +96,8 @@ class Input:
         self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
         self._unpack: Callable[[Any], Tensor] | None = None
         self._original: weakref.ref[Tensor] | None = None
-        """None: ``_kept`` is the tensor itself."""
-        # No change in place can put a graph behind a leaf that requires grad.
+        """None if ``_kept`` is the tensor itself."""
+        # A leaf that requires grad stays a leaf: in-place operations cannot give it a graph.
         is_fixed = requires_grad and not is_inner and hooks is None
         if is_fixed or (tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter)):
             self._kept: Any = tensor
@@ -111,7 +111,7 @@ class Input:
             self._unpack = hooks[1]
 
     def again(self, whose: str) -> Tensor:
-        """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; ``whose`` says what it is."""
+        """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; the error calls it ``whose``."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
         original = kept if self._original is None else alive(self._original)
         if original is not None and self._is_as_it_was(original, kept):
@@ -127,12 +127,12 @@ class Input:
         attributes.update({name: value.detach() for name, value in grown.items()})
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
-        """Whether nobody made ``original`` a leaf since, or gave it other data or attributes."""
+        """Whether ``original`` still has the data and attributes of the forward, and is a leaf or not as then."""
         if original.requires_grad != self._requires_grad:
             return False
         if (self._attributes is not None or original.__dict__) and not self._has_attributes_of(original):
             return False
-        if not self._is_inner:  # of a leaf eager autograd, too, would see other data
+        if not self._is_inner:  # a leaf with new data: eager autograd would see it, too
             return True
         if self._unpack is not None or original.layout != torch.strided:
             return not original.is_leaf
@@ -161,7 +161,7 @@ class Input:
 
 
 def _behind_a_node(leaf: Tensor) -> Tensor:
-    """``leaf`` again, as no leaf. A view: the output of an autograd Function takes four times as long to make."""
+    """``leaf`` as a non-leaf tensor: a view. An autograd Function would take four times as long."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return _behind_a_node(leaf)
@@ -174,7 +174,7 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
 
 
 def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    # Those of most calls are, and need no tree.
+    # Most calls pass only tensors and atoms by position, and need no pytree.
     for arg in args:
         if not isinstance(arg, Tensor) and type(arg) not in _ATOMS:
             return False

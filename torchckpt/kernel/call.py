@@ -43,14 +43,14 @@ _Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager
 
 
 class Stop(Exception):
-    """What ``pack`` raises to end a replay before its function ends."""
+    """The exception by which ``pack`` ends a replay early, inside the function."""
 
 
 class Call:
-    """A function, the boundary of one call of it, and what that call found on the function's modules.
+    """A function, the boundary of one call of it, and the state of the function's modules at that call.
 
-    ``forward`` runs it, once; ``replay`` runs it again from the same state. Both put back what they set, in ``finally``
-    and without context managers, which would be a tenth of the cost of a region of tiny operations.
+    ``forward`` runs the function, once; ``replay`` runs it again from the same state. Both restore what they set, in
+    ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
     __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "seen")
@@ -68,15 +68,15 @@ class Call:
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
     ) -> Any:
-        """Run the function, with what autograd saves going through ``pack``, and coming back through ``unpack``. What
-        it finds around it goes into ``ambient``."""
+        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
+        numbers that it starts with to ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, borrowers = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
-        has_none = type(self.function) is FunctionType and not self.function.__dict__  # as most functions
+        has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
         seen, exclusive = (None, False) if has_none and not modules else look(self.function, modules)
         try:
-            if seen is not None and seen.layout.is_lazy:  # a replay would not make its weights, nor draw for them
+            if seen is not None and seen.layout.is_lazy:  # the first call makes the weights: a replay would not
                 return function(*args, **kwargs)
             self.seen = seen
             ambient.append((settings(), self._random_state(seen)))
@@ -92,7 +92,7 @@ class Call:
         finally:
             if exclusive:
                 lending.release()
-        if self.devices:  # whose backwards run in as many threads, and share the CPU's generator, the first
+        if self.devices:  # their backwards run in several threads, which share the CPU's generator, random[0]
             then, random = ambient.pop()
             ambient.append((then, moved(random[:1]) + random[1:]))
         return outputs
@@ -118,8 +118,8 @@ class Call:
         return random_state(generators_of(self.devices, named))
 
     def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> None:
-        """Run the function again, to its end or until ``pack``, which gets what autograd saves, raises Stop."""
-        # The arguments come first: inside an outer region they are slots themselves, and reading them replays that one.
+        """Run the function again under the hooks, to its end or until ``pack`` raises Stop."""
+        # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
             self._entry.followed(tensors)
@@ -137,7 +137,7 @@ class Call:
         try:
             random_after = exchanged(random)
             set_grad_enabled(True)
-            thread.flags, thread.scope = (False, True, borrowers), None  # whose regions are as they were
+            thread.flags, thread.scope = (False, True, borrowers), None  # regions inside run as in the forward
             try:
                 norms.watch(borrowers, self.function)
                 function(*args, **kwargs)

@@ -17,10 +17,11 @@ __all__ = ["Checkpoint", "checkpoint", "held_by"]
 
 
 class Checkpoint(Function):
-    """From an input of a region, and phonies, to what the region's function gets for that input.
+    """Maps an input of a region, and phonies, to the tensor that the region's function gets for that input.
 
-    In the backward its node is the last of the region: the gradient of the input is made. The frame lets go of what is
-    left, and what the phonies hang on may run, such as the replay that comes next in a lane.
+    Its node is the last of the region's backward: it runs when the gradient of the input is computed. It tells the
+    frame to let go of the recomputed tensors. After it the nodes that made the phonies may run, such as the next replay
+    of a lane.
     """
 
     @staticmethod
@@ -41,18 +42,19 @@ _apply = apply_of(Checkpoint)
 
 
 def checkpoint(frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
-    """``input``, which requires grad, as the function of ``frame`` gets it. In the backward ``phonies`` come after it.
+    """The tensor that the function of ``frame`` gets for ``input``, which must require grad. Its backward runs before
+    the backward of ``phonies``.
 
-    A node for each input: had they one in common, the loss of an output that needs one input would run the backward
-    into what the others come from.
+    Call it once for each input. With a common node, the loss of an output that needs one input would also run the
+    backward of what produced the other inputs.
     """
     output: Tensor = _apply(frame, input, *phonies)
     return output
 
 
 def held_by(function: Any) -> Iterator[Tensor]:
-    """The tensors that ``function`` has besides its arguments, as far as they are near: in its closure, its defaults, a
-    partial, the attributes of its module."""
+    """The tensors that ``function`` holds besides its arguments: in its closure, its defaults, a partial, or attributes
+    of its module. Tensors nested deeper are not found."""
     if isinstance(function, functools.partial):
         yield from held_by(function.func)
         yield from _tensors([*function.args, *function.keywords.values()])
@@ -70,7 +72,7 @@ def _contents(cells: Sequence[Any]) -> Iterator[Any]:
     for cell in cells:
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # the cell is still empty
             continue
 
 

@@ -1,4 +1,4 @@
-"""``checkpoint`` and ``Checkpointing``: a region, in one call or by hand."""
+"""``checkpoint`` and ``Checkpointing``: run a region in one call, or step by step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ _DEBUG = Fault(
 
 
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """``function(*args, **kwargs)`` as a region."""
-    if torch.compiler.is_exporting():  # what is exported has no backward of its own, and torch.export no regions
+    """Run ``function(*args, **kwargs)`` as a region."""
+    if torch.compiler.is_exporting():  # an exported graph has no backward, and torch.export supports no regions
         return function(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
@@ -53,7 +53,7 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
 
 
 def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """What :func:`torch.utils.checkpoint.checkpoint` is in a graph that Dynamo traces: an operator of torch's."""
+    """Inside a graph that Dynamo traces: call :func:`torch.utils.checkpoint.checkpoint`, which Dynamo supports."""
     if options.generators:
         return outside(run, function, args, kwargs, options)
     if options.context_fn is not None:
@@ -77,7 +77,7 @@ def outside(call: Function, *args: Any) -> Any:
 
 def refuse_transforms() -> None:
     """Raise ``TransformError`` inside a transform that regions do not support."""
-    # The check is here, and not left to autograd: under torch.func.grad the hooks would be passed by in silence.
+    # autograd would not raise here: torch.func.grad silently ignores the saved-tensor hooks.
     if functorch_is_active() or forward_ad._current_level >= 0:
         raise TransformError(
             "a region cannot be entered under vmap, jvp, torch.func.grad or forward-mode AD\n"
@@ -101,36 +101,36 @@ def checkpoint(
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without keeping its activations; the backward computes them again.
 
-    A drop-in for :func:`torch.utils.checkpoint.checkpoint`. Outputs and gradients are equal to the bit to those of the
-    plain call, with dropout, double backward, ``torch.autograd.grad`` and every other way through autograd.
+    A drop-in replacement for :func:`torch.utils.checkpoint.checkpoint`. Outputs and gradients are equal to the bit to
+    those of the plain call. This holds with dropout, double backward, ``torch.autograd.grad`` and all else in autograd.
 
     >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
     >>> y = torchckpt.checkpoint(block, torch.randn(4, 8))
     >>> y.sum().backward()
 
     Args:
-        function: any callable. What it returns is returned. It may close over tensors; state that it changes itself
-            is changed again by the replay, unless under ``if not torchckpt.is_recomputing():`` (torch's norm layers
-            need no guard).
-        *args, **kwargs: its arguments: tensors, anything else, and pytrees of both. Their tensors are all that is kept.
-        use_reentrant: False or None, for callers of torch's function. There is no reentrant mode.
-        preserve_rng_state: replay with the random numbers of the forward: CPU, and every accelerator among the
-            arguments. Off saves the snapshot, for functions that draw none.
+        function: any callable. It may close over tensors. The replay repeats changes that the function makes to its own
+            state: guard them with ``if not torchckpt.is_recomputing():``. torch's norm layers need no guard.
+        *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. Only the tensors
+            among them stay in memory until the backward.
+        use_reentrant: False or None; accepted for code written for torch's function. There is no reentrant mode.
+        preserve_rng_state: replay with the random numbers of the forward, on the CPU and on every accelerator among the
+            arguments. False saves the time of the snapshot, for functions that draw no random numbers.
         generators: further ``torch.Generator`` objects that the function draws from.
-        determinism_check: ``"default"`` compares shape, dtype and device of what the replay saves with the forward's;
-            ``"values"`` the bits as well, by a checksum that costs a pass over each saved tensor, and on an accelerator
-            a synchronisation; ``"none"`` nothing.
+        determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with
+            those of the forward. ``"values"`` also compares the bits, by a checksum. It costs a pass over each saved
+            tensor and, on an accelerator, a synchronisation. ``"none"`` compares nothing.
         context_fn: returns two context managers, one for the forward, one for the replay, as
             :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them. Each is entered once, so a
-            backward whose replay raised cannot be tried again.
-        debug: False, for callers of torch's function; ``determinism_check="values"`` serves its purpose.
-        early_stop: end the replay with the last tensor that is needed. Off runs the function to its end.
+            backward whose replay raised cannot be run again.
+        debug: False; accepted for code written for torch's function. Use ``determinism_check="values"`` instead.
+        early_stop: end the replay after the last tensor that the backward needs. False runs the function to its end.
 
     Returns:
-        What ``function`` returns. Under ``no_grad`` and ``inference_mode`` that is all that happens.
+        The outputs of ``function``. Under ``no_grad`` and ``inference_mode`` the call is the plain call.
 
     Raises:
-        ArgumentError: a wrong call, all its faults in one message.
+        ArgumentError: an argument is wrong. The message lists every wrong argument.
         TransformError: under ``vmap``, ``jvp`` or ``torch.func.grad``.
         RecomputationError: at backward, when the replay does not do what the forward did.
 
@@ -147,7 +147,7 @@ def checkpoint(
 
 
 class Checkpointing:
-    """The pair by hand: one region whose forward, and the place of whose replay, the caller chooses.
+    """One region, step by step: the caller chooses when its forward and its replay run.
 
     >>> region = torchckpt.Checkpointing(block, x)
     >>> y = region.checkpoint()       # forward; the activations are dropped
@@ -155,13 +155,13 @@ class Checkpointing:
     >>> region.prefetch()             # or: recompute now, before there is any gradient
     >>> y.sum().backward()
 
-    Takes the arguments of :func:`checkpoint`. It is for one forward. While it is referenced, so are the region's
-    inputs, until they have been recomputed.
+    Takes the arguments of :func:`checkpoint`. Make a new object for each forward. The object keeps the region's inputs
+    in memory until the replay is done.
 
-    In the graph stand two autograd Functions, ``Checkpoint`` at the region's inputs and ``Recompute`` where
-    :meth:`recompute` is called; they are torchgpipe's (Kim et al., 2020). Behind ``Checkpoint`` the function gets an
-    alias of an input that was computed with a gradient. A leaf it gets itself, and so a tensor that it closes over or
-    that is an attribute of its module: it could tell that from an alias.
+    It puts two autograd Functions into the graph: ``Checkpoint`` at the region's inputs, and ``Recompute`` where
+    :meth:`recompute` is called. Both come from torchgpipe (Kim et al., 2020). The function gets an alias of each input
+    that is not a leaf and requires grad. It gets the input itself if that is a leaf, if the function closes over it, or
+    if it is an attribute of the function's module: there the function could tell the alias from the tensor.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class Checkpointing:
         self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
         checked("Checkpointing", function, self._options)
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
-        self._frame: Frame | None = None  # of a forward that has returned, where gradients were on
+        self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
 
     def checkpoint(self) -> Any:
-        """Run the forward, drop the activations, and return what the function returns. Once."""
+        """Run the forward, drop the activations, and return the outputs of the function. Call it once."""
         if torch.compiler.is_dynamo_compiling():
             return outside(self.checkpoint)
         if self._call is None:
@@ -208,7 +208,7 @@ class Checkpointing:
             outputs: what :meth:`checkpoint` returned, or what was made from it: a tensor or a pytree.
 
         Returns:
-            The same, with the tensors that require grad replaced by ones that carry the edges.
+            The same structure. Each tensor that requires grad is replaced by one whose backward starts the replay.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside(self.recompute, outputs)
@@ -218,16 +218,16 @@ class Checkpointing:
         leaves, spec = pytree.tree_flatten(outputs)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                # One node for each: had they one in common, a loss of one would run the backward into all.
+                # One node for each tensor: with a common node, the loss of one output would run the backward of all.
                 forked, edge = fork(leaf)
                 leaves[place] = join(forked, recompute(self._frame, edge))
         return pytree.tree_unflatten(leaves, spec)
 
     def prefetch(self) -> None:
-        """Recompute now, on this thread and its current stream, unless it is done already.
+        """Recompute now, on this thread and its current stream. A second call does nothing.
 
-        The stream waits for the forward's inputs, and a backward on another stream waits for this. On a stream other
-        than the forward's, tensors that the function closes over are the caller's to keep until the stream is done.
+        The stream waits for the forward's inputs, and a backward on another stream waits for the recomputation. On a
+        stream other than the forward's, keep the tensors that the function closes over until that stream is done.
         """
         if torch.compiler.is_dynamo_compiling():
             outside(self.prefetch)
@@ -252,7 +252,7 @@ class Checkpointing:
 def _passed(
     frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with the inputs that have a gradient of their own behind the ``Checkpoint`` of ``frame``."""
+    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf."""
     tensors, put_back = tensors_of((args, kwargs))
     held = {id(tensor) for tensor in held_by(function)}
     inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]

@@ -10,11 +10,11 @@ import torch
 __all__ = ["Clock", "Stamp"]
 
 Stamp: TypeAlias = Any
-"""An event in the current stream of an accelerator; elsewhere seconds."""
+"""On an accelerator an event in its current stream; on other devices seconds of ``time.perf_counter``."""
 
 
 class Clock:
-    """Of one device."""
+    """The clock of one device."""
 
     def __init__(self, device: torch.device) -> None:
         has_module = device.type not in ("cpu", "meta")
@@ -26,10 +26,10 @@ class Clock:
         return time.perf_counter() if self._module is None else self._event()
 
     def reader(self) -> Callable[[Stamp], float]:
-        """What turns the stamps made so far into seconds of ``time.perf_counter``. Waits for the device.
+        """A function that turns the stamps made so far into seconds of ``time.perf_counter``. Waits for the device.
 
-        They are counted back from now: an event tells milliseconds in single precision, too few digits for those since
-        the program began.
+        The function counts back from now. Events give their distance as float32 milliseconds, which have too few digits
+        for the time since the program began.
         """
         if self._module is None:
             return float

@@ -1,7 +1,7 @@
 """Fork and join: an edge between two nodes of the autograd graph that share no data.
 
-``join`` makes its backward the predecessor, and ``fork`` the successor, of whatever the phony went through between
-them: nothing that lies before the fork runs backward until everything on the phony's way has.
+A phony goes from ``fork`` through other nodes to ``join``. In the backward ``join`` runs first, then the nodes on the
+phony's way, then ``fork``. So nothing before the fork runs backward until all nodes on the phony's way have run.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Fork(Function):
     def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.phonies = len(phonies)
-        # detach(), and not the input itself, so that the output is no view that in-place operations are forbidden on.
+        # detach(): if the Function returned the input itself, autograd would forbid in-place operations on the output.
         return input.detach(), phony(input.device).detach()
 
     @staticmethod
@@ -46,15 +46,15 @@ _fork, _join = apply_of(Fork), apply_of(Join)
 
 
 def fork(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``input`` again, and a phony that hangs on it. ``input`` must require grad.
+    """Return ``input``, as a new tensor, and a phony that depends on it. ``input`` must require grad.
 
-    With ``phonies`` it is joined first, in the same node.
+    ``phonies``, if given, are joined to ``input`` in the same node, as by :func:`join`.
     """
     output, edge = _fork(input, *phonies)
     return output, edge
 
 
 def join(input: Tensor, *phonies: Tensor) -> Tensor:
-    """Return ``input`` again, whose backward now comes before that of every one of ``phonies``."""
+    """Return ``input`` as a new tensor, whose backward runs before the backward of each of ``phonies``."""
     output: Tensor = _join(input, *phonies)
     return output

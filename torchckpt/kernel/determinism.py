@@ -1,4 +1,4 @@
-"""The errors of a replay that did not do what its forward did."""
+"""Determinism: the errors for a replay that differs from its forward."""
 from __future__ import annotations
 
 import functools
@@ -18,7 +18,7 @@ Likely causes, each with its fix:
 
 
 def differs(function: Function, place: int, total: int, forward: str, replay: str) -> RecomputationError:
-    """The error for saved tensor ``place`` (from 0) of ``total``, with what the forward saved there and the replay."""
+    """The error for saved tensor ``place`` (from 0) of ``total``; ``forward`` and ``replay`` describe both tensors."""
     return RecomputationError(
         f"the replay of region {name_of(function)} did not save what its forward saved\n"
         f"  first to differ: saved tensor {place + 1} of {total}\n"
@@ -28,7 +28,7 @@ def differs(function: Function, place: int, total: int, forward: str, replay: st
 
 
 def keeps_differently(function: Function, number: int, forward: str, replay: str) -> RecomputationError:
-    """The error for call ``number`` (from 0) of ``keep``, with what the forward kept there and the replay."""
+    """The error for call ``number`` (from 0) of ``keep``; ``forward`` and ``replay`` describe what each keeps."""
     return RecomputationError(
         f"the replay of region {name_of(function)} did not call torchckpt.keep as its forward did\n"
         f"  first to differ: call {number + 1} of keep\n"
@@ -38,7 +38,7 @@ def keeps_differently(function: Function, number: int, forward: str, replay: str
 
 
 def name_of(function: Function) -> str:
-    """What messages call a region: the qualified name of its function, of its method or of its module's class."""
+    """The name of a region in messages: the qualified name of its function, its method or its module's class."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)

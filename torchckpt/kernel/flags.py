@@ -12,19 +12,19 @@ __all__ = ["Flags", "Replay", "is_checkpointing", "is_recomputing", "thread"]
 
 
 class Replay(list[nn.Module]):
-    """Lives as long as a replay. Its elements are norm layers that use copies of their buffers now (norms.py)."""
+    """The state of one running replay: a list of the norm layers that now hold copies of their buffers (norms.py)."""
 
     __slots__ = ("skips",)
 
     skips: dict[Any, Any]
-    """What layers have stashed for others in this replay (torchckpt.pipe.skip). Unset at first."""
+    """The skips that layers have stashed in this replay (torchckpt.pipe.skip). Not set until the first one."""
 
 
 class EntersRegions(Protocol):
-    """What a schedule wants of the regions that a thread enters; ``scope.Scope`` is one."""
+    """Runs the regions that a thread enters, on behalf of a schedule; ``scope.Scope`` implements it."""
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> tuple[Any, Any]:
-        """Run a region: its outputs, and its frame if it has one."""
+        """Run a region. Return its outputs, and its frame or None."""
 
 
 class Flags(NamedTuple):
@@ -36,7 +36,7 @@ class Flags(NamedTuple):
 class _Thread(threading.local):
     flags: tuple[bool, bool, Replay | None] = Flags()  # set as plain tuples: a replay is a hot path
     scope: EntersRegions | None = None
-    tracing: object = None  # what traces this thread's calls as a graph (torchckpt.graph); None if nothing does
+    tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 
 
 thread = _Thread()

@@ -1,9 +1,9 @@
 """Frame: the state that the forward of a region and its replay share.
 
 The forward hands every tensor that autograd saves to the frame, which drops it and leaves the graph node a slot. The
-replay runs the function again and fills the slots. A slot belongs to its node, so what fills it lives as long as
-eager's saved tensor would: freed with the node in a plain backward, kept where the graph is kept (``retain_graph``, a
-backward split into input and weight). So a frame is filled once, and nobody has to guess which backward is the last.
+replay runs the function again and fills the slots. A slot belongs to its node, so a recomputed tensor lives as long as
+a saved tensor does in eager: it is freed with the node in a plain backward, and kept while the graph is kept
+(``retain_graph``, a backward split into input and weight). So a frame is filled only once, for any number of backwards.
 """
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from torchckpt.typing import Function
 __all__ = ["Around", "Frame", "Fresh", "observers"]
 
 observers: list[Callable[[str], object]] = []
-"""Each is called with the name of a region right after that was replayed (``torchckpt.testing`` counts with it)."""
+"""Functions that are called with the name of a region after its replay (``torchckpt.testing`` adds one)."""
 
 Fresh: TypeAlias = list[tuple[Tensor, int]]
 """Saved tensors in the order of their slots, each with its version when it was saved."""
 
 Around: TypeAlias = Callable[["deque[Fresh]"], AbstractContextManager[None]]
 
-_RLock = type(threading.RLock())  # what threading.RLock(), a function in Python, makes
+_RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
 
 
 class Frame:
     """One region in one forward. ``forward()`` is called once, ``recompute()`` by whoever comes first.
 
-    The nodes of the region's graph hold the frame, by their hooks. The frame holds the call and the slots until those
-    are filled, and then nothing.
+    The nodes of the region's graph hold the frame, through their hooks. The frame holds the call and the slots until
+    the slots are filled, and then neither.
     """
 
     __slots__ = (
@@ -65,17 +65,17 @@ class Frame:
         self._options = options
         self._call: Call | None = None
         self._slots: list[Slot] = []
-        self._returned = False  # whether the forward has, so that no more slots will come
+        self._returned = False  # whether the forward has returned: no slots will be added
         self._trail: Trail | None = None
         self._lock = _RLock()
         self.ambient: deque[Ambient] = deque()
-        """Of one element, from the forward to the replay: what the call found around it."""
+        """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
         self.recomputed: deque[Fresh] = deque()
-        """Of one element, from the replay to the backward: what the function saved when it ran again."""
+        """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
-        """Entered around the replay, with ``recomputed``, which it fills."""
+        """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
         self.kept: Kept | None = None
-        """What ``keep`` has recorded in the forward, for the replay (keep.py)."""
+        """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -93,21 +93,21 @@ class Frame:
 
     @property
     def seen(self) -> Seen | None:
-        """What the call found on its modules."""
+        """The parameters and buffers that the call found on its modules."""
         return None if self._call is None else self._call.seen
 
     @property
     def generators(self) -> list[Generator]:
-        """Those that a replay puts back."""
+        """The generators whose states a replay sets."""
         return [generator for generator, _ in self.ambient[0][1]]
 
     def replays(self, generator: Generator, _: Tensor) -> bool:
-        """Whether the replay that is under way has put ``generator`` back."""
-        return any(generator is one for one in self.generators)
+        """Whether the running replay has set the state of ``generator``."""
+        return any(generator is replayed for replayed in self.generators)
 
     @property
     def checks(self) -> bool:
-        """Whether the replay is held to what the forward did."""
+        """Whether the replay is compared with the forward."""
         return self._options.determinism_check != "none"
 
     @property
@@ -117,7 +117,7 @@ class Frame:
 
     @property
     def function(self) -> Function | None:
-        """What the replay will run; None when it is done."""
+        """The function that the replay will run; None when the replay is done."""
         return None if self._call is None else self._call.function
 
     def recompute(self) -> None:
@@ -140,7 +140,7 @@ class Frame:
                 observer(name_of(call.function))
 
     def let_go(self) -> None:
-        """Give the slots what was recomputed: from then on each tensor lives as long as the node that saved it."""
+        """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
         with self._lock:
             if not self.recomputed:
                 return
@@ -165,14 +165,14 @@ class Frame:
         return tensor
 
     def _same(self, tensor: Tensor) -> Tensor:
-        # What unpacks in a replay: a method, so that hooks in force tell of which frame.
+        # The unpack hook of a replay: a method, so that the frame can be found from the hooks in force.
         return tensor
 
     def _replay(self, call: Call, slots: list[Slot]) -> Fresh:
-        """What the function saves when it runs again, in the order of ``slots``, each with its version then."""
+        """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions."""
         total = len(slots)
         checked = self._options.determinism_check != "none"
-        # A function that runs a backward itself unpacks before its forward has returned: the rest is not due yet.
+        # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
         fresh: Fresh = []
         different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
@@ -180,7 +180,7 @@ class Frame:
         def pack(tensor: Tensor) -> Tensor:
             place = len(fresh)
             if place < total:
-                # Without its graph, or it would keep that of the replay alive.
+                # detach(): the tensor would keep the graph of the replay alive.
                 kept = tensor if tensor.is_leaf else tensor.detach()
                 if checked and not slots[place].accepts(tensor):
                     different.append(slots[place].compare(tensor))
@@ -203,7 +203,7 @@ class Frame:
                 if self.kept is not None:
                     self.kept.begin(None)
                 raise
-            # Or else the function caught a Stop, and this is what it made of it.
+            # Otherwise the function caught Stop and raised this instead: everything is recomputed.
         if self.kept is not None and not different:
             self.kept.end(call.function, checked)
         if different or len(fresh) < total:  # the function caught the error, or ended before its time

@@ -20,11 +20,11 @@ from torchckpt.typing import Function
 __all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "lengths_of", "values_of", "version_of"]
 
 Key: TypeAlias = tuple[int, str]
-"""A buffer: the place of its module in a layout, and its name there."""
+"""A buffer: the index of its module in the layout, and its name in that module."""
 
 
 class Copy:
-    """A buffer as it was at one version: ``values``, or None where it is too large to be kept."""
+    """A copy of a buffer at one version. ``values`` is None if the copy was too large to keep."""
 
     __slots__ = ("_buffer", "values", "version")
 
@@ -34,7 +34,7 @@ class Copy:
         self.values: Tensor | None = buffer.detach().clone()
 
     def again(self) -> Tensor:
-        """The buffer as it was, for a replay to change."""
+        """A new tensor with the buffer's old values and version, which a replay may change."""
         assert self.values is not None
         return set_version(self.values.clone(), self.version)
 
@@ -44,23 +44,23 @@ class Copy:
 
 
 class Modules(tuple[nn.Module, ...]):
-    """The modules of a function that is none itself, as its attribute ``region_modules``."""
+    """The modules that a plain function uses, which it names in its attribute ``region_modules``."""
 
     layout: Layout | None = None
-    """Of a call before."""
+    """The layout that an earlier call made."""
 
 
 class _End:
-    """Stands behind the values of one kind, so that one more of them is seen."""
+    """A sentinel after the values of one kind. An added value shifts it, so a comparison sees it."""
 
     _version = 0
 
 
 class Layout:
-    """Of some modules and those inside them, as they are now. It keeps the former alive no longer than they are.
+    """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
 
-    The buffers of torch's norm layers are left out while these update them: ``norms.py`` sees to those. Scripted
-    modules are left out; what they have is not in Python.
+    Buffers that torch's norm layers are updating are left out: ``norms.py`` handles them. Scripted modules are left
+    out, because their parameters and buffers are not in Python dictionaries.
     """
 
     def __init__(self, owners: Sequence[nn.Module], gone: Callable[[Any], object] | None = None) -> None:
@@ -69,13 +69,13 @@ class Layout:
         self.owners = [weakref.ref(owner, gone) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
-        """Of ``dicts``: an attribute more is another layout."""
+        """The lengths of ``dicts``. An attribute that is added later changes them, and makes a new layout necessary."""
         self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
-        """Buffers that a forward has changed, or left another in the place of."""
+        """Buffers that a forward has changed in place or replaced."""
         self.unversioned: set[Key] = set()
-        """Those of them that are changed past their version counter, as by ``.data``."""
+        """The ``changing`` buffers that change without their version counter, as by ``.data``."""
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
@@ -84,12 +84,12 @@ class Layout:
         self.norms = {place: weakref.ref(norm) for place, norm in norms}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
-        """All that is compared at each call: the children, the parameters, the buffers of what is no norm layer."""
+        """What each call compares: children, parameters, and the buffers of modules other than norm layers."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
         named = enumerate(map(partial(_names_of, Tensor), modules), start=len(modules))
         self._attributes = [(place, name) for place, names in named for name in names]
         self.is_simple = not self.norms and not self._attributes
-        """Whether ``tables`` has all that there is."""
+        """Whether ``tables`` has every tensor: there are no norm layers, and no tensors that are plain attributes."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._generators = [(vars(module), name) for module in modules for name in _names_of(torch.Generator, module)]
@@ -106,7 +106,7 @@ class Layout:
                 yield key, value
 
     def later(self) -> Iterator[Key]:
-        """Tensors that are attributes by now, under names that were not there."""
+        """The tensors that were added as attributes, under new names, since this layout was made."""
         if self.lengths != lengths_of(self.dicts):
             for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
                 for name, value in attributes.items():
@@ -114,19 +114,19 @@ class Layout:
                         yield place, name
 
     def home(self, key: Key) -> dict[str, Any]:
-        """The dictionary that has a buffer, or an attribute, under its name."""
+        """The dictionary that holds the buffer or attribute of ``key``."""
         place = key[0]
         return self._buffers[place] if place < len(self._buffers) else self.dicts[place - len(self._buffers)]
 
     def generators(self) -> list[torch.Generator]:
-        """Those that modules have as attributes."""
+        """The generators that modules hold as attributes."""
         if not self._generators:
             return []
         found = (attributes.get(name) for attributes, name in self._generators)
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
     def modes(self) -> list[bool | None]:
-        """Of each module, whether it trains."""
+        """The ``training`` flag of each module."""
         return [attributes.get("training") for attributes in self.dicts]
 
     @property
@@ -142,8 +142,8 @@ class Layout:
         for owner in (reference() for reference in self.owners):
             if owner is None:
                 continue
-            for name, one in chain(owner.named_parameters(), owner.named_buffers()):
-                if one is tensor:
+            for name, candidate in chain(owner.named_parameters(), owner.named_buffers()):
+                if candidate is tensor:
                     return f"{type(owner).__name__}.{name}"
         return "a tensor of its modules"
 
@@ -156,11 +156,11 @@ _layouts: dict[Any, Layout] = {}
 
 
 def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, list[Any]] | None:
-    """Of the modules that ``function`` is, is a method of, or names as its own (``region_modules``), through partials,
-    and of those among its arguments; with the values of its tables. None if there are no such modules.
+    """The layout of the modules of ``function`` and the values of its tables; None if there are no such modules.
 
-    Made at the first call, and again when there are other modules inside than then. Modules that a function closes over
-    are not seen.
+    The modules are: ``function`` itself if it is one, the module that it is a method of, those that it names in
+    ``region_modules``, and those among its arguments; also through partials. Modules that a function closes over are
+    not seen. The layout is made at the first call, and again when the modules inside have changed.
     """
     owner = function.__self__ if type(function) is MethodType else function
     layout, modules = _layouts.get(id(owner)), None
@@ -175,7 +175,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         if modules is not None and not (args or layout.is_lazy):
             modules.layout = layout
     values = values_of(layout.tables)
-    # Modules are equal if they are the same.
+    # Modules compare by identity, so == is enough.
     if values[: len(layout.children)] == layout.children and lengths_of(layout.dicts) == layout.lengths:
         return layout, values
     layout = _made([owner for reference in layout.owners if (owner := reference()) is not None])
@@ -232,7 +232,7 @@ def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _names_of(kind: type, module: nn.Module) -> list[str]:
-    """Of attributes that hold one of ``kind``, or may come to: those that are None, but for torch's own layers."""
+    """The names of attributes that hold a ``kind`` now; in layers that are not torch's, also those that hold None."""
     may_come = not _is_of_torch(module)
     return [
         name

@@ -1,8 +1,9 @@
-"""Mixin: what is put in front of the class of one module, so that its calls go another way, and nothing else changes.
+"""Mixin: a class put in front of the class of one module, which redirects the calls of the module and nothing else.
 
-A class, as FSDP2 and parametrize make one, and not an attribute of the instance: a copy of the module, deep, shallow or
-unpickled, then finds its own weights. What the instance has is the *setting*, which copies take along. Without it the
-mixin does nothing, so that it can also be taken away from under a class that was put in front of it since.
+The mixin is a subclass, as FSDP2 and parametrize make one. An attribute of the instance, such as a replaced forward,
+would bind a copy of the module (deep, shallow or unpickled) to the weights of the original. The instance itself holds
+only the *setting*, which is copied with it. Without a setting the mixin does nothing. So it can be removed even if
+another class was put in front of it later.
 """
 from __future__ import annotations
 
@@ -16,29 +17,29 @@ from torchckpt.modules import is_compiled_class
 __all__ = ["COMPILED", "Mixin", "plain_forward", "put", "take"]
 
 COMPILED = "_torchckpt_compiled"
-"""The attribute of the instance that holds what ``module.compile()`` made of the plain forward."""
+"""The attribute of the instance that holds the plain forward as ``module.compile()`` compiled it."""
 
 
 class Mixin:
-    """The base of the mixins, each of which says what becomes of a call."""
+    """The base of the mixins. Each subclass defines what a call of the module does instead."""
 
     _torchckpt_setting: ClassVar[str]
     """The attribute of the instance that holds the setting."""
     _torchckpt_call: ClassVar[Callable[..., Any]]
-    """Called with the forward, bound, with args and kwargs for it, and with the setting, in place of the forward."""
+    """Called instead of the forward, as ``call(bound_forward, args, kwargs, setting)``."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Do not tell the base class: it knows nothing of this subclass, and may want arguments."""
+        """Skip the base class's hook: it does not know this subclass, and may require arguments."""
 
     def __getstate__(self) -> Any:
-        # As torch's own compiled call, what was compiled is bound to this very module: a copy goes without.
-        state: Any = super().__getstate__()  # type: ignore[misc]  # that of object, where it has one
+        # The compiled forward is bound to this module, so a copy must not have it. torch drops its own likewise.
+        state: Any = super().__getstate__()  # type: ignore[misc]  # of object, if it has one
         if isinstance(state, dict) and COMPILED in state:
             state = {name: value for name, value in state.items() if name != COMPILED}
         return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class cannot be imported: name its base, and make it again.
+        # pickle cannot import the class that was made here: pickle its base, and make the class again when loading.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *state = reduced
         own = base = type(self)
@@ -51,11 +52,11 @@ class Mixin:
 
 
 _Mixins: TypeAlias = list[tuple[type[Mixin], Any]]
-"""Mixins, the one in front first, each with its setting."""
+"""Mixins with their settings, outermost first."""
 
 
 def put(module: Any, mixin: type[Mixin], setting: Any) -> Any:
-    """``module`` again, with ``mixin`` in front of its class; with a setting of None it does nothing yet."""
+    """Put ``mixin`` in front of the class of ``module``; return ``module``. With setting None it does nothing yet."""
     if not isinstance(module, mixin):
         module.__class__ = _class_for(type(module), mixin)
     if setting is not None:
@@ -64,27 +65,27 @@ def put(module: Any, mixin: type[Mixin], setting: Any) -> Any:
 
 
 def take(module: Any, mixin: type[Mixin]) -> None:
-    """Take ``mixin`` away, and with it those that were left behind it without a setting."""
+    """Remove ``mixin`` from ``module``, and also the mixins behind it that no longer have a setting."""
     module.__dict__.pop(mixin._torchckpt_setting, None)
     while (front := _front(type(module))) is not None and front._torchckpt_setting not in module.__dict__:
         module.__class__ = type(module).__bases__[-1]
 
 
 def plain_forward(module: Any, mixin: type[Mixin]) -> Callable[..., Any]:
-    """The forward of ``module`` that ``mixin`` stands in front of."""
+    """The bound forward of ``module`` without ``mixin``."""
     mixed: Any = next(cls for cls in type(module).__mro__ if cls.__bases__[:1] == (mixin,))
     forward: Callable[..., Any] = super(mixed, module).forward
     return forward
 
 
 def _front(cls: type[Any]) -> type[Mixin] | None:
-    """The mixin of ``cls``, if that was made here."""
+    """The mixin in front of ``cls``; None if ``cls`` was not made by this file."""
     first = cls.__bases__[0] if cls.__bases__ else object
     return first if Mixin in first.__bases__ else None
 
 
 def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
-    """The subclass of ``base``, under its name, with ``mixin`` in front. It dies with its last user."""
+    """The subclass of ``base`` with ``mixin`` in front and the name of ``base``. Freed with its last instance."""
     for made in base.__subclasses__():
         if made.__bases__ == (mixin, base):
             return made
@@ -102,7 +103,7 @@ def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
         return plain(*args, **kwargs) if setting is None else mixin._torchckpt_call(plain, args, kwargs, setting)
 
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # The forward of what torch.compile(module) makes is set on the instance.
+    # torch.compile(module) sets the forward on the instance, where a forward of the class has no effect.
     namespace.update({"__call__": call} if is_compiled_class(base) else {"forward": forward})
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = functools.partialmethod(_deepcopy, mixin)
@@ -112,7 +113,7 @@ def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
 
 
 def _deepcopy(self: Any, mixin: type[Mixin], memo: dict[int, Any]) -> Any:
-    """For a base that copies itself its own way, which it does in its own class."""
+    """Deep copy for a base with its own ``__deepcopy__``, which must see the module as an instance of that base."""
     cls = type(self)
     self.__class__ = cls.__bases__[-1]
     try:

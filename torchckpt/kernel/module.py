@@ -1,4 +1,4 @@
-"""``checkpoint_module``: every call of a submodule becomes a region, and nothing else about it changes."""
+"""``checkpoint_module``: every call of a module becomes a region; nothing else about the module changes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class _Compiled(NamedTuple):
-    """What ``module.compile()`` made."""
+    """The result of ``module.compile()``."""
 
     forward: Callable[..., Any]
-    """The forward of the module without regions, compiled."""
+    """The compiled forward of the plain module."""
     again: Callable[[nn.Module], None]
-    """Compiles the module as it would be without regions."""
+    """Compiles a module that is no longer checkpointed, with the same arguments."""
 
 
 def _run(plain: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -39,24 +39,26 @@ def _run(plain: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options
 
 
 class _Checkpointed(Mixin):
-    """In front of the class of a checkpointed module: a call is a region."""
+    """The mixin of a checkpointed module: it runs each call as a region."""
 
     _torchckpt_setting = _OPTIONS
     _torchckpt_call = staticmethod(_run)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As :meth:`torch.nn.Module.compile`. What is compiled is inside of the region, so that a replay may start
-        before the gradient arrives; hooks of this module itself are outside of both."""
+        """Compile in place, as :meth:`torch.nn.Module.compile` does.
+
+        The compiled code runs inside the region, so that a replay can start before the gradient arrives. Hooks of this
+        module itself run outside the region and outside the compiled code."""
         module: Any = self
         if _OPTIONS not in module.__dict__ or is_compiled_class(type(module)):
-            super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
+            super().compile(*args, **kwargs)  # type: ignore[misc]  # the module's own class has it
             return
         forward = torch.compile(plain_forward(module, _Checkpointed), *args, **kwargs)
         module.__dict__[COMPILED] = _Compiled(forward, lambda module: module.compile(*args, **kwargs))
 
 
 class CheckpointHandle:
-    """Undoes one :func:`checkpoint_module`. Also a context manager, which undoes it at its end."""
+    """Undoes one :func:`checkpoint_module`, by ``remove()`` or at the end of a ``with`` block."""
 
     def __init__(self, module: nn.Module, options: Options) -> None:
         self._module, self._options = module, options
@@ -100,10 +102,10 @@ def checkpoint_module(
         preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
 
     Returns:
-        A handle with ``remove()``; as a context manager it removes at its end.
+        A handle whose ``remove()`` makes the module plain again. A ``with`` block on the handle removes at its end.
 
     Raises:
-        ArgumentError: not a module, checkpointed already, or a ``forward`` that is set on the instance.
+        ArgumentError: ``module`` is no module, is checkpointed already, or has its ``forward`` set on the instance.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     checked("checkpoint_module", checkpoint_module, options, module_faults(module))
@@ -119,10 +121,10 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def _compile_inside(module: Any) -> None:
-    """``module`` was compiled in place, region and all: compile what is inside of the region instead."""
+    """Compile the plain forward, inside the region, for a ``module`` that was compiled in place before."""
     compiled_call = module._compiled_call_impl
     compiler = compiler_of(compiled_call)
-    assert compiler is not None  # or it is a fault
+    assert compiler is not None  # module_faults refuses the others
     def again(module: Any) -> None:
         module._compiled_call_impl = compiled_call
 
@@ -140,7 +142,7 @@ def module_faults(module: object) -> list[Fault]:
         return [Fault("a module is checkpointed once", f"{name}, checkpointed already", "handle.remove() first")]
     if type(module) in _CONTAINERS:
         received = f"{name}, whose layers are called one by one"
-        return [Fault("the module must be one that is called", received, works)]
+        return [Fault("the module must have a forward that is called", received, works)]
     if isinstance(module, torch.jit.ScriptModule) or (
         "forward" in module.__dict__ and not is_compiled_class(type(module))
     ):
@@ -148,6 +150,6 @@ def module_faults(module: object) -> list[Fault]:
         rule = "the forward must be a method of the module's class"
         return [Fault(rule, received, "checkpoint(module, x) at the call")]
     if module._compiled_call_impl is not None and compiler_of(module._compiled_call_impl) is None:
-        rule = "what module.compile() made must be such that it can be made again without the region"
+        rule = "a module that is compiled in place must be compiled by torch's own module.compile()"
         return [Fault(rule, f"{name}, compiled in place", "checkpoint_module(module), and then module.compile()")]
     return []

@@ -1,12 +1,13 @@
-"""Module state: a replay finds on its modules what the forward found there, and leaves behind what is there now.
+"""Module state: a replay finds the parameters and buffers of the forward on its modules, which are restored after it.
 
-Compared are the parameters and buffers of the modules that the region's function is, or is a method of
-(``layout.py``). A parameter that was exchanged since, as by ``functional_call``, is lent to the replay. So is a copy of
-a buffer that changed, in the forward itself (``spectral_norm``, an observer) or after it. What was changed in place and
-cannot be lent is an error where the replay reads it, as it is in eager autograd.
+Before a replay, the parameters and buffers of the region's modules (``layout.py`` says which) are compared with those
+of the forward. A parameter that was replaced since, as by ``functional_call``, is lent to the replay: it is on its
+module while the replay runs. A buffer that changed, in the forward itself (``spectral_norm``, an observer) or after it,
+is lent as a copy of its old values. Reading a tensor that was changed in place and cannot be lent is an error, as in
+eager autograd.
 
-A buffer is copied when it is seen for the first time, or as another than before. All calls share the copy until the
-buffer changes, so that what never changes is copied once; a large copy of such a buffer is not kept.
+A buffer is copied when a forward first sees it, and again after it has changed. All calls share the copy until then, so
+a buffer that never changes is copied once. A large copy of such a buffer is not kept.
 """
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from torchckpt.typing import Function
 __all__ = ["Loans", "Seen", "lending", "lent", "look"]
 
 lending = threading.RLock()
-"""Held while something is lent, and by forwards that change buffers: none may change what is lent."""
+"""Held while a tensor is lent, and by forwards that change buffers, so that no forward changes a lent tensor."""
 
 _PATIENCE_SECONDS = 300
 
@@ -43,16 +44,16 @@ _SMALL_BYTES = 2**12
 
 class Loans(NamedTuple):
     lent: list[tuple[dict[str, Any], str, Any]]
-    """For a dictionary and a name what the replay is to find there; ``_NOTHING``: no such name."""
+    """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
     changed: dict[int, tuple[Tensor, str]]
-    """By identity, what it must not read, with its path."""
+    """By ``id()``: a tensor that the replay must not read, because it was changed in place, and its path."""
 
 
 _NOTHING: Any = object()
 
 
 class Seen:
-    """What one call found on its modules."""
+    """The parameters, buffers and modes that one forward found on its modules."""
 
     __slots__ = ("_buffers", "_fresh", "_grown", "_modes", "_values", "_versions", "layout")
 
@@ -62,11 +63,11 @@ class Seen:
         self._modes = layout.modes()
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         self._grown: dict[Key, weakref.ref[Tensor]] = {}
-        """Those that are no leaves; an alias of each is in ``_buffers``."""
+        """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
             self._fresh: list[Key] = []  # the copies that this call made
             for key, tensor in layout.buffers():
-                if tensor is not None and tensor.grad_fn is not None:  # its graph would be kept
+                if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
                     self._grown[key] = weakref.ref(tensor)
                 else:
@@ -96,7 +97,7 @@ class Seen:
                 layout.unversioned.add(key)
 
     def _is_there(self, key: Key) -> bool:
-        """Whether the module has the buffer as the forward found it."""
+        """Whether the buffer on the module is the one that the forward found, with the same values."""
         tensor, copy = self._buffers[key]
         found = alive(self._grown[key]) if key in self._grown else tensor
         if self.layout.home(key).get(key[1], _NOTHING) is not found:
@@ -104,7 +105,7 @@ class Seen:
         return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
 
     def loans(self, function: Function) -> Loans | None:
-        """What the replay of ``function`` is to be lent; None if all is as the forward found it."""
+        """The loans for a replay of ``function``; None if all is as the forward found it."""
         layout, then = self.layout, self._values
         now, first = values_of(layout.tables), len(layout.children)
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
@@ -120,7 +121,7 @@ class Seen:
         loans.lent.extend((layout.home(key), key[1], _NOTHING) for key in layout.later())
         others = [(of, mode) for of, mode, now_is in zip(layout.dicts, self._modes, modes) if mode is not now_is]
         loans.lent.extend((of, "training", mode) for of, mode in others)
-        if loans.changed and layout.is_compiled:  # what compiled code reads is out of sight
+        if loans.changed and layout.is_compiled:  # reads of compiled code cannot be watched
             raise _changed(function, *next(iter(loans.changed.values())))
         return loans if loans.lent or loans.changed else None
 
@@ -132,7 +133,7 @@ class Seen:
             raise _other_modules(function, "parameters")
         for (parameters, name), tensor, version in zip(places, then, self._versions):
             now = parameters[name]
-            if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 exchanges them, and sees to their values
+            if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 swaps them, and keeps their values right
                 continue
             if tensor is not None and version_of(tensor) != version:
                 loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
@@ -162,8 +163,10 @@ class Seen:
 
 
 def look(function: Function, args: Sequence[Any] = ()) -> tuple[Seen | None, bool]:
-    """What ``function`` finds on its modules, before it is called on ``args``; and whether it is known to change some
-    of it. Then ``lending`` is held, for the caller to release after the call."""
+    """Record the modules of ``function`` before it is called on ``args``.
+
+    The bool says whether its calls are known to change buffers. If so, ``lending`` is held, and the caller releases it
+    after the call."""
     found = layout_of(function, args)
     if found is None:
         return None, False
@@ -180,7 +183,7 @@ def look(function: Function, args: Sequence[Any] = ()) -> tuple[Seen | None, boo
 
 @contextmanager
 def lent(loans: Loans, function: Function) -> Iterator[None]:
-    """Inside, modules have what they are lent; to read what was changed in place is an error."""
+    """Inside the block, modules hold the lent tensors, and reading a tensor that was changed in place raises."""
     with _lock_of(function):
         own = [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in loans.lent]
         try:
@@ -199,8 +202,9 @@ def _lock_of(function: Function) -> Iterator[None]:
     if not lending.acquire(timeout=_PATIENCE_SECONDS):
         raise RecomputationError(
             f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
-            f"may change, and that has not ended for {_PATIENCE_SECONDS} seconds: does it wait for this backward?\n"
-            "  works:    a backward outside of regions whose modules change buffers, such as spectral_norm"
+            f"may change. That forward has not ended for {_PATIENCE_SECONDS} seconds; it may be waiting for this "
+            "backward\n"
+            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
         )
     try:
         yield
@@ -230,14 +234,14 @@ class _Unread(TorchFunctionMode):
         found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self._changed]
         is_look = bool(found) and getattr(func, "__name__", "") == "__get__"
         result = func(*args, **(kwargs or {})) if is_look or not found else None
-        # A look at a shape, or at a gradient, is no use of values; one at what is a view of them is.
+        # Reading a shape or a gradient does not read the values; reading a view does.
         if found and not (is_look and (func == _GRADIENT or not isinstance(result, Tensor))):
             raise _changed(self._function, *self._changed[id(found[0])])
         return result
 
 
 def _versions(values: Sequence[Any], first: int) -> list[int]:
-    """Of the tensors from ``first`` on."""
+    """The version counters of the tensors from ``first`` on."""
     try:
         return [0 if tensor is None else tensor._version for tensor in values[first:]]
     except RuntimeError:  # an inference tensor is among them
@@ -251,7 +255,7 @@ def _is_sharded(tensor: Tensor | None) -> bool:
 
 def _equal(values: Tensor | None, tensor: Tensor) -> bool:
     if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
-        return True  # nobody can tell
+        return True  # the values cannot be compared
     return torch.equal(values, tensor)
 
 
@@ -266,7 +270,7 @@ def _changed(function: Function, tensor: Tensor, path: str) -> RecomputationErro
 
 def _other_modules(function: Function, what: str) -> RecomputationError:
     return RecomputationError(
-        f"the {what} of region {name_of(function)} are not those that its forward began with: some were added, "
-        "removed or exchanged since\n"
-        "  works:    a first call outside of a region, under torch.no_grad(), where a first call makes them"
+        f"the {what} of region {name_of(function)} are not those that its forward started with: some were added, "
+        "removed or replaced since\n"
+        "  works:    if the first call of a module creates them, make that call outside a region, under torch.no_grad()"
     )

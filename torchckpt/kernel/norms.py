@@ -1,9 +1,9 @@
-"""Running statistics: torch's norm layers update theirs once per forward, and not again in a replay.
+"""Running statistics: norm layers update their buffers once per forward, and not a second time in the replay.
 
 While a thread replays, global forward hooks look at the modules that are called. A norm layer that would update its
-buffers gets copies of them to update, for as long as that call takes. What such a layer computes does not depend on its
-buffers, so it is the same to the bit. Forwards, and replays without norm layers, pay next to nothing. A forward whose
-updates come later, all at once, gets copies by ``on_copies``.
+buffers gets copies to update until its call ends. The output of a layer in training does not depend on these buffers,
+so it is the same to the bit. Forwards, and replays without norm layers, cost almost nothing more. A caller that updates
+the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
 """
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["is_statistic", "on_copies", "own_buffers", "unwatch", "updates", "wa
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
-_FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # as it stands in warnings.filters
+_FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # the form of an entry of warnings.filters
 
-_COMPILED = "_orig_mod"  # the name of what torch.compile(module) holds
+_COMPILED = "_orig_mod"  # the name under which torch.compile(module) holds the module
 
 _replays: list[None] = []
-"""As many as are under way, in all threads."""
+"""One entry for each replay that is running, in all threads."""
 
 _lock = threading.Lock()
 _lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
-"""The layers that hold copies now: in how many threads at once, and their own buffers."""
+"""The layers that hold copies now: the number of threads that use the copies, and the layer's own buffers."""
 
 
 def watch(borrowers: list[nn.Module], function: Any) -> None:
@@ -43,16 +43,16 @@ def watch(borrowers: list[nn.Module], function: Any) -> None:
         _replays.append(None)
         if len(_replays) == 1:
             global_forward_pre_hooks[_KEY], global_forward_hooks[_KEY] = _lend, _end_of_call
-    # torch warns of any global hook when a compiled module is called. Ours does not mind being called twice. Each new
-    # filter makes Python forget which warnings it has shown, so it is added only where it is missing.
+    # torch warns of any global hook when a compiled module is called: the hook may run twice. Ours may run twice.
+    # Each new filter makes Python forget which warnings it has shown, so the filter is added only if it is missing.
     if "torch._dynamo" in sys.modules and _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
-    if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # that is called, and not the module
+    if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # a bound forward: no hooks run
         _lend(function.__self__, None)
 
 
 def unwatch(borrowers: list[nn.Module]) -> None:
-    """End that, and the loans of layers whose call did not end."""
+    """End ``watch``, and take the copies back from layers whose call raised."""
     with _lock:
         _replays.pop()
         if not _replays:
@@ -63,7 +63,7 @@ def unwatch(borrowers: list[nn.Module]) -> None:
 
 
 def is_statistic(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may come from copies that were lent, to a norm layer whose call is under way."""
+    """Whether ``tensor`` may be a lent copy of a buffer: a norm layer is running on copies in this thread's replay."""
     return bool(thread.flags[2]) and not tensor.requires_grad
 
 
@@ -83,13 +83,13 @@ def on_copies(layer: nn.Module) -> Iterator[None]:
 
 
 def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of ``layer``, and not the copies, even if it holds those now."""
+    """The buffers of ``layer`` itself, even while it holds copies."""
     with _lock:
         return {**layer._buffers, **_lent.get(layer, (0, {}))[1]}
 
 
 def _borrow(layer: nn.Module) -> None:
-    """Have ``layer`` hold copies of its buffers, the same in all threads."""
+    """Give ``layer`` copies of its buffers. All threads that borrow at the same time share the copies."""
     with _lock:
         users, own = _lent.get(layer, (0, {}))
         if not users:
@@ -99,7 +99,7 @@ def _borrow(layer: nn.Module) -> None:
 
 
 def _give_back(layers: list[nn.Module]) -> None:
-    """Put back the buffers of ``layers``, unless another thread uses the copies too."""
+    """Put back the own buffers of ``layers``, once no other thread uses the copies."""
     for layer in layers:
         with _lock:
             users, own = _lent.pop(layer)
@@ -111,9 +111,9 @@ def _give_back(layers: list[nn.Module]) -> None:
 
 def _lend(module: nn.Module, _: Any) -> None:
     borrowers = thread.flags[2]
-    if borrowers is None:  # this thread does not replay; another one does
+    if borrowers is None:  # another thread is replaying, not this one
         return
-    if not isinstance(module, norm_layer) and _COMPILED not in module._modules:  # most, called often: no more than this
+    if not isinstance(module, norm_layer) and _COMPILED not in module._modules:  # most modules: return fast
         return
     for layer in _updating_layers(module):
         if layer not in borrowers:
@@ -130,13 +130,13 @@ def _end_of_call(module: nn.Module, _: Any, __: Any) -> None:
 
 
 def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
-    # A compiled module calls its norm layers out of the hooks' sight: take all that it has.
+    # Hooks do not see the norm layers that a compiled module calls: take all layers in it.
     for layer in module.modules() if _COMPILED in module._modules else (module,):
         if updates(layer):
             yield layer
 
 
 _KEY = id(_lend)
-"""Of the hooks, the same in every replay: Dynamo compiles a module anew where the keys of hooks are others."""
+"""The key of the hooks, the same in every replay: Dynamo recompiles a module when the keys of its hooks change."""
 
 keep_from_dynamo(_lend, _end_of_call)

@@ -1,4 +1,4 @@
-"""What a caller may choose about a region, checked once, with every fault in one error."""
+"""Options: the settings of a region, checked in one place, with every fault in one error."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ DEFAULT = Options()
 
 
 def checked(caller: str, function: object, options: Options, others: Iterable[Fault] = ()) -> Options:
-    """Return ``options``; raise ``ArgumentError`` if they, or ``function``, break a rule, or there are ``others``."""
+    """Return ``options``. Raise ``ArgumentError`` if they or ``function`` break a rule, or if ``others`` has faults."""
     raise_faults(caller, [*others, *_faults(function, options)])
     return options
 
@@ -55,7 +55,7 @@ def _are_generators(given: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """``value``, for a message."""
+    """``value`` as text for a message, at most about 80 characters."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""Outside the graph: how a region runs that Dynamo cannot trace. Imports Dynamo, so it is imported only then."""
+"""Outside the graph: runs a region that Dynamo cannot trace, outside its graph. Importing this file imports Dynamo."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import torch
 __all__ = ["keep_outside_graph", "outside_graph"]
 
 
-# Disabled, not merely a graph break: were the function compiled in its forward, its replay would run another program.
+# disable(), not only a graph break: otherwise the forward would run compiled code, and the replay eager code.
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
     reason="a region by hand is run outside compiled graphs, and so are a region with generators= and a Pipe; compile "
     "the block inside it instead: Checkpointing(torch.compile(block), x), or drop fullgraph=True. checkpoint(block, x) "
     "and checkpoint_module(block) work inside of graphs"
 )
 def outside_graph(run: Callable[..., Any], *args: Any) -> Any:
-    """``run(*args)``, by a graph break; with ``fullgraph=True`` Dynamo raises an error with the reason above."""
+    """Run ``run(*args)`` after a graph break. With ``fullgraph=True`` Dynamo raises an error with the reason above."""
     return run(*args)
 
 

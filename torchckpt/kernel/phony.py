@@ -8,8 +8,8 @@ __all__ = ["phony"]
 
 
 def phony(device: torch.device) -> Tensor:
-    """A phony on ``device``: the engine runs the node that returns it in that device's thread.
+    """Make a phony on ``device``. Autograd runs the node that returns it in the thread of that device.
 
-    Not cached: one that is made under a tensor mode or on a side stream must not outlive it.
+    Phonies are not cached: a phony made under a tensor mode or on a side stream must not be used after it.
     """
     return torch.empty(0, device=device)

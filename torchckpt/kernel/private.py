@@ -1,7 +1,7 @@
-"""Every private name of torch's that the kernel uses, in one place, each with its public counterpart and the reason.
+"""Private: every private name of torch that the kernel uses, each with its public counterpart or the reason.
 
-They are what the public wrappers call; without the wrappers a region of tiny operations costs a fifth less. A test
-reads the package for private names anywhere else, and one holds each of these against its public counterpart.
+The public wrappers call these names. Without the wrappers a region of tiny operations costs a fifth less. One test
+searches the package for private names in other files; another compares each name here with its public counterpart.
 """
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ except ImportError as missing:
     ) from missing
 
 try:
-    from torch._C._autograd import _profiler_enabled as profiler_is_on  # whether one sees this thread; no public form
+    from torch._C._autograd import _profiler_enabled as profiler_is_on  # in this thread; no public form
 except ImportError:
 
     def profiler_is_on() -> bool:
-        return True  # names are given to ranges that nobody may read
+        return True  # profiler ranges are then made even if no profiler runs
 
 
 warn_of_newer_torch(torch.__version__)
@@ -101,20 +101,20 @@ def set_version(tensor: Tensor, version: int) -> Tensor:
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` without its look at functorch, of whose transforms there is none where a region is entered."""
+    """``function.apply`` without its check for functorch transforms, which regions refuse when they are entered."""
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]  # untyped in torch
     return apply
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """The same for tensors that share memory, while they are alive: what a ``StorageWeakRef`` compares, which takes
-    four times as long to make. None of a sparse tensor, which has no storage."""
+    """The key of the tensor's storage: equal for two live tensors that share memory. None for a sparse tensor, which
+    has no storage. A ``StorageWeakRef`` compares the same address, but takes four times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What compiles a function with the arguments with which ``torch.compile`` made ``compiled``; None if it cannot be
-    had. No public form."""
+    """The compiler that made ``compiled``, with the arguments given to ``torch.compile``; None if it is not found. No
+    public form."""
     closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
     compiler: Callable[..., Any] | None = closure.get("self")
     return compiler if hasattr(compiled, "_torchdynamo_orig_callable") and callable(compiler) else None
@@ -127,8 +127,8 @@ _FRAMES = {
 
 
 def frame_of_torch(pack: Callable[..., Any]) -> tuple[Any, bool] | None:
-    """What non-reentrant checkpointing of torch's has of a forward, and whether it is replayed, where ``pack`` is its
-    hook. No public form: it stands in the hook's closure."""
+    """For a hook ``pack`` of torch's non-reentrant checkpointing: its frame, and whether it is replaying now. None for
+    other hooks. No public form: the frame is in the hook's closure."""
     if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
         return None
     pack = inspect.unwrap(pack)
@@ -148,7 +148,7 @@ _SELECTIVE: tuple[type, ...] = tuple(
 
 @contextmanager
 def without_selective_modes() -> Iterator[None]:
-    """Inside, torch's selective contexts do not see operators, which they count; other modes do. No public form."""
+    """Inside the block, torch's selective contexts see (and count) no operators; other modes do. No public form."""
     modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
     first = next((place for place, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
     above = modes[first:]
@@ -168,14 +168,14 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
-    """Have Dynamo pass by ``functions``, those defined in them, and whatever these call.
+    """Make Dynamo skip ``functions``, the functions defined inside them, and all that they call.
 
-    Autograd and modules call them from within compiled code, whose callees Dynamo compiles. ``torch.compiler.disable``
-    would do it too, at the price of importing Dynamo.
+    Autograd and modules call these functions from compiled code, where Dynamo would compile them.
+    ``torch.compiler.disable`` does the same, but imports Dynamo.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:  # then Dynamo compiles them, where a region is around compiled code
+    except ImportError:  # Dynamo then compiles them too, in a region around compiled code
         return
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     codes = [function.__code__ for function in functions]
@@ -188,9 +188,10 @@ _ASKS_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_h
 
 
 def look_through(*packs: Callable[..., Any]) -> None:
-    """Mark hooks as no one's choice: what asks for the user's hooks around a region takes these for none.
+    """Mark hooks as internal, so that torch does not take them for saved-tensor hooks of the user.
 
-    From torch 2.14 on selective contexts do, to warn that what they keep does not go through them. No public form.
+    From torch 2.14 on, selective contexts warn of the user's hooks, because the tensors that they keep do not pass
+    through such hooks. No public form.
     """
     if _ASKS_FOR_HOOKS:
         for pack in packs:

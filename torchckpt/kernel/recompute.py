@@ -13,7 +13,7 @@ __all__ = ["Recompute", "recompute"]
 
 
 class Recompute(Function):
-    """From phonies to a phony. Where it stands in the graph is when the frame is recomputed, at the latest."""
+    """Maps phonies to a phony. Its backward replays the frame, unless the frame is recomputed already."""
 
     @staticmethod
     def forward(ctx: Any, frame: Frame, *phonies: Tensor) -> Tensor:
@@ -32,6 +32,6 @@ _apply = apply_of(Recompute)
 
 
 def recompute(frame: Frame, *phonies: Tensor) -> Tensor:
-    """A phony that hangs on ``phonies``, with the replay of ``frame`` between them in the backward."""
+    """A phony that depends on ``phonies``. The backward between them is the replay of ``frame``."""
     edge: Tensor = _apply(frame, *phonies)
     return edge

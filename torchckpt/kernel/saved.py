@@ -1,4 +1,4 @@
-"""Saved: how many bytes autograd keeps."""
+"""Saved: counts the bytes that autograd keeps from a forward for its backward."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,10 @@ __all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
 
 
 class SavedBytes:
-    """Bytes that autograd keeps from a forward for its backward: ``total``."""
+    """``total``: the bytes that autograd keeps from a forward for its backward."""
 
     def __init__(self) -> None:
-        self._storages: dict[StorageWeakRef, int] = {}  # by storage, not by address, which may be used again
+        self._storages: dict[StorageWeakRef, int] = {}  # not by address: a freed address may be used again
 
     @property
     def total(self) -> int:
@@ -38,10 +38,9 @@ look_through(SavedBytes._pack)
 def saved_bytes() -> Iterator[SavedBytes]:
     """Count the bytes of the storages that autograd saves in this thread until the end of the block.
 
-    Each storage counts once, whole; those of parameters and of their views do not. Inputs do, whoever else holds them.
-    Inside a region nothing is saved but by what ``torchckpt.keep`` keeps, so of it only the boundary counts and that,
-    with its results; what a selective policy (``context_fn``) keeps is no saved tensor, and does not count. Sparse
-    tensors do not count.
+    Each storage counts once, in full. Inputs count, even if the caller holds them too. Parameters and their views do
+    not count, and sparse tensors do not. Of a region only its boundary counts, and what ``torchckpt.keep`` keeps, with
+    its results. Tensors that a selective policy (``context_fn``) keeps are no saved tensors, and do not count.
     """
     saved = SavedBytes()
     with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
@@ -49,7 +48,7 @@ def saved_bytes() -> Iterator[SavedBytes]:
 
 
 def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
-    """The bytes of the storages of ``tensors``, each once, except for those of ``but``."""
+    """The bytes of the storages of ``tensors``, each counted once, without the storages of ``but``."""
     storages: dict[StorageWeakRef, int] = {}
     for tensor in tensors:
         storages.update(storage_of(tensor))
@@ -60,7 +59,7 @@ def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
 
 
 def storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
-    """Its bytes; nothing of a sparse tensor, which has none."""
+    """The storage of ``tensor`` and its bytes; empty for a sparse tensor, which has no storage."""
     if tensor.layout != torch.strided:
         return {}
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Scope: what a schedule wants of the regions that one forward of a stage enters."""
+"""Scope: how a schedule controls the regions that one forward of a stage enters."""
 from __future__ import annotations
 
 from collections import deque
@@ -15,14 +15,14 @@ from torchckpt.typing import Function
 __all__ = ["AroundRegion", "Keep", "Scope"]
 
 Keep: TypeAlias = "bool | Collection[int]"
-"""Whether regions are plain calls: all, none, or the outermost of these numbers; what is inside of those stay regions,
-which their backward recomputes."""
+"""Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
+these numbers. Regions nested inside a numbered one stay regions, and are recomputed in the backward."""
 
 AroundRegion: TypeAlias = Callable[[int, "deque[Fresh]"], AbstractContextManager[None]]
 
 
 class Scope:
-    """Gathers the frames of the outermost regions, in the order of their forwards; or has regions keep what they save.
+    """Collects the frames of the outermost regions, or lets regions keep their activations (``keep``).
 
     Outermost regions are numbered from 0, in the order of their forwards.
 
@@ -36,18 +36,18 @@ class Scope:
     def __init__(self, keep: Keep = False, around: AroundRegion | None = None) -> None:
         self.keep = keep
         self.around = around
-        """Entered around each replay of a frame that is gathered, with its number and the deque that it fills."""
+        """A context entered around each replay of a collected frame. Gets the region number and the deque it fills."""
         self.frames: list[Frame] = []
         self.numbers: list[int] = []
-        """Of ``frames``: which regions they are."""
+        """The region numbers of ``frames``, in the same order."""
         self.regions = 0
-        """How many outermost ones were entered."""
+        """How many outermost regions were entered so far."""
         self._is_inside_kept = False
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
-        """``function(*args, **kwargs)``, as a region unless it is to keep what it saves."""
+        """Run ``function(*args, **kwargs)`` as a region, or as a plain call if ``keep`` selects it."""
         if self._is_inside_kept:
             return self._inside_kept(function, args, kwargs, options)
         is_outermost = not any(thread.flags[:2])
@@ -84,7 +84,7 @@ class Scope:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, on this thread, regions are in this scope."""
+        """Inside the block, the regions that this thread enters belong to this scope."""
         before, thread.scope = thread.scope, self
         try:
             yield

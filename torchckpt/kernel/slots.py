@@ -1,4 +1,4 @@
-"""Slot: what a region's graph node holds instead of the tensor that it saved."""
+"""Slot: the placeholder that a graph node of a region holds in place of its saved tensor."""
 from __future__ import annotations
 
 import torch
@@ -14,9 +14,9 @@ _CHUNK = 2**20
 
 
 class Slot:
-    """The place of one saved tensor, and what is remembered of it for the replay to be held to.
+    """The placeholder of one saved tensor, with the properties that the replay's tensor must have.
 
-    The graph node that saved the tensor owns the slot, so what fills it lives as long as eager's saved tensor would.
+    The graph node that saved the tensor owns the slot, so a recomputed tensor lives as long as a saved tensor in eager.
     """
 
     __slots__ = ("device", "dtype", "fingerprint", "shape", "tensor", "version")
@@ -28,7 +28,7 @@ class Slot:
         self.fingerprint = fingerprint(tensor) if values else None
 
     def take(self) -> Tensor:
-        """The tensor; raises, as eager autograd does, if it was changed in place after it was saved."""
+        """Return the tensor. Raises, as eager autograd does, if it was changed in place after it was saved."""
         tensor = self.tensor
         if tensor is None:
             raise RecomputationError("a slot is empty after the replay of its region: this is a bug of torchckpt")
@@ -41,7 +41,7 @@ class Slot:
         return tensor
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` could be the one that the forward saved here."""
+        """Whether ``tensor``, saved by the replay, matches the one that the forward saved here."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
         if tensor._version == self.version and self.fingerprint is None:
@@ -53,7 +53,7 @@ class Slot:
         )
 
     def compare(self, tensor: Tensor) -> str:
-        """``tensor`` in words, for an error that shows this slot beside it."""
+        """Describe ``tensor`` and how it differs from this slot, for an error message."""
         words = describe(tensor)
         if words != describe(self):
             return words
@@ -69,15 +69,15 @@ class Slot:
 
 
 def describe(tensor: Tensor | Slot) -> str:
-    """Such as ``float32 (4, 8) on cpu``."""
+    """Dtype, shape and device in words, such as ``float32 (4, 8) on cpu``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def fingerprint(tensor: Tensor) -> int | None:
-    """A checksum of the bits of ``tensor`` and of their places; None where there are no bits to read.
+    """A checksum of the bits of ``tensor`` and of their positions; None if its bits cannot be read.
 
-    It is the sum, modulo 2**64, of the elements, read as integers and mixed with their places, so that every bit of an
-    element and of its place tells on every bit of its term.
+    The checksum is a sum modulo 2**64 with one term for each element. The term mixes the bits of the element, read as
+    an integer, with its position, so that a change of any bit of either can change every bit of the term.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return None
@@ -87,7 +87,7 @@ def fingerprint(tensor: Tensor) -> int | None:
     flat = tensor.resolve_neg().contiguous().flatten()
     integers = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for first in range(0, flat.numel(), _CHUNK):  # it takes a multiple of the bytes that are read at once
+    for first in range(0, flat.numel(), _CHUNK):  # in chunks: the temporaries are several times as large as the chunk
         bits = integers[first : first + _CHUNK].to(torch.int64)
         bits = bits + torch.arange(first, first + bits.numel(), device=bits.device) * 0x1E3779B97F4A7C15
         for _ in range(2):  # the steps of MurmurHash3's finalizer: shift, exclusive or, multiply

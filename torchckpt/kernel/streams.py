@@ -1,4 +1,4 @@
-"""Streams of any accelerator, through ``torch.Stream`` and ``torch.accelerator``: who waits for whom."""
+"""Streams: how work on one stream of an accelerator waits for work on another (``torch.Stream``, any accelerator)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ __all__ = ["Trail", "accelerators_among"]
 
 
 def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
-    """The accelerators that tensors among the arguments lie on, or else the current one, if one was used at all."""
+    """The accelerators of the tensors among the arguments. If there are none: the current one, if it is initialized."""
     kind = accelerator_type()
     if kind is None:
         return ()
@@ -31,7 +31,7 @@ def _is_initialized(kind: str) -> bool:
 
 
 class Trail:
-    """A point in the work of the streams that were current when it was made, for work on other streams to wait for."""
+    """An event on each stream that is current when the trail is made. Work on other streams can wait for the events."""
 
     __slots__ = ("_marks",)
 
@@ -40,9 +40,9 @@ class Trail:
         self._marks = [(stream, stream.record_event()) for stream in streams]
 
     def followed(self, tensors: Iterable[Tensor]) -> None:
-        """Let the current streams wait for that point, and keep the memory of ``tensors`` until they are done with it.
+        """Make the current streams wait for the events, and keep the memory of ``tensors`` until they are done with it.
 
-        Nothing happens where the current stream is the one that did the work: its order is the waiting.
+        A stream that recorded the event itself needs no wait: it runs its work in order.
         """
         for stream, event in self._marks:
             current = torch.accelerator.current_stream(stream.device)

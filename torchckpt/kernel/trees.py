@@ -13,9 +13,10 @@ PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
 
 def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
-    """The tensors in ``tree``, each once, and what makes it again of as many others.
+    """The tensors in ``tree``, each once, and a function that rebuilds the tree from as many other tensors.
 
-    Where one tensor stood, one tensor stands again, in all its places and with the attributes that were put on it.
+    A tensor that is in several places of the tree is replaced by the same new tensor in all of them. The new tensor
+    gets the Python attributes that were set on the old one.
     """
     leaves, spec = pytree.tree_flatten(tree)
     unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
@@ -36,14 +37,14 @@ def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
 
 
 def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
-    """``target``, with the attributes that were put on ``source``."""
+    """Copy the Python attributes that were set on ``source`` to ``target``, and return ``target``."""
     if source is not target and source.__dict__:
         target.__dict__.update(source.__dict__)
     return target
 
 
 def hides_tensors(leaf: object, depth: int = 3) -> bool:
-    """Whether ``leaf``, of a tree, is an object that torch's pytree does not look into and that has tensors."""
+    """Whether ``leaf`` of a tree is an object that holds tensors where torch's pytree does not look."""
     if isinstance(leaf, Tensor):
         return depth < 3
     if depth == 0 or isinstance(leaf, (nn.Module, type, str, bytes, int, float)) or leaf is None:
@@ -55,4 +56,4 @@ def hides_tensors(leaf: object, depth: int = 3) -> bool:
         inside = leaf
     elif hasattr(leaf, "__dict__"):
         inside = vars(leaf).values()
-    return any(hides_tensors(one, depth - 1) for one in inside)
+    return any(hides_tensors(value, depth - 1) for value in inside)

@@ -1,4 +1,4 @@
-"""One process, several devices: a Sequential as a pipeline of micro-batches, in the autograd graph."""
+"""Pipelines in one process: ``Pipe`` runs a Sequential on several devices, micro-batch by micro-batch."""
 from torchckpt.pipe.balance import Balance, balance_by_bytes, balance_by_time
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
 from torchckpt.pipe.microbatch import NoChunk

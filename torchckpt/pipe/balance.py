@@ -1,4 +1,4 @@
-"""Balance: how many layers each stage gets, by what the layers cost on a sample."""
+"""Balance: the number of layers of each stage, from the cost of each layer on a sample."""
 from __future__ import annotations
 
 import time
@@ -32,11 +32,11 @@ _UNITS = {
 }
 
 _Weigh: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[float, Any]]
-"""Of a layer and its arguments: what it costs, and what it returns."""
+"""Maps a layer and its arguments to the cost of the layer and its outputs."""
 
 
 class Balance(list[int]):
-    """Layers per stage: what ``Pipe(balance=)`` takes, and what it was weighed by.
+    """Layers per stage, as ``Pipe(balance=)`` takes them, with the cost of each layer.
 
     >>> balance = Balance([2, 1], costs=[0.002, 0.001, 0.003], names=["Linear", "ReLU", "head"], unit="seconds")
     >>> balance, balance.stage_costs
@@ -55,11 +55,11 @@ class Balance(list[int]):
 
     @property
     def stage_costs(self) -> list[float]:
-        """Per stage, the sum of its layers'."""
+        """The cost of each stage: the sum over its layers."""
         return [sum(self.costs[first:end]) for first, end in self._stages()]
 
     def table(self) -> str:
-        """For people: per stage its layers, its cost, its share of the whole, and what the layers are."""
+        """A table to read: for each stage its layers, its cost, its share of the total, and the names of the layers."""
         costs, all_costs = self.stage_costs, sum(self.costs)
         unit, size = next((one for one in _UNITS[self.unit] if one[1] <= max(costs)), _UNITS[self.unit][-1])
         rows = [("", "layers", "time" if self.unit == "seconds" else "memory", "share")]
@@ -83,33 +83,33 @@ def balance_by_time(
     split_nested: bool = False,
     **kwargs: Any,
 ) -> Balance:
-    """Layers per stage so that the slowest stage takes as little time as can be.
+    """Layers per stage such that the slowest stage takes as little time as possible.
 
-    Each layer is run by itself, forward and backward, on what the layer before it returns. After a round of warm-up
-    come ``rounds`` through all layers, of which the medians count: what disturbs the machine for a while disturbs one
-    round of many layers, and not all rounds of one layer. An accelerator is waited for before and after each.
+    Runs forward and backward of each layer by itself, on the output of the layer before it. After a warm-up round come
+    ``rounds`` rounds through all layers. The cost of a layer is its median: a short disturbance of the machine then
+    affects one round of many layers, and not all rounds of one layer. Synchronizes accelerators before and after each.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> balance = balance_by_time(2, model, torch.randn(16, 8))
     >>> pipe = Pipe(model, balance, chunks=4)
 
     Args:
-        partitions: how many stages.
-        module: an ``nn.Sequential``. It is left as it is found: parameters, gradients, buffers, mode and devices; and
-            so are the random numbers. It is measured in the mode, train or eval, in which it is.
-        sample, kwargs: what the first layer is called with, on its device: one micro-batch. Tensors that require grad
-            are those that the first layer computes gradients for.
-        recompute: count forwards twice, as for a ``Pipe`` that recomputes. False is for ``checkpoint="never"``.
-        rounds: an odd number has a median that was measured.
+        partitions: the number of stages.
+        module: an ``nn.Sequential``. Its parameters, gradients, buffers, mode and devices do not change, and the random
+            state is restored. It is measured in its current mode, train or eval.
+        sample, kwargs: the arguments of the first layer for one micro-batch, on its device. The first layer computes
+            gradients for those tensors that require grad.
+        recompute: count forwards twice, as for a ``Pipe`` that recomputes. Use False for ``checkpoint="never"``.
+        rounds: the number of measured rounds. With an odd number, the median is one of the measured times.
         split_nested: as in ``Pipe``: weigh the layers of Sequentials inside it.
 
     Returns:
-        A list of integers that knows the seconds of each layer, ``costs``, and prints as a ``table()``.
+        A list of layer counts, with the seconds of each layer in ``costs``, and a printable ``table()``.
 
     Raises:
-        ArgumentError: a wrong call, all its faults in one message. What a layer raises passes through as it is.
+        ArgumentError: an argument is wrong; the message lists every fault. Exceptions of layers pass through unchanged.
 
-    Measured and then balanced, as in torchgpipe (Kim et al., 2020).
+    The method, measuring and then balancing, is torchgpipe's (Kim et al., 2020).
     """
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
     faults = [*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)]
@@ -134,12 +134,12 @@ def balance_by_bytes(
     split_nested: bool = False,
     **kwargs: Any,
 ) -> Balance:
-    """Layers per stage so that the largest stage keeps as few bytes as can be.
+    """Layers per stage such that the largest stage keeps as few bytes as possible.
 
-    A layer keeps its parameters, their gradients and the state of their optimizer; its buffers; and of one micro-batch,
-    the one that a recomputing ``Pipe`` has alive, what autograd saves for its backward and what it is called with, at
-    which a stage may begin. What two layers keep counts once: a parameter for the first that has it, an activation for
-    the layer that is called with it.
+    A layer keeps its parameters, their gradients and their optimizer state; its buffers; and, of the one micro-batch
+    that a recomputing ``Pipe`` has alive, its inputs and the tensors that autograd saves. (The inputs count because a
+    stage may begin at the layer.) A tensor that two layers keep counts once: a parameter for the first layer that has
+    it, an activation for the layer whose input it is.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> balance = balance_by_bytes(2, model, torch.randn(16, 8))
@@ -147,21 +147,21 @@ def balance_by_bytes(
     ([1, 2], [1664, 512, 800])
 
     Args:
-        partitions: how many stages.
+        partitions: the number of stages.
         module, sample, split_nested, kwargs: as in :func:`balance_by_time`. Only forwards are run, each layer once.
-        param_scale: what is kept for a parameter that requires grad, in multiples of it: 1 for itself, 1 for its
-            gradient, and for the optimizer 2 if it is Adam, 1 for momentum, 0 without either.
+        param_scale: the bytes kept for a parameter that requires grad, as a multiple of its own bytes: 1 for itself, 1
+            for its gradient, and for the optimizer state 2 with Adam, 1 with momentum, 0 with plain SGD. Default: 4.
 
     Returns:
-        A list of integers that knows the bytes of each layer, ``costs``, and prints as a ``table()``.
+        A list of layer counts, with the bytes of each layer in ``costs``, and a printable ``table()``.
 
     Raises:
-        ArgumentError: a wrong call, all its faults in one message. What a layer raises passes through as it is.
+        ArgumentError: an argument is wrong; the message lists every fault. Exceptions of layers pass through unchanged.
     """
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
     faults = _faults("balance_by_bytes", partitions, layers, module, sample, kwargs)
     if not isinstance(param_scale, (int, float)) or not 1 <= param_scale < float("inf"):
-        rule = "param_scale is a number from 1, for the parameter itself"
+        rule = "param_scale must be a number of at least 1: the parameter itself counts 1"
         faults.append(Fault(rule, f"param_scale={param_scale!r}", "param_scale=4, for Adam"))
     raise_faults("balance_by_bytes()", faults)
     counted: set[Tensor] = set()
@@ -179,7 +179,7 @@ def balance_by_bytes(
 
 
 def _weighed(layers: Sequence[Layer], args: tuple[Any, ...], kwargs: dict[str, Any], weigh: _Weigh) -> list[float]:
-    """What each layer costs, on what the layer before it returns."""
+    """The cost of each layer, called on the output of the layer before it."""
     costs = []
     for layer in layers:
         cost, outputs = weigh(layer.module, args, kwargs)
@@ -206,7 +206,7 @@ def _timed(
 
 
 def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
-    """Of what the layer is called with and saves, but for its own tensors and its outputs; and the outputs."""
+    """The bytes of the layer's inputs and saved tensors, without its own tensors and its outputs; and the outputs."""
     (args, kwargs), _ = _fresh((args, kwargs))
     kept = tensors_in((args, kwargs))
 
@@ -221,7 +221,7 @@ def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _fresh(arguments: Any) -> tuple[Any, list[Tensor]]:
-    """Copies of its tensors, which a layer may change in place; and the leaves that their gradients go to."""
+    """``arguments`` with copies of the tensors, which a layer may change in place; and their gradients' leaves."""
     leaves = []
 
     def copy(tensor: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _fresh(arguments: Any) -> tuple[Any, list[Tensor]]:
 
 
 def _now(devices: Sequence[torch.device]) -> float:
-    """Seconds, once ``devices`` have done what they were given."""
+    """The time in seconds, after all work queued on ``devices`` is done."""
     for device in devices:
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -242,7 +242,7 @@ def _now(devices: Sequence[torch.device]) -> float:
 
 @contextmanager
 def _as_found(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
-    """In grad mode. The random numbers are put back at the end; until then the layers have copies of their buffers."""
+    """Inside, grad mode is on, and the layers hold copies of their buffers. The random state is restored."""
     states = random_state(generators_of(devices, ()))
     found = [(holder._buffers, dict(holder._buffers.items())) for holder in module.modules()]
     with torch.inference_mode(False), torch.enable_grad():
@@ -258,7 +258,7 @@ def _as_found(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[No
 
 
 def _replace(buffers: dict[str, Tensor | None], by: dict[str, Tensor | None]) -> None:
-    # A scripted module's can only be set and deleted one by one.
+    # The buffers of a scripted module can only be set and deleted one by one.
     for name in set(buffers.keys()) - by.keys():
         del buffers[name]
     for name, buffer in by.items():
@@ -266,7 +266,7 @@ def _replace(buffers: dict[str, Tensor | None], by: dict[str, Tensor | None]) ->
 
 
 def _names(layers: Sequence[Layer]) -> list[str]:
-    """The layers' own names where they have any, else their types'."""
+    """The names of the layers; for layers that have only a number, the name of the class."""
     return [type(layer.module).__name__ if layer.name.replace(".", "").isdigit() else layer.name for layer in layers]
 
 
@@ -286,5 +286,5 @@ def _faults(
         faults.append(Fault("the module must be an nn.Sequential of at least one layer", received, works))
     faults += count_faults(partitions, layers) if layers else whole("partitions", partitions)
     if not sample and not kwargs:
-        faults.append(Fault("there must be a sample of what the first layer is called with", "none", works))
+        faults.append(Fault("there must be a sample: the arguments of the first layer", "none", works))
     return faults

@@ -1,4 +1,4 @@
-"""Deferred batch norm: running statistics of the mini-batch, in layers that see it one micro-batch at a time."""
+"""Deferred batch norm: BatchNorm layers that run on micro-batches and keep running statistics of the mini-batch."""
 from __future__ import annotations
 
 import threading
@@ -26,11 +26,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class DeferredBatchNorm(Mixin):
-    """BatchNorm whose running statistics are those of the mini-batch, whatever the number of micro-batches.
+    """BatchNorm with running statistics of the whole mini-batch, for any number of micro-batches.
 
-    A converted layer normalises each micro-batch by its own statistics, as ever: a pipeline cannot use a mean that it
-    has not seen. But inside ``mini_batch`` it keeps its running statistics, and updates them once, at the end, with
-    what the mini-batch as a whole would have given. Replays do not count. Outside ``mini_batch`` it is a BatchNorm.
+    A converted layer normalises each micro-batch by the statistics of that micro-batch: a pipeline does not know the
+    mean of the mini-batch in time. But inside ``mini_batch`` it updates its running statistics only once, at the end,
+    to the values that the whole mini-batch would give. Replays do not count. Outside ``mini_batch`` it works as a plain
+    BatchNorm.
 
     >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
     >>> model = DeferredBatchNorm.convert(model)
@@ -39,7 +40,7 @@ class DeferredBatchNorm(Mixin):
     >>> model[0].num_batches_tracked
     tensor(1)
 
-    The idea is torchgpipe's (Kim et al., 2020).
+    The idea comes from torchgpipe (Kim et al., 2020).
     """
 
     _torchckpt_setting = "_torchckpt_deferred"
@@ -53,15 +54,15 @@ class DeferredBatchNorm(Mixin):
         """Defer the running statistics of every BatchNorm layer in ``module``, in place.
 
         ``state_dict`` keys, parameters, buffers, ``isinstance``, ``repr``, hooks, pickling and copying stay as they
-        are, and a copy is converted too. Layers are converted once; those without running statistics, SyncBatchNorm
-        and other norms are left alone.
+        are, and a copy is converted too. A second call changes nothing. Layers without running statistics,
+        SyncBatchNorm and other norm layers are not converted.
 
         Returns:
             ``module`` itself.
 
         Raises:
-            ArgumentError: not a module, a lazy layer that has not seen its first input, or a layer whose ``forward`` is
-                set on the instance.
+            ArgumentError: ``module`` is no module, a lazy layer has not seen its first input, or a layer has its
+                ``forward`` set on the instance.
         """
         raise_faults("DeferredBatchNorm.convert", _faults(module))
         for _, layer in _layers(module):
@@ -81,9 +82,9 @@ class DeferredBatchNorm(Mixin):
     def mini_batch(module: nn.Module) -> Iterator[None]:
         """Inside, calls of the converted layers in ``module``, on any thread, are micro-batches of one mini-batch.
 
-        At its end each layer that was called updates its running statistics, once, even if it was called several times
-        for a micro-batch. If it ends by an exception, no layer does. Those that overlap, nested ones among them, are
-        one mini-batch, which ends with the last of them, and fails with any.
+        At the end of the block, each layer that was called updates its running statistics once, even if it was called
+        several times for a micro-batch. If the block raises, no layer does. Blocks that overlap or are nested are one
+        mini-batch, which ends with the last block; if any of them raises, no layer updates.
         """
         raise_faults("DeferredBatchNorm.mini_batch", _module_faults(module))
         layers = _converted(module)
@@ -101,7 +102,7 @@ class DeferredBatchNorm(Mixin):
 
 
 class _MiniBatch:
-    """What one layer has seen of it."""
+    """What one layer has seen of a mini-batch."""
 
     def __init__(self) -> None:
         self.users, self.failed, self.statistics = 0, False, Statistics()
@@ -118,7 +119,7 @@ def _enter(layers: list[nn.Module]) -> None:
 
 
 def _leave(layers: list[nn.Module], completed: bool) -> list[tuple[nn.Module, Statistics]]:
-    """The layers whose mini-batch is complete now, and which were called in it."""
+    """End a block. Return the layers whose mini-batch is now complete and which were called in it."""
     ended = []
     with _lock:
         for layer in layers:
@@ -134,7 +135,7 @@ def _leave(layers: list[nn.Module], completed: bool) -> list[tuple[nn.Module, St
 
 @torch.no_grad()
 def _commit(layer: Any, statistics: Statistics) -> None:
-    """Update the buffers of ``layer`` as BatchNorm does. Autograd is not told: BatchNorm does not tell it either."""
+    """Update the buffers of ``layer`` as BatchNorm does, which does not raise their version counters either."""
     own = norms.own_buffers(layer)
     batches, momentum = own.get("num_batches_tracked"), layer.momentum
     if batches is not None:
@@ -160,13 +161,13 @@ def _call(plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = _under_way.get(layer)
     if batch is None or is_recomputing() or not norms.updates(layer):
         return plain(*args, **kwargs)
-    # On copies also because a replay, which is outside the mini-batch, must save tensors of the same shapes.
+    # A replay, which is outside the mini-batch, must save the same tensors as this call: another reason for copies.
     with norms.on_copies(layer), _Watch(layer, batch.statistics):
         return plain(*args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
-    """Counts what ``layer`` normalises: in a subclass of BatchNorm it need not be the input of the layer."""
+    """Adds the values that ``layer`` normalises; in a subclass of BatchNorm they may differ from the layer's input."""
 
     def __init__(self, layer: nn.Module, statistics: Statistics) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those to convert, with their names."""
+    """The layers to convert, with their names."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             continue
@@ -211,7 +212,7 @@ def _faults(module: object) -> list[Fault]:
     for name, layer in _layers(module):
         received = f"{type(layer).__name__}{f' {name!r}' if name else ''}"
         if isinstance(layer, LazyModuleMixin):
-            rule = "a lazy BatchNorm is converted when it has its parameters, which change its class"
+            rule = "a lazy BatchNorm must have its parameters before it is converted: its first call changes its class"
             faults.append(Fault(rule, received, "model(example) first, then DeferredBatchNorm.convert(model)"))
         elif "forward" in layer.__dict__:
             rule = "the forward must be a method of the layer's class"

@@ -7,7 +7,7 @@ __all__ = ["clock_cycles"]
 
 
 def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
-    """The pairs (micro-batch, stage) of each clock tick. They depend on the ticks before, not on each other.
+    """The pairs (micro-batch, stage) of each clock tick. The pairs of one tick do not depend on each other.
 
     >>> list(clock_cycles(m=3, p=2))
     [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]

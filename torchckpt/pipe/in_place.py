@@ -1,11 +1,11 @@
-"""In place: what the layers of a stage do to the tensors that the stage gets.
+"""In place: handles layers that change the inputs of their stage in place.
 
-A layer may change the input of its stage in place (``ReLU(inplace=True)`` behind a cut). But a replay must begin with
-what the forward began with, and the input of the first stage is the caller's. So such a stage works on a copy of that
-input, made inside the region. Which inputs a stage changes is seen in its first run, on copies of all.
+A layer may do so, such as ``ReLU(inplace=True)`` as the first layer of a stage. But a replay must start from the same
+input as the forward, and the input of the first stage belongs to the caller. So the stage works on a copy of that
+input, made inside the region. The first run of a stage copies all its inputs, and notes which of them it changes.
 
-Where an input shares memory with another tensor that crosses a cut, no copy does what the plain layers do. To change it
-is refused, in the forward.
+If an input shares memory with another tensor that crosses a cut, a copy would give other results than the plain layers.
+Changing such an input is an error in the forward.
 """
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["NOTHING_SHARED", "Given", "InPlace", "Memory"]
 
 @dataclass
 class InPlace:
-    """What is known of a stage: the places, among the tensors that it gets, of those that it changes."""
+    """The inputs that a stage changes in place, as indices into the tensors that it gets."""
 
     changed: frozenset[int] | None = None
-    """None: it has not run yet."""
+    """None until the stage has run once."""
     now: set[int] = field(default_factory=set)
-    """Those that were seen so far."""
+    """The changes seen so far in the first run."""
 
 
 class Given:
@@ -37,28 +37,28 @@ class Given:
 
     Args:
         stage: its name in errors.
-        known: of all micro-batches; written to in the forward. None: the stage works on what it gets.
-        shared: the places of tensors that share memory with others that cross a cut.
+        known: shared by all micro-batches, updated in the forward. None: the stage works on its inputs, without copies.
+        shared: the indices of inputs that share memory with other tensors that cross a cut.
     """
 
     def __init__(self, stage: str, known: InPlace | None, shared: Collection[int]) -> None:
         self._stage, self._known, self._shared = stage, known, shared
-        self._copied = frozenset() if known is None else known.changed  # None: all
-        self._watched: list[tuple[int, Tensor, int]] = []  # in the forward: not changed yet; with their versions
+        self._copied = frozenset() if known is None else known.changed  # None: copy all
+        self._watched: list[tuple[int, Tensor, int]] = []  # in the forward: inputs not changed yet
         self.own: Sequence[Tensor] = ()
-        """While the layers run: what they get, each once."""
+        """While the layers run: the tensors that they get, each once."""
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_forward: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the layers get in place of ``args`` and ``kwargs``."""
+        """The arguments for the layers: ``args`` and ``kwargs``, with copies of the tensors that the stage changes."""
         is_one = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         tensors, put_back = (args, None) if is_one else tensors_of((args, kwargs))
         copied = self._copied is None or len(self._copied) > 0
-        self.own = own = [self._own(place, one) for place, one in enumerate(tensors)] if copied else tensors
+        self.own = own = [self._own(place, tensor) for place, tensor in enumerate(tensors)] if copied else tensors
         if is_forward:
             self._watched = [(n, tensor, tensor._version) for n, tensor in enumerate(own) if not tensor.is_inference()]
-        if not copied or all(one is other for one, other in zip(own, tensors)):
+        if not copied or all(mine is given for mine, given in zip(own, tensors)):
             return args, kwargs
         return (tuple(own), {}) if put_back is None else put_back(own)
 
@@ -68,7 +68,7 @@ class Given:
         return copy_attributes(tensor, tensor.clone()) if is_copied else tensor
 
     def after(self, layer: object) -> None:
-        """In the forward, when ``layer`` has run: note what it changed, or raise."""
+        """Call it in the forward after each ``layer``: notes which inputs the layer changed, or raises."""
         for _, tensor, version in self._watched:
             if tensor._version != version:
                 self._changed(layer)
@@ -79,30 +79,30 @@ class Given:
             place = one[0]
             self._watched.remove(one)
             if place in self._shared:
-                raise_faults("Pipe", [self._fault(place, layer, "it shares memory with another, or with a skip")])
+                raise_faults("Pipe", [self._fault(place, layer, "it shares memory with another tensor or with a skip")])
             if self._known is not None:
                 self._known.now.add(place)
                 if self._copied is not None and place not in self._copied:
                     self._known.changed = self._copied | {place}
-                    raise_faults("Pipe", [self._fault(place, layer, "which it did not in its first run")])
+                    raise_faults("Pipe", [self._fault(place, layer, "the first run of the stage did not change it")])
 
     def learn(self) -> None:
-        """After the last layer of the forward."""
+        """Call it after the last layer of the forward: the changes are now known."""
         if self._known is not None and self._copied is None:
             self._known.changed = frozenset(self._known.now)
 
     def end(self) -> None:
-        """After a run, whether it raised or not."""
+        """Call it after each run, even if the run raised."""
         self._watched, self.own = [], ()
 
     def _fault(self, place: int, layer: object, why: str) -> Fault:
-        rule = "a stage may change in place a tensor that it gets, where nobody else reads it"
+        rule = "a stage may change an input in place only if nothing else reads that input"
         received = f"tensor {place} of {self._stage}, changed by {layer}: {why}"
         return Fault(rule, received, "the operation out of place, such as ReLU(inplace=False) or x = x + 1")
 
 
 def shared_places(leaving: Sequence[Tensor], others: Iterable[Tensor] = ()) -> frozenset[int]:
-    """The places of tensors among ``leaving`` that share memory with one another, or with ``others``."""
+    """The indices of the tensors in ``leaving`` that share memory with each other or with ``others``."""
     homes: dict[int | None, list[int]] = {}
     for place, tensor in [*enumerate(leaving), *((-1, other) for other in others)]:
         homes.setdefault(storage_key(tensor), []).append(place)
@@ -114,12 +114,12 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Memory(NamedTuple):
-    """Whose memory the tensors are in that go from one stage to the next: the places of some of them."""
+    """What is known of the memory of the tensors that go from one stage to the next, as indices of these tensors."""
 
     shared: frozenset[int] = _NONE
-    """They share it with others that cross a cut, or with skips."""
+    """Tensors that share memory with others that cross a cut, or with skips."""
     kept: frozenset[int] = _NONE
-    """It is that of the caller's tensors, or of what an earlier region will begin with again."""
+    """Tensors in the memory of the caller's tensors, or of inputs that an earlier region still needs for its replay."""
 
     @classmethod
     def of_caller(cls, tensors: Sequence[Tensor]) -> Memory:
@@ -133,7 +133,7 @@ class Memory(NamedTuple):
         arrived: Sequence[Tensor],
         is_replayed: bool = False,
     ) -> Memory:
-        """Of tensors ``leaving`` the stage in which those ``arrived``, while skips are ``in_flight``."""
+        """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
         kept = range(len(arrived)) if is_replayed else self.kept
         if len(leaving) < 2 and not in_flight and not self.shared and not kept:
             return self

@@ -1,7 +1,7 @@
-"""Links: how a micro-batch leaves one place for the next, on streams of its own.
+"""Links: copies of a micro-batch from one place to the next, on copy streams.
 
-``Wait`` and ``Copy`` are autograd Functions, so what they do in the forward happens, reversed, in the backward. Each
-runs on the stream that is current where it is called, and so does its backward.
+``Wait`` and ``Copy`` are autograd Functions. Their backward does the same in the other direction. Each runs on the
+stream that is current when it is called, and so does its backward.
 """
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Place", "copy", "on", "wait"]
 
 
 class Place(NamedTuple):
-    """A device, and the stream that computes there; None where there are no streams, as on the CPU."""
+    """A device and its compute stream, which is None on a device without streams, such as the CPU."""
 
     device: torch.device
     compute: torch.Stream | None
 
     @classmethod
     def of(cls, device: torch.device) -> Place:
-        """``device`` with the stream that is current there."""
+        """``device`` with its current stream."""
         return cls(device, torch.accelerator.current_stream(device) if device.type == accelerator_type() else None)
 
     def side_stream(self) -> torch.Stream | None:
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
 
 def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
-    """Make ``stream`` current, and its device."""
+    """Inside the block, ``stream`` is current, and so is its device."""
     return nullcontext() if stream is None else _on(stream)
 
 
 @contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    with _device(stream), stream:  # a stream that is current on its device already does not switch to that device
+    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
         yield
 
 
@@ -49,8 +49,8 @@ def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
 
 
 def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """``tensors`` again, for which ``after`` waits for ``before``. In the backward the engine lets who reads their
-    gradients wait for the stream that is current now."""
+    """Make the stream ``after`` wait for ``before``, and return ``tensors`` as new tensors. In the backward, the engine
+    makes the readers of their gradients wait for the stream that is current now."""
     return _tensors(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
 
@@ -61,7 +61,7 @@ def copy(
     enters_on: torch.Stream | None,
     tensors: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """``tensors`` on ``target``, copied on the two streams; in the backward, their gradients on ``source``."""
+    """Copy ``tensors`` to ``target``, on the two streams. The backward copies their gradients to ``source``."""
     outward, back = (source, leaves_on, target, enters_on), (target, enters_on, source, leaves_on)
     return _tensors(Copy.apply(outward, back, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
@@ -71,7 +71,7 @@ def _tensors(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def _outputs(ctx: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # A Function makes all its outputs require grad, unless told otherwise.
+    # By default, all outputs of a Function require grad.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(output for input, output in zip(inputs, outputs) if not input.requires_grad))
     return outputs
@@ -82,7 +82,7 @@ _Way: TypeAlias = tuple[Place, _Stream, Place, _Stream]
 
 
 class Wait(Function):
-    # In the backward the engine waits: the next node's stream for that of this node, which is the one that was current.
+    # In the backward the engine waits: the next node's stream for this node's, which was current in the forward.
     @staticmethod
     def forward(ctx: Any, before: _Stream, after: _Stream, *inputs: Tensor) -> tuple[Tensor, ...]:
         if before is not None and after is not None:
@@ -118,9 +118,9 @@ def _moved(
 
 def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
-        # A backward that makes a graph (double backward) goes on through this.
+        # With create_graph=True (double backward) the gradient needs a graph through this.
         return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor.detach()
-    # To the CPU a copy must be awaited, and from there too: nothing on the CPU waits for a stream.
+    # A copy to or from the CPU must block: the CPU does not wait for streams.
     return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 
 

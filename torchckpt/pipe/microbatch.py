@@ -1,4 +1,4 @@
-"""Micro-batches: a mini-batch, split by rows and put together again."""
+"""Micro-batches: split a mini-batch by rows, and concatenate the outputs."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from torchckpt.kernel.trees import copy_attributes, hides_tensors
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
 
 REDUCTIONS = ("mean", "sum")
-_WORKS = "pipe(x, mask, scale=2.0), with tensors of one number of rows, at least one; NoChunk(table) for other tensors"
+_WORKS = "pipe(x, mask, scale=2.0), with tensors that have the same number of rows; NoChunk(table) for other tensors"
 
 
 @dataclass(frozen=True)
 class NoChunk:
-    """In a call of a :class:`~torchckpt.Pipe`: ``value`` goes whole to every micro-batch.
+    """Wraps an argument of a :class:`~torchckpt.Pipe` that goes to every micro-batch as a whole.
 
     >>> pipe(x, NoChunk(position_table))
     """
@@ -29,7 +29,7 @@ class NoChunk:
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of the first layer for some of the rows."""
+    """One part of a mini-batch: the arguments of the first layer, and the number of rows."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -37,15 +37,15 @@ class MicroBatch(NamedTuple):
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int = 0) -> list[MicroBatch]:
-    """Split each tensor in ``args`` and ``kwargs``, pytrees, along ``dim``, as evenly as can be, into ``min(chunks,
-    rows)`` parts. All else, and what is in :class:`NoChunk`, goes to each part as it is."""
+    """Split each tensor in the pytrees ``args`` and ``kwargs`` along ``dim`` into ``min(chunks, rows)`` parts, as
+    evenly as possible. All else, and all values in :class:`NoChunk`, go to each part unchanged."""
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
     tensors = [(pytree.keystr(path), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
     hidden = [(pytree.keystr(path), leaf) for path, leaf in paths if hides_tensors(leaf) and type(leaf) is not NoChunk]
     raise_faults("Pipe", [*map(_hidden_fault, hidden), *_faults(tensors, dim)] if hidden else _faults(tensors, dim))
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
-    parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # one tensor stays one tensor
+    parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # a tensor that is passed twice is split once
     parts = [parts_of[id(leaf)] if isinstance(leaf, Tensor) else _whole(leaf, m) for _, leaf in paths]
     sizes = [rows // m + (part < rows % m) for part in range(m)]  # as tensor_split makes them
     calls = [pytree.tree_unflatten(leaves, spec) for leaves in zip(*parts)]
@@ -63,14 +63,14 @@ def _whole(leaf: Any, m: int) -> Sequence[Any]:
 
 
 def gather(outputs: Sequence[Any], rows: Sequence[int], dim: int = 0, reduce: str | None = None) -> Any:
-    """What all micro-batches returned, as one: tensors concatenated along ``dim``, scalars by ``reduce``, the mean
-    weighted by ``rows``; of anything else, which must be equal, the first."""
+    """Combine the outputs of all micro-batches into one. Tensors are concatenated along ``dim``. Scalars are combined
+    by ``reduce``, a mean being weighted by ``rows``. Other objects must be equal, and the first is returned."""
     flat = [pytree.tree_flatten(output) for output in outputs]
     specs = [spec for _, spec in flat]
     raise_faults("Pipe", _structure_faults(specs))
     columns = list(zip(*(leaves for leaves, _ in flat)))
     raise_faults("Pipe", [fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
-    made: dict[tuple[int, ...], Any] = {}  # one tensor stays one tensor
+    made: dict[tuple[int, ...], Any] = {}  # a tensor that is returned twice is combined once
     for column in columns:
         key = tuple(map(id, column))
         if key not in made:
@@ -97,8 +97,8 @@ def reduce_faults(reduce: object) -> Iterator[Fault]:
 
 def _hidden_fault(found: tuple[str, object]) -> Fault:
     path, leaf = found
-    rule = "tensors to be split are in containers that torch's pytree knows: list, tuple, dict, registered classes"
-    works = "pipe(dict(batch)), or another such container; NoChunk(batch) for what is not to be split"
+    rule = "tensors to be split must be in containers that torch's pytree knows: list, tuple, dict, registered classes"
+    works = "pipe(dict(batch)), or another such container; NoChunk(batch) if it must not be split"
     return Fault(rule, f"{_named(path)}, a {type(leaf).__name__} that has tensors", works)
 
 
@@ -116,7 +116,7 @@ def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:
 
 
 def _named(path: str) -> str:
-    """``[0][1]['mask']``, of (args, kwargs), as ``input 1['mask']``; ``[1]['mask']`` as ``mask=``."""
+    """The name of a path: ``input 1['mask']`` for ``[0][1]['mask']``, ``mask=`` for ``[1]['mask']``."""
     if path.startswith("[0]"):
         number, _, rest = path[4:].partition("]")
         return f"input {number}{rest}"
@@ -137,20 +137,20 @@ def _output_faults(
     first = column[0]
     if not all(isinstance(leaf, Tensor) for leaf in column):
         if any(isinstance(leaf, Tensor) for leaf in column) or any(not _is_same(other, first) for other in column):
-            rule = "what the last stage returns beside tensors must be equal for all micro-batches"
+            rule = "objects other than tensors that the last stage returns must be equal for all micro-batches"
             received = ", ".join("a tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in column)
             yield Fault(rule, received, "a tensor instead, such as torch.tensor([count])")
     elif first.dim() == 0:
         if reduce is None:
-            rule = "a scalar of each micro-batch needs a rule that makes one of them"
+            rule = "a last layer that returns a scalar for each micro-batch needs reduce= to combine the scalars"
             yield Fault(rule, "shape ()", 'Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")')
     elif first.dim() <= dim:
-        rule = f"an output is put together along dimension {dim}"
+        rule = f"an output must have dimension {dim}, along which the micro-batches are concatenated"
         yield Fault(rule, f"shape {tuple(first.shape)}", f"a last layer that returns rows in dimension {dim}")
     elif len({leaf.size(dim) / count for leaf, count in zip(column, rows)} | {first.size(dim) // rows[0]}) > 1:
-        rule = f"an output has as many rows in dimension {dim} as its micro-batch, or a multiple of them"
+        rule = f"an output must have as many rows in dimension {dim} as its micro-batch, or a multiple of them"
         shapes = ", ".join(f"shape {tuple(leaf.shape)} of {count} rows" for leaf, count in zip(column, rows))
-        yield Fault(rule, shapes, "a last layer that returns only what belongs to rows")
+        yield Fault(rule, shapes, "a last layer whose outputs have one entry for each row")
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -158,5 +158,5 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except (ValueError, RuntimeError):  # arrays
+    except (ValueError, RuntimeError):  # such as NumPy arrays, whose == has no truth value
         return repr(one) == repr(other)

@@ -1,4 +1,4 @@
-"""Partition: which layers make a stage, and where each stage is."""
+"""Partition: divides the layers into stages, and finds the device of each stage."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -37,15 +37,15 @@ _DEVICE = "_torchckpt_device"
 
 
 def WithDevice(module: M, device: torch.device | str | int) -> M:
-    """Note in ``module``, a layer without parameters, on which device a :class:`~torchckpt.Pipe` runs it.
+    """Set the device on which a :class:`~torchckpt.Pipe` runs ``module``, a layer without parameters.
 
     >>> Pipe(nn.Sequential(nn.Linear(8, 8).cuda(0), WithDevice(nn.ReLU(), "cuda:1"), nn.Linear(8, 8).cuda(1)))
 
     Returns:
-        ``module`` itself: its class, its names and what it does stay as they are.
+        ``module`` itself: its class, its names and its computation do not change.
 
     Raises:
-        ArgumentError: it has another device already.
+        ArgumentError: another device was set for ``module`` before.
     """
     here = indexed(torch.device(device))
     before = module.__dict__.setdefault(_DEVICE, here)
@@ -67,7 +67,7 @@ class Layer(NamedTuple):
 
 
 class Stage:
-    """Consecutive layers that run as one, on one device. The first takes the arguments, the others one output each."""
+    """Consecutive layers on one device. The first takes the arguments, each other the output of the layer before."""
 
     def __init__(
         self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: InPlace | None = None
@@ -75,21 +75,21 @@ class Stage:
         self.number, self.layers, self.device = number, layers, device
         self.modules = Modules(layer.module for layer in layers)
         self.in_place = in_place or InPlace()
-        """What is known of the inputs that the layers change."""
+        """The inputs that the layers are known to change in place."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
     def turn(self, carrier: Carrier, given: Given | None) -> Turn:
-        """One micro-batch in this stage. ``given``: what it gets; None: whatever it does to that is right."""
+        """The call of this stage on one micro-batch. ``given`` handles in-place changes of inputs; None allows all."""
         return Turn(self, carrier, given)
 
 
 class Turn:
-    """One stage on one micro-batch: a function of its arguments that returns the output and the skips that leave."""
+    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave."""
 
     def __init__(self, stage: Stage, carrier: Carrier, given: Given | None) -> None:
         self._stage, self._carrier, self._given = stage, carrier, given
         self._is_forward = True
-        self.region_modules = stage.modules  # for the kernel, which looks at what they have
+        self.region_modules = stage.modules  # the kernel reads their parameters and buffers
         self.__qualname__ = stage.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
@@ -115,7 +115,7 @@ class Turn:
 
 
 def more_than_layers(sequential: nn.Sequential) -> list[str]:
-    """What it has besides layers that it calls one after the other."""
+    """What ``sequential`` has or does besides calling its layers one after the other, in words."""
     hooks = (
         sequential._forward_hooks,
         sequential._forward_pre_hooks,
@@ -132,7 +132,7 @@ def more_than_layers(sequential: nn.Sequential) -> list[str]:
 
 
 def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Layer]:
-    """Its layers; with ``nested`` those of Sequentials inside it in their place."""
+    """The layers of ``sequential``. With ``nested``, a Sequential inside it is replaced by its own layers."""
     found = []
     for name, module in sequential._modules.items():
         if module is None:
@@ -145,20 +145,20 @@ def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Lay
 
 
 def indexed(device: torch.device) -> torch.device:
-    """``device`` with its index: ``cuda`` is the current CUDA device."""
+    """``device`` with an index: ``cuda`` becomes the current CUDA device."""
     if device.index is not None or device.type != accelerator_type():
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def even_balance(layers: int, stages: int) -> list[int]:
-    """Layers per stage, as evenly as can be by number, the first stages taking one more."""
+    """Layers per stage, with equal counts as far as possible. The first stages take one more."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def balance_by_device(layers: Sequence[Layer]) -> list[int]:
-    """Layers per stage, where a stage ends where the next layer is on another device. A layer without parameters is
-    where the one before it is, unless :class:`WithDevice` says otherwise."""
+    """Layers per stage: a new stage begins at each layer on another device than the one before. A layer without
+    parameters is on the device of the layer before it, unless :class:`WithDevice` set another."""
     balance: list[int] = []
     here: torch.device | None = None
     for layer in layers:
@@ -177,8 +177,8 @@ def partition(
     devices: Sequence[torch.device | None],
     in_place: dict[tuple[int, int], InPlace] | None = None,
 ) -> list[Stage]:
-    """The stages. A device of None is where the parameters of the stage are, or else where the stage before is. What is
-    known of the layers from the first to the last of a stage is kept in ``in_place``."""
+    """The stages. If a device is None, the stage is where its parameters are, or else where the stage before it is.
+    ``in_place`` stores, by (first layer, end), the inputs that a stage is known to change."""
     known = {} if in_place is None else in_place
     stages: list[Stage] = []
     for number, (end, count, device) in enumerate(zip(accumulate(balance), balance, devices)):
@@ -191,7 +191,7 @@ def partition(
 def balance_faults(balance: Any, layers: int) -> list[Fault]:
     works = f"balance={even_balance(layers, min(2, layers))}"
     if not isinstance(balance, Sequence) or not balance or not all(type(n) is int and n > 0 for n in balance):
-        return [Fault("balance must be a list of positive layer counts, one a stage", f"balance={balance!r}", works)]
+        return [Fault("balance must be a list of positive layer counts, one per stage", f"balance={balance!r}", works)]
     if sum(balance) != layers:
         rule = f"balance must add up to the number of layers, {layers}"
         return [Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)]
@@ -199,10 +199,10 @@ def balance_faults(balance: Any, layers: int) -> list[Fault]:
 
 
 def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
-    """``stages`` is their number, where a balance says it."""
+    """The faults of ``devices``. ``stages`` is the number of stages if a balance was given, else None."""
     works = "devices=['cuda:0', 'cuda:1'], or ['cpu', 'cpu'] on a machine without accelerators"
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
-        return [Fault("devices must be a list of devices, one a stage", f"devices={devices!r}", works)]
+        return [Fault("devices must be a list of devices, one per stage", f"devices={devices!r}", works)]
     faults = []
     for device in devices:
         if (why := _missing(device)) is not None:
@@ -217,10 +217,10 @@ def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
 
 
 def placement_faults(stages: Iterable[Stage], moved: bool = False) -> list[Fault]:
-    """A stage that is spread over devices, or a parameter that stages on two devices share.
+    """A fault for each stage that is spread over several devices, and each parameter that stages on two devices share.
 
     Args:
-        moved: the layers will be moved to the devices of their stages.
+        moved: whether the layers will be moved to the devices of their stages.
     """
     faults: list[Fault] = []
     homes: dict[nn.Parameter, tuple[torch.device, str]] = {}
@@ -253,7 +253,7 @@ def _devices_of(layers: Iterable[Layer]) -> list[torch.device]:
     layers = list(layers)
     named = [layer.module.__dict__[_DEVICE] for layer in layers if _DEVICE in layer.module.__dict__]
     tensors = [parameter.device for _, parameter in _parameters_of(layers)]
-    # Buffers decide only where there is nothing else: they may be small tables that are meant to stay on the CPU.
+    # Buffers decide only if there are no parameters: they may be small tables that are meant to stay on the CPU.
     buffers = [buffer.device for layer in layers for buffer in layer.module.buffers()]
     return list(dict.fromkeys([*tensors, *named] or buffers))
 

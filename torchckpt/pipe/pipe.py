@@ -45,8 +45,8 @@ _MODES: tuple[str, ...] = get_args(CheckpointMode)
 class Pipe(nn.Module):
     """Runs ``module`` in stages, micro-batch by micro-batch, and recomputes activations before their gradient arrives.
 
-    The forward returns what the module would return, and ``loss.backward()`` works as ever: the pipeline lives in the
-    autograd graph. Parameters, their names and ``state_dict`` keys are those of the module, which is used, not copied.
+    The forward returns what the module would return, and ``loss.backward()`` works as usual: the pipeline is part of
+    the autograd graph. The layers are used, not copied: parameters, their names and ``state_dict`` keys stay the same.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> pipe = torchckpt.Pipe(model, balance=[2, 1], chunks=4)
@@ -54,31 +54,32 @@ class Pipe(nn.Module):
     >>> loss.backward()
 
     Args:
-        module: an ``nn.Sequential``. Its first layer takes the arguments of the call, every other one what the layer
-            before it returns: tensors, anything else, and pytrees of both. Layers may pass tensors on to later ones by
-            :mod:`torchckpt.pipe.skip`.
-        balance: layers per stage. Without it, as many stages as ``devices``, of layers as even in number as can be; or
-            a stage for each run of layers on one device.
-        devices: the device of each stage, to which its layers are moved. Without it, a stage is where its parameters
-            are, and one without parameters where the stage before it is, or where :class:`~torchckpt.pipe.WithDevice`
-            says.
-        chunks: micro-batches per mini-batch. A mini-batch with fewer rows makes as many as it has rows; where gradients
-            are on, the log says so, once.
+        module: an ``nn.Sequential``. Its first layer takes the arguments of the call, every other layer the output of
+            the layer before it: tensors, other objects, and pytrees of both. Layers may also pass tensors to later
+            layers by :mod:`torchckpt.pipe.skip`.
+        balance: layers per stage. Default: with ``devices``, one stage for each device, with layers divided as evenly
+            as possible; without, one stage for each run of layers on the same device.
+        devices: the device of each stage, to which its layers are moved. Default: each stage is where its parameters
+            are. A stage without parameters is where :class:`~torchckpt.pipe.WithDevice` says, or else where the stage
+            before it is.
+        chunks: micro-batches per mini-batch. A mini-batch with fewer rows is split into single rows, and a warning is
+            logged once if grad mode is on.
         checkpoint: which micro-batches run as regions: ``"always"`` all; ``"except_last"`` all but the last, whose
             activations would be needed at once; ``"never"`` none.
-        lookahead: how many micro-batches of a stage may be recomputed and alive. With 1 each is recomputed as soon as
-            the one before it is done, while its gradient is on its way; more hide more only where stages are uneven.
-        batch_dim: the dimension of the rows, in every input that is split and every output that is put together.
-        reduce: how a scalar that the last layer returns for each micro-batch becomes one: ``"mean"``, weighted by rows,
-            or ``"sum"``. Without it, a scalar is an error.
-        split_nested: count, and cut between, the layers of Sequentials inside the Sequential.
-        deferred_batch_norm: have the running statistics of BatchNorm be those of mini-batches: converts the layers by
+        lookahead: how many micro-batches of a stage may hold recomputed activations at the same time. With 1, each is
+            recomputed as soon as the one before it is done, while its gradient is on its way. More hides more
+            recomputation only if stages take unequal times.
+        batch_dim: the dimension of the rows, in every input that is split and every output that is concatenated.
+        reduce: how the scalars that the last layer returns for each micro-batch are combined: ``"mean"``, weighted by
+            rows, or ``"sum"``. Default: a scalar output is an error.
+        split_nested: count the layers of Sequentials inside the Sequential as layers, so that stages may end there.
+        deferred_batch_norm: update the running statistics of BatchNorm once per mini-batch. Converts the layers by
             :class:`~torchckpt.pipe.DeferredBatchNorm`.
-        preserve_rng_state, generators, determinism_check, context_fn, early_stop: of each region, which is a stage on
-            one micro-batch, as in :func:`torchckpt.checkpoint`.
+        preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`torchckpt.checkpoint`,
+            for each region. A region is one stage on one micro-batch.
 
     Raises:
-        ArgumentError: a wrong call, all its faults in one message; or, at the forward, a wrong mini-batch.
+        ArgumentError: an argument is wrong, or, in the forward, the mini-batch. The message lists every fault.
 
     The pipeline is GPipe's (Huang et al., 2019), in the autograd graph as in torchgpipe (Kim et al., 2020).
     """
@@ -119,8 +120,8 @@ class Pipe(nn.Module):
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
         self._in_place: dict[tuple[int, int], InPlace] = {}
-        self._told: set[int] = set()  # once for each number of micro-batches
-        self._modules.update(module._modules)  # the very layers, under their names, which may be those of attributes
+        self._told: set[int] = set()  # the numbers of micro-batches that were logged
+        self._modules.update(module._modules)  # directly: add_module refuses names that are attributes
         stages = self.stages
         raise_faults("Pipe", placement_faults(stages, moved=self.devices is not None))
         for stage in stages if self.devices else ():
@@ -131,18 +132,19 @@ class Pipe(nn.Module):
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages: ``number``, ``device`` and ``layers`` of each, which are ``name`` and ``module``."""
+        """The stages, each with ``number``, ``device`` and ``layers``. A layer has ``name`` and ``module``."""
         layers = layers_of(self, self._split_nested)
         return partition(layers, self.balance, self.devices or [None] * len(self.balance), self._in_place)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch. The arguments, those of the first layer, are pytrees: tensors in them are split into
-        micro-batches by rows, all else goes to each, tensors in :class:`~torchckpt.pipe.NoChunk` too.
+        """Run a mini-batch. The arguments are those of the first layer, and may be pytrees. Tensors in them are split
+        into micro-batches by rows. All else goes to every micro-batch, and so do tensors in
+        :class:`~torchckpt.pipe.NoChunk`.
 
         Returns:
-            What the module would return for it, on the device of the last stage. Layers that look across rows, such as
-            BatchNorm, see one micro-batch at a time. Random numbers that stages on different accelerators draw from the
-            CPU's generator come in no fixed order.
+            The output that the module would return, on the device of the last stage. Layers that compute across rows,
+            such as BatchNorm, see one micro-batch at a time. If stages on different accelerators draw from the CPU's
+            generator, the order of their draws is not fixed.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside(partial(self.forward, *args, **kwargs))
@@ -166,34 +168,34 @@ class Pipe(nn.Module):
         reduce: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A forward and a backward of a mini-batch as 1F1B: gradients are added to those of the parameters.
+        """Run forward and backward of a mini-batch in 1F1B order. Gradients are added to those of the parameters.
 
-        Where ``loss.backward()`` must keep what every micro-batch saves, or its boundary, until all forwards are done,
-        a stage keeps here as many micro-batches as there are stages from it to the end. Each is recomputed one ahead of
-        its backward; on the last stage, which holds one at a time anyway, none is.
+        A stage keeps only as many micro-batches as there are stages from it to the end. (``loss.backward()`` keeps the
+        activations, or the boundary, of all micro-batches until all forwards are done.) Each micro-batch is recomputed
+        one ahead of its backward. The last stage holds one micro-batch at a time, and recomputes none.
 
         >>> loss = pipe.step(x, target, loss_fn=torch.nn.functional.cross_entropy)
 
-        There is a backward for each micro-batch and stage. So hooks of parameters run as often, and those that change
-        them (an optimizer in the backward) are refused; what runs once a mini-batch, such as the reduction of gradients
-        in DDP, is the caller's to do after it; and a ``GradScaler`` goes into ``loss_fn``:
-        ``lambda output, target: scaler.scale(f(output, target))``. If something raises, parameters that had no gradient
-        have none again; what was added to others stays.
+        Each micro-batch has a backward of its own in each stage. So hooks of parameters run once per micro-batch, and
+        hooks that run when a gradient is accumulated (an optimizer in the backward) are refused. What must run once per
+        mini-batch, such as the reduction of gradients in DDP, call yourself after the step. Use a ``GradScaler`` inside
+        ``loss_fn``: ``lambda output, target: scaler.scale(f(output, target))``. If the step raises, parameters that had
+        no gradient before have none again; other gradients keep what was added.
 
         Args:
-            *args, **kwargs: those of the first layer.
-            target: split as they are. Default: the last of ``args``.
-            loss_fn: of output and target of a micro-batch, a scalar.
-            reduce: ``"mean"``: the loss is the mean of those of the micro-batches, weighted by rows, which is that of
-                the mini-batch where every row counts alike; ``"sum"``: their sum, as for a ``loss_fn`` that divides
-                what it adds up by a number of its own, such as that of all tokens. Default: the pipeline's, or the
-                mean.
+            *args, **kwargs: the arguments of the first layer.
+            target: split like the arguments. Default: the last of ``args``.
+            loss_fn: maps the output and the target of a micro-batch to a scalar.
+            reduce: ``"mean"``: the loss is the mean of the micro-batches' losses, weighted by rows. It is the loss of
+                the mini-batch if every row counts alike. ``"sum"``: their sum, for a ``loss_fn`` that itself divides
+                by a number for the whole mini-batch, such as its tokens. Default: the ``reduce`` of the pipe, or
+                ``"mean"``.
 
         Returns:
             The loss, detached. Inputs get no gradient.
 
         Raises:
-            ArgumentError: no target, a loss that is no scalar, or as the forward.
+            ArgumentError: there is no target, the loss is no scalar, or a fault as in the forward.
         """
         if target is not ...:
             args = (*args, target)
@@ -223,11 +225,11 @@ class Pipe(nn.Module):
         return Step(self.stages, inputs, targets, loss_fn, weights, recomputes, self._options)
 
     def timeline(self) -> Timeline:
-        """The last :meth:`step` as it was measured, in the type of a simulated one: clocks on the CPU, events on
-        accelerators.
+        """The measured times of the last :meth:`step`, in the same type as a simulated timeline. Times come from the
+        clock on the CPU, and from events on accelerators.
 
         Raises:
-            ArgumentError: there was no step yet.
+            ArgumentError: no step has run yet.
         """
         if self._last_step is None:
             rule = "a step must have run before it can be shown"
@@ -243,17 +245,17 @@ class Pipe(nn.Module):
         return DeferredBatchNorm.mini_batch(self) if self.deferred_batch_norm else nullcontext()
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        # They are attributes, and may have been set since.
+        # The options are public attributes: check them again, since they may have been changed.
         options = self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce
         raise_faults("Pipe", _option_faults(*options))
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
         m = len(micro_batches)
         if m < self.chunks and m not in self._told and torch.is_grad_enabled():
             self._told.add(m)
-            _logger.warning("Pipe: chunks=%d, of a mini-batch of fewer rows; micro-batches made: %d", self.chunks, m)
+            _logger.warning("Pipe: chunks=%d, but a mini-batch has fewer rows; micro-batches made: %d", self.chunks, m)
         return micro_batches
 
-    # as the Sequential ------------------------------------------------------------------------------------------------
+    # the interface of the Sequential ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -269,17 +271,17 @@ class Pipe(nn.Module):
             sequential.add_module(name, layer)
         return sequential
 
-    # where it is ------------------------------------------------------------------------------------------------------
+    # devices ----------------------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Change dtype or memory format. The layers stay on the devices of their stages."""
         where = [*args, *kwargs.values()]
-        if any(isinstance(one, (torch.device, str, int, torch.Tensor)) and not isinstance(one, bool) for one in where):
+        if any(isinstance(to, (torch.device, str, int, torch.Tensor)) and not isinstance(to, bool) for to in where):
             self._stays(f".to({', '.join(map(repr, where))})")
         return super().to(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        # What moves a module comes down to this, for one that holds this one too.
+        # Every way to move a module calls this, also if a module around the pipe is moved.
         for device in dict.fromkeys(stage.device for stage in self.stages):
             there = fn(torch.empty(0, device=device)).device
             if there != device:
@@ -372,6 +374,6 @@ def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, re
 def _hook_faults(pipe: nn.Module) -> Iterator[Fault]:
     hooked = [name for name, parameter in pipe.named_parameters() if parameter._post_accumulate_grad_hooks]
     if hooked:
-        rule = "no hook may run when a gradient is accumulated: in a step that is once for each micro-batch"
+        rule = "no hook may run when a gradient is accumulated: in a step that happens for each micro-batch"
         works = "optimizer.step() after pipe.step(); or loss.backward()"
         yield Fault(rule, f"hooks on {', '.join(hooked[:3])}{', ...' if hooked[3:] else ''}", works)

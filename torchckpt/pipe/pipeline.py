@@ -1,6 +1,6 @@
-"""Pipeline: one forward of a mini-batch through the stages, which lays the backward down in the autograd graph.
+"""Pipeline: runs the forward of a mini-batch through the stages, and builds the autograd graph for the backward.
 
-What micro-batch i leaves in the graph between stage j and stage j + 1, and what the backward does there:
+The nodes of micro-batch i between stage j and stage j + 1, and what the backward does at each:
 
      stage j                                             backward, on which stream
      ───────                                             ─────────────────────────
@@ -19,18 +19,18 @@ What micro-batch i leaves in the graph between stage j and stage j + 1, and what
         │
      region(i, j+1)
 
-R(i, j), the ``Recompute`` of the region, comes before the Wait [5] that makes its stream wait for the copied gradient,
-and after nothing that has to do with that gradient: so it overlaps the copy, and all of micro-batch i's backward
-downstream. What it does wait for, and what waits for it, is the lane's business (``lane.py``). No edge of a phony
-carries data, so none makes one stream wait for another. Where no input of the region has a gradient (the first stage),
-or it has several outputs, there is no ``Checkpoint`` to hang R(i-k, j) on: it hangs on the region's outputs.
+R(i, j), the ``Recompute`` of the region, runs before the Wait [5] that makes its stream wait for the copied gradient,
+and needs nothing that depends on this gradient. So it overlaps the copy, and the whole backward of micro-batch i in
+later stages. ``lane.py`` decides what it waits for, and what waits for it. Edges of phonies carry no data, so they
+never make a stream wait for another. If no input of the region requires grad (the first stage), or the region has
+several outputs, no ``Checkpoint`` can take the phony of R(i-k, j), and the region's outputs take it.
 
-A Wait is one in the forward. In the backward the engine waits: before it runs a node it lets the node's stream, the one
-that was current in its forward, wait for those that made the node's gradients. So [1] is where the stream of the Copy,
-and [5] where the region's, comes to wait.
+In the forward, a Wait node waits itself. In the backward, the engine waits: before it runs a node, it makes the node's
+stream, which was current in its forward, wait for the streams that made the node's gradients. So at [1] the stream of
+the Copy waits, and at [5] the stream of the region.
 
-Stages on one device share its compute stream and its thread. On the CPU there are no streams: Wait and Copy are left
-out, and everything runs in the caller's thread, in clock order.
+Stages on one device share its compute stream and its thread. The CPU has no streams: Wait and Copy are left out, and
+everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def run_pipeline(
     """Run every micro-batch through every stage.
 
     Args:
-        checkpointed: how many of the micro-batches, the first ones, run as regions.
-        lookahead: how many micro-batches of a stage may be recomputed and alive.
-        threads: whether each device has a thread of its own, or all stages run in the caller's, as they always do
-            where something holds there that no other thread can be given.
-        options: of the regions.
+        checkpointed: the number of micro-batches, counted from the first, that run as regions.
+        lookahead: how many micro-batches of a stage may hold recomputed activations at the same time.
+        threads: whether each device has its own thread. If False, or if the caller's thread is in a state that other
+            threads cannot share (``is_bound_to_caller``), all stages run in the caller's thread.
+        options: the settings of the regions.
     """
     threads = threads and not is_bound_to_caller()
     devices = list(dict.fromkeys(stage.device for stage in stages))
@@ -96,7 +96,7 @@ def run_pipeline(
         with record_function(f"torchckpt::forward[stage={j},mb={i}]") if profiled else nullcontext():
             parcels[i] = stations[j].step(parcels[i], i < checkpointed, i == last)
 
-    # Stages on one device share its generator: one thread runs them, in one order.
+    # Stages on one device share its generator, so one thread runs them in a fixed order.
     threading: AbstractContextManager[Run] = workers(len(devices)) if threads else nullcontext(in_caller)
     with threading as run:
         for tick in clock_cycles(len(parcels), len(stages)):
@@ -112,7 +112,7 @@ def skips_of(stages: Sequence[Stage]) -> Skips:
 
 
 class Load(NamedTuple):
-    """Tensors on their way, and where they are: on the compute stream of ``place``, or already on a copy stream."""
+    """Tensors to be moved, and where they are: on the compute stream of ``place``, or on the copy stream ``stream``."""
 
     tensors: tuple[Tensor, ...]
     place: Place
@@ -120,20 +120,20 @@ class Load(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A micro-batch on its way: the arguments of the next stage, and its skips."""
+    """A micro-batch between two stages: the arguments of the next stage, and the skips."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     at: tuple[Place, torch.Stream | None] | None
-    """None: where the caller has its tensors, each on its own device."""
+    """The place and copy stream of the tensors; None if they are the caller's, each on its own device."""
     skips: Skips
     memory: Memory
     callers: dict[torch.device, Place]
-    """Where the caller has its tensors: a worker's thread has other current streams."""
+    """The caller's place on each device: the current streams of a worker thread differ from the caller's."""
 
     @classmethod
     def of_caller(cls, batch: MicroBatch, skips: Skips, callers: dict[torch.device, Place]) -> Parcel:
-        """In the caller's thread; ``callers`` is filled."""
+        """The parcel of a micro-batch before the first stage. Call it in the caller's thread; it fills ``callers``."""
         tensors, _ = _tensors((batch.args, batch.kwargs))
         for tensor in tensors:
             if tensor.device not in callers:
@@ -142,14 +142,14 @@ class Parcel(NamedTuple):
 
 
 class Station:
-    """A stage at its place, with its lane: all that one stage does in one forward, and all in one thread."""
+    """One stage in one forward, with its place and its lane. Only one thread uses it."""
 
     def __init__(self, stage: Stage, place: Place, lane: Lane, final: bool, options: Options) -> None:
         self._stage, self._place, self._lane, self._final = stage, place, lane, final
         self._options = options
 
     def step(self, parcel: Parcel, checkpointed: bool, last: bool) -> Parcel:
-        """Take in a micro-batch, run the stage on it, and let it go. The numbers are those of the drawing."""
+        """Run the stage on a micro-batch, and return the parcel for the next stage. Numbers refer to the drawing."""
         frame = Frame(self._options) if checkpointed and torch.is_grad_enabled() else None
         with on(self._place.compute):
             due = self._lane.due()
@@ -177,7 +177,7 @@ class Station:
         return Parcel((output,), {}, (self._place, stream), parcel.skips, memory, parcel.callers)
 
     def _given(self, parcel: Parcel, frame: Frame | None) -> Given | None:
-        """None where the layers get what the plain ones would get: the graph knows what they do to it."""
+        """None if the layers may work on their inputs directly: autograd itself sees their in-place changes."""
         on_copies = frame is not None or bool(parcel.memory.kept)
         if not on_copies and self._place.compute is None:
             return None
@@ -199,9 +199,9 @@ class Station:
 def _memory(
     parcel: Parcel, returned: tuple[Any, dict[Name, Tensor]], tensors: Sequence[Tensor], arrived: Sequence[Tensor]
 ) -> Memory:
-    """Of the tensors that leave a stage, skips included, which ``returned``."""
+    """The memory of the tensors that leave a stage, skips included. ``returned`` is what the stage returned."""
     output, kept = returned
-    if parcel.memory is NOTHING_SHARED and len(tensors) == 1 and not parcel.skips.are_any:  # so in most stages
+    if parcel.memory is NOTHING_SHARED and len(tensors) == 1 and not parcel.skips.are_any:  # the case of most stages
         return NOTHING_SHARED
     leaving = tensors_of(output)[0] if kept else tensors
     return parcel.memory.on_leaving(leaving, [*kept.values(), *parcel.skips.in_flight()], arrived)
@@ -227,8 +227,9 @@ def moved(load: Load, target: Place) -> tuple[Tensor, ...]:
 
 
 def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> tuple[tuple[Tensor, ...], Edges]:
-    """``inputs``, those with a gradient of their own behind the ``Checkpoint`` of ``frame``; and what is left of
-    ``due``, which hangs on these where there is one output: none of its edges leads into a branch of another."""
+    """Put a ``Checkpoint`` of ``frame`` on each of ``inputs`` that requires grad and is no leaf. If the stage has one
+    output, these nodes take the phonies of ``due``; return the ``inputs``, and the part of ``due`` that is left. With
+    several outputs, the phonies of one would lead the backward into the branches of another."""
     inner = [tensor.requires_grad and not tensor.is_leaf for tensor in inputs]
     if not any(inner):
         return inputs, due
@@ -237,18 +238,18 @@ def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> 
 
 
 def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
-    """As :func:`tensors_of`, of (args, kwargs), or of what a turn returns."""
+    """As :func:`tensors_of`, but faster for the usual (args, kwargs) of a stage, and for what a turn returns."""
     first, second = tree
     if not second and isinstance(first, Tensor) and not first.__dict__:
         return (first,), lambda tensors: (tensors[0], {})  # what most stages return
     is_one = not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor)
     if is_one and not first[0].__dict__:
-        return first, lambda tensors: (tensors, {})  # what most are called with
+        return first, lambda tensors: (tensors, {})  # the arguments of most stages
     return tensors_of(tree)
 
 
 def output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
-    """What is wrong with what ``stage`` returned. ``is_cut``: its tensors are moved, or their graph ends here."""
+    """The faults of the ``output`` of ``stage``. ``is_cut``: its tensors are moved, or their graph ends here."""
     if isinstance(output, Tensor) and output.device == stage.device:
         return []
     leaves = pytree.tree_leaves(output)

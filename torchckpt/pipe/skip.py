@@ -1,4 +1,4 @@
-"""Skips: tensors that go straight from one layer of a Sequential to a later one, across stages.
+"""Skips: tensors that go directly from one layer of a Sequential to a later layer, also across stages.
 
 >>> class Down(torch.nn.Module):
 ...     def forward(self, x):
@@ -8,8 +8,8 @@
 ...     def forward(self, x):
 ...         return torch.nn.functional.interpolate(x, scale_factor=2) + pop("features")
 
-Works in a plain ``nn.Sequential`` and in a :class:`~torchckpt.Pipe`, which carries the tensor from the stage that
-stashes it to the one that pops it, past those between. The idea is torchgpipe's (Kim et al., 2020, section 3.2.2).
+Works in a plain ``nn.Sequential`` and in a :class:`~torchckpt.Pipe`, which copies the tensor directly from the stage
+that stashes it to the stage that pops it. The idea comes from torchgpipe (Kim et al., 2020, section 3.2.2).
 """
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None
     """Keep ``tensor`` for the layer that pops ``name``.
 
     Raises:
-        ArgumentError: not a tensor; in a ``Pipe``, a name that is stashed already.
+        ArgumentError: ``tensor`` is no tensor, or, in a ``Pipe``, ``name`` is stashed already.
     """
     if not isinstance(tensor, Tensor):
         works = "stash(name, tensor)"
@@ -62,16 +62,16 @@ def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None
 
 
 def pop(name: str, namespace: Namespace | None = None) -> Tensor:
-    """The tensor that was stashed under ``name`` in this forward, once.
+    """Remove and return the tensor that was stashed under ``name`` in this forward.
 
     Raises:
-        ArgumentError: nothing is stashed under that name, or it was popped before.
+        ArgumentError: no tensor is stashed under that name, or it was popped already.
     """
     return _holder().pop((namespace, name))
 
 
 class _Plain:
-    """Outside of a pipe: what this thread has stashed, until it is popped, or stashed again by the next forward."""
+    """The skips of this thread outside a pipe. Each stays until it is popped, or until the next forward replaces it."""
 
     def __init__(self) -> None:
         self._kept: dict[Name, Tensor] = {}
@@ -80,7 +80,7 @@ class _Plain:
         replay = thread.flags[2]
         if replay is None:
             self._kept[name] = tensor
-        else:  # which may end before it pops them
+        else:  # kept with the replay, which may end before it pops them
             replay.skips = {**getattr(replay, "skips", {}), name: tensor}
 
     def pop(self, name: Name) -> Tensor:
@@ -90,14 +90,14 @@ class _Plain:
             if name in replayed:
                 return replayed.pop(name)
             raise RecomputationError(
-                "a layer that pops a skip cannot be a region by itself: its replay comes when the skip is gone\n"
+                "a layer that pops a skip cannot be a region by itself: at its replay the skip is gone\n"
                 f"  received: pop({name[1]!r}) in a replay\n"
                 "  works:    Pipe(..., checkpoint='always'), whose regions are stages; or a layer that pops, and then "
                 "calls checkpoint(block, x, skip)"
             )
         if name not in self._kept:
             rule = "a skip is stashed by an earlier layer, and popped once"
-            raise_faults("pop()", [Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in a layer before")])
+            raise_faults("pop()", [Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in an earlier layer")])
         return self._kept.pop(name)
 
 
@@ -113,7 +113,7 @@ def _holder() -> _Holder:
 
 
 class _Stashed:
-    """A skip on its way."""
+    """A stashed skip, until the end of the forward."""
 
     def __init__(self, layer: str) -> None:
         self.layer = layer
@@ -122,19 +122,19 @@ class _Stashed:
         self.version: int | None = None
         self.popped_by: str | None = None
         self.place: int | None = None
-        """Among the tensors that go to the next stage as its arguments, where this one goes too."""
+        """If the skip is also an argument of the next stage: its index among that stage's tensors."""
 
 
 class Skips:
-    """Of one micro-batch: what is stashed, by whom, and who popped it."""
+    """The skips of one micro-batch: which layer stashed each, and which layer popped it."""
 
     def __init__(self, later: Callable[[Name, str], str | None]) -> None:
         self._stashed: dict[Name, _Stashed] = {}
         self._later = later
-        """Of a name and the layer that pops it: a layer behind that one that stashes it, as far as can be told."""
+        """Maps a name and the layer that pops it to a later layer that stashes it, or None if none is found."""
 
     def sent(self, name: Name, tensor: Tensor, load: Any) -> None:
-        """``tensor`` left its stage, as ``load``, in whatever form."""
+        """Note that the skip ``tensor`` left its stage, packed as ``load``."""
         found = self._stashed[name]
         found.tensor, found.load, found.version = tensor, load, version_of(tensor)
 
@@ -143,7 +143,7 @@ class Skips:
         return bool(self._stashed)
 
     def in_flight(self) -> list[Tensor]:
-        """What has left its stage, and has not been popped."""
+        """The skips that have left their stage and have not been popped."""
         return [stashed.tensor for stashed in self._stashed.values() if stashed.tensor is not None]
 
     def place_of(self, name: Name) -> int | None:
@@ -151,7 +151,7 @@ class Skips:
         return None if found is None else found.place
 
     def leave(self, arrived: Sequence[Tensor], kept: dict[Name, Tensor], leaving: Sequence[Tensor]) -> None:
-        """A stage ends, whose layers got ``arrived``, which stashed ``kept``, and which returns ``leaving``."""
+        """Note the end of a stage that got ``arrived``, stashed ``kept`` and returns ``leaving``."""
         numbers = {id(tensor): number for number, tensor in enumerate(leaving)}
         for name, stashed in self._stashed.items():
             passed = None if stashed.place is None or not arrived else arrived[stashed.place]
@@ -161,20 +161,20 @@ class Skips:
         """Note that ``layer`` stashes ``name``."""
         before = self._stashed.get(name)
         if before is not None:
-            rule, works = "a skip is stashed once in a forward", f"stash({name[1]!r}, tensor, namespace)"
+            rule, works = "a skip may be stashed only once in a forward", f"stash({name[1]!r}, tensor, namespace)"
             raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works)])
         self._stashed[name] = _Stashed(layer)
 
     def popped(self, name: Name, layer: str) -> Any:
-        """Note that ``layer`` pops ``name``; what was sent."""
+        """Note that ``layer`` pops ``name``, and return the ``load`` that was sent."""
         found = self._stashed.get(name)
         if found is None:
             later = self._later(name, layer)
             who = f"{name[1]!r}, popped by {layer}, stashed by {later or 'no layer before it'}"
             works = "the layer that stashes before the layer that pops"
-            raise_faults("Pipe", [Fault("a skip goes forward: it is stashed before it is popped", who, works)])
+            raise_faults("Pipe", [Fault("a skip must be stashed before it is popped", who, works)])
         elif found.popped_by is not None:
-            rule = "a skip is popped once in a forward"
+            rule = "a skip may be popped only once in a forward"
             works = f"stash({name[1]!r}, ...) under a second name"
             raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works)])
         else:
@@ -189,10 +189,10 @@ class Skips:
         return None
 
     def faults(self) -> Iterator[Fault]:
-        """What was stashed in vain."""
+        """A fault for each skip that no layer popped."""
         for (_, name), stashed in self._stashed.items():
             if stashed.popped_by is None:
-                rule = "a skip that is stashed is popped by a later layer"
+                rule = "a skip that is stashed must be popped by a later layer"
                 works = f"pop({name!r}) in a later layer, or no stash"
                 yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
 
@@ -200,25 +200,27 @@ class Skips:
 class Carrier:
     """The skips of one micro-batch in one stage, in its forward and in its replays.
 
-    What leads to skips of other stages it drops after the forward: the graph of one that is never popped would hold,
-    by the frame of a stage before, this carrier, and this the skip: a cycle that the garbage collector does not see.
+    It drops its references to the skips of other stages after the forward. Otherwise a skip that is never popped would
+    be in a reference cycle: its graph holds the frame of an earlier stage, which holds this carrier, which holds the
+    skip. The garbage collector does not see cycles through the autograd graph.
     """
 
     def __init__(self, skips: Skips, fetch: Callable[[Any], Tensor]) -> None:
         self._skips: Skips | None = skips
         self._fetch: Callable[[Any], Tensor] | None = fetch
         self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
-        self._places: dict[Name, int] = {}  # of skips that are arguments too
+        self._places: dict[Name, int] = {}  # of skips that are also arguments of the stage
         self._arguments: Sequence[Tensor] = ()
         self._entered = False
         self.layer: object = ""
-        """The layer that runs now; in words by ``str``, which few runs need."""
+        """The layer that runs now; ``str()`` of it names it in errors."""
 
     def run(self, function: Callable[[], Any], arguments: Sequence[Tensor] = ()) -> tuple[Any, dict[Name, Tensor]]:
-        """One run of the stage, the forward first: what it returns, and what it stashes and does not pop itself.
+        """Run the stage once; the first run is the forward. Return its output, and the skips that it stashed and did
+        not pop itself.
 
         Args:
-            arguments: the tensors that the layers get, each once, where a skip may be one of them.
+            arguments: the tensors that the layers get, each once. A skip may be one of them.
         """
         # is_recomputing() also holds in a forward inside the replay of an outer region.
         is_forward, self._entered = not self._entered, True
@@ -244,7 +246,7 @@ class Carrier:
         return None if self._skips is None else self._skips.popped(name, str(self.layer))
 
     def arrived(self, name: Name, is_forward: bool) -> Tensor:
-        """From another stage; in a replay, the tensor that the forward got."""
+        """The skip ``name`` from another stage. In a replay, the same tensor that the forward got."""
         if is_forward and self._skips is not None and self._arguments:
             place = self._skips.place_of(name)
             if place is not None:
@@ -261,13 +263,13 @@ class Carrier:
             self._fetched[name] = tensor, version_of(tensor)
         else:
             raise RecomputationError(
-                f"a replay must pop what its forward popped\n  received: pop({name[1]!r}), by {self.layer}\n"
+                f"a replay must pop the same skips as its forward\n  received: pop({name[1]!r}), by {self.layer}\n"
                 "  works:    a forward that pops the same names each time"
             )
         tensor, version = self._fetched[name]
         if version_of(tensor) != version:
             raise RecomputationError(
-                f"a skip that was popped must not be changed in place: the replay would start from the changed one\n"
+                f"a popped skip must not be changed in place: the replay would start from the changed tensor\n"
                 f"  received: {name[1]!r} at version {version_of(tensor)}; expected version {version}\n"
                 f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
             )
@@ -275,7 +277,7 @@ class Carrier:
 
 
 class _Run:
-    """What ``stash`` and ``pop`` see in one run of a stage."""
+    """The target of ``stash`` and ``pop`` during one run of a stage."""
 
     def __init__(self, carrier: Carrier, is_forward: bool) -> None:
         self._carrier, self._is_forward = carrier, is_forward

@@ -1,4 +1,4 @@
-"""Who would stash a skip: read from the source of layers, for the error that names both sides."""
+"""Skip search: finds the layer that stashes a skip by reading source code, for an error that names both layers."""
 from __future__ import annotations
 
 import ast
@@ -17,7 +17,7 @@ __all__ = ["stasher_behind"]
 
 
 def stasher_behind(layers: Sequence[Layer], name: Name, popper: str) -> str | None:
-    """The first layer from ``popper`` on whose source stashes ``name``; None if none is seen to."""
+    """The first layer, from ``popper`` on, whose source code stashes ``name``; None if there is none."""
     words = [str(layer) for layer in layers]
     first = words.index(popper) if popper in words else 0
     for layer in layers[first:]:
@@ -27,7 +27,7 @@ def stasher_behind(layers: Sequence[Layer], name: Name, popper: str) -> str | No
 
 
 def _stashed_by(module: nn.Module) -> Iterator[str]:
-    """The names that the forward of ``module`` stashes, as far as they are literals and its own attributes."""
+    """The names that the forward of ``module`` stashes, if they are literals or attributes of ``module``."""
     forward: Any = type(module).forward
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -41,7 +41,7 @@ def _stashed_by(module: nn.Module) -> Iterator[str]:
 
 
 def _read(node: ast.expr, module: nn.Module) -> str | None:
-    """``"a"``, ``self.name``, and f-strings of these."""
+    """The value of ``"a"``, of ``self.name``, or of an f-string of these; None for other expressions."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":

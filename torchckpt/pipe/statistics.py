@@ -1,4 +1,4 @@
-"""Statistics: mean and variance by channel of values that come in parts, without a loss of digits."""
+"""Statistics: mean and variance per channel of values that arrive in parts, without loss of precision."""
 from __future__ import annotations
 
 import threading
@@ -10,12 +10,11 @@ __all__ = ["Statistics"]
 
 
 class Statistics:
-    """Count, mean and sum of squared deviations of all values so far, by channel.
+    """Count, mean and sum of squared deviations of all values so far, per channel.
 
-    Parts are merged as by Chan, Golub and LeVeque (1979). Values are taken as distances from an origin amidst them, the
-    mean of the first part: the mean of values that are large and close together has no digits left for how far it is
-    from the next part's. In float32, or float64 for values of that; on any number of threads; without waiting for an
-    accelerator.
+    Parts are merged as by Chan, Golub and LeVeque (1979). The mean of the first part is subtracted from all values: if
+    values are large and close together, their plain means have too few digits to tell two parts apart. Computes in
+    float32, and in float64 for float64 values. Any number of threads may add. Never waits for an accelerator.
 
     >>> statistics = Statistics()
     >>> statistics.add(torch.tensor([[1.0], [2.0]]))
@@ -26,7 +25,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.count = 0
-        """How many values a channel has."""
+        """The number of values per channel."""
         self._lock = threading.Lock()
         self._origin = self._mean = self._squares = torch.zeros(())  # the mean is its distance from the origin
 
@@ -54,5 +53,5 @@ class Statistics:
         return self._origin.flatten() + self._mean
 
     def variance(self) -> Tensor:
-        """The unbiased one, of at least two values."""
+        """The unbiased variance; needs at least two values."""
         return self._squares / (self.count - 1)

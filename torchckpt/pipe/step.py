@@ -1,7 +1,7 @@
-"""Step: a forward and backward of a mini-batch as 1F1B, each stage with an autograd graph of its own.
+"""Step: forward and backward of a mini-batch in 1F1B order, with a separate autograd graph for each stage.
 
-``loss.backward()`` through one graph must have run all forwards, so that every stage keeps all m micro-batches. Here
-the graphs are cut at the boundaries of the stages, and stage j keeps p - j of them:
+``loss.backward()`` through one graph can start only after all forwards, so every stage keeps all m micro-batches. Here
+the graph is cut between the stages, and stage j of p keeps only p - j micro-batches:
 
     leaf(i, j) ─► region(i, j) ─► output(i, j)  ┄ detached, copied ┄►  leaf(i, j+1) ─► ...
 
@@ -9,9 +9,9 @@ the graphs are cut at the boundaries of the stages, and stage j keeps p - j of t
     R   its frame is recomputed, one micro-batch ahead of its backward
     B   output(i, j) goes back with leaf(i, j+1).grad, copied; likewise the skips that left stage j
 
-The order is that of the model's 1F1B, whose actions one thread starts in the order in which they would start if a
-backward took twice a forward, and a recompute no time. On accelerators what it starts runs meanwhile; a stage waits for
-another by its streams.
+The order is that of ``one_f_one_b`` in ``torchckpt.model``. One thread launches all actions, in the order in which
+they would start if a backward took twice as long as a forward, and a recompute no time. On accelerators the launched
+work runs asynchronously; stages wait for each other through their streams.
 """
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "r
 
 
 def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
-    """1F1B, recomputed one ahead but for the last stage, which holds one micro-batch anyway. Where there are fewer
-    micro-batches than stages GPipe, all of it recomputed."""
+    """1F1B, recomputed one ahead on all stages but the last, which holds one micro-batch at a time. With fewer
+    micro-batches than stages: GPipe, recomputed on all stages."""
     is_1f1b = micro_batches >= stages
     plain = (one_f_one_b if is_1f1b else gpipe)(stages, micro_batches)
     exempt = "last_stage" if is_1f1b else ()
@@ -73,8 +73,8 @@ def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
 
 
 class Port(NamedTuple):
-    """Where a stage is, and the streams of what leaves it and of what arrives. Of each direction one, in which messages
-    queue; None where there are no streams."""
+    """The place of a stage, and its copy streams: one for tensors that leave, one for tensors that arrive. The messages
+    of a stream queue in order. None on a device without streams."""
 
     place: Place
     leaving: torch.Stream | None
@@ -86,10 +86,10 @@ class Port(NamedTuple):
 
 
 class Shipment:
-    """A tensor on its way from one stage to another: it leaves when what its stage had to do by then is done.
+    """A tensor on its way from one stage to another. It leaves when the work queued on its stage so far is done.
 
-    Who receives it waits for this copy, and not for its stream: a later message may be on that already, of a
-    micro-batch that the sender has yet to compute.
+    The receiver waits for this copy only, not for the whole stream: the stream may already hold a later message, for
+    which the sender has not computed the tensor yet.
     """
 
     def __init__(self, tensor: Tensor, source: Port) -> None:
@@ -98,7 +98,7 @@ class Shipment:
         self._ready = _reached(source.leaving)
 
     def sent(self, target: Port) -> Shipment:
-        """Begin the copy."""
+        """Start the copy to ``target``."""
         if self._source.place != target.place:
             source = self._source
             (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
@@ -106,14 +106,14 @@ class Shipment:
         return self
 
     def arrived(self, place: Place) -> Tensor:
-        """For what is started at ``place`` from now on."""
+        """The tensor, for work that is launched at ``place`` from now on: its compute stream waits for the copy."""
         if self._ready is not None and place.compute is not None:
             place.compute.wait_event(self._ready)
         return self._tensor.detach()
 
 
 def _reached(stream: torch.Stream | None) -> torch.Event | None:
-    """What happens when ``stream`` has done all that it has now."""
+    """An event after all work that is queued on ``stream`` now."""
     return None if stream is None else stream.record_event()
 
 
@@ -121,13 +121,13 @@ class Passage:
     """A tensor that goes from one stage to another, and its gradient, which goes back.
 
     Args:
-        forth: the tensor, on its way.
-        back: the ports of its gradient: that of the receiver, that of the sender.
+        forth: the shipment of the tensor.
+        back: the ports of its gradient: the receiver's, the sender's.
     """
 
     def __init__(self, tensor: Tensor, forth: Shipment, back: tuple[Port, Port]) -> None:
         self._requires_grad, self._back = tensor.requires_grad, back
-        # Of the graph only, where the receiver has a copy: the output itself would be held until its backward.
+        # If the receiver has a copy, hold only the graph: the output itself would stay alive until its backward.
         is_elsewhere = back[0].place != back[1].place and tensor.requires_grad
         self.root: Any = get_gradient_edge(tensor) if is_elsewhere else tensor
         self._attributes = tensor.__dict__.copy()
@@ -137,8 +137,8 @@ class Passage:
         self._gradient: Shipment | None = None
 
     def received(self, frame: Frame | None = None) -> Tensor:
-        """What the receiver's graph begins with: a leaf, behind a node, so that it may be changed in place. The node is
-        the ``Checkpoint`` of ``frame``, if there is one."""
+        """The input of the receiver's graph: a leaf behind one node, so that layers may change it in place. The node is
+        the ``Checkpoint`` of ``frame``, if there is a frame."""
         forth, self._forth = self._forth, None
         if forth is not None:
             leaf = forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
@@ -152,7 +152,7 @@ class Passage:
         return self._arrived
 
     def send_back(self) -> None:
-        """After the receiver's backward."""
+        """Send the gradient back. Call it after the receiver's backward."""
         leaf, self._leaf, self._arrived = self._leaf, None, None
         if leaf is not None and leaf.grad is not None:
             receiver, sender = self._back
@@ -164,7 +164,7 @@ class Passage:
 
 @dataclass
 class Turn:
-    """One micro-batch in one stage, from its forward to its backward."""
+    """The state of one micro-batch in one stage, between its forward and its backward."""
 
     frame: Frame | None = None
     received: list[Passage] = field(default_factory=list)
@@ -173,27 +173,28 @@ class Turn:
 
 
 class Record(NamedTuple):
-    """When everything ran, in one step."""
+    """The start and end time of each action of one step."""
 
     schedule: Schedule
     clocks: list[Clock]
     stamps: list[list[tuple[Action, Any, Any]]]
 
     def timeline(self) -> Timeline:
-        """In the type of a simulated one. Waits for the devices."""
+        """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
         spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
         stages = self.schedule.stages
         return measured_timeline(self.schedule, spans, [StageCosts()] * stages, [Link()] * (stages - 1))
 
 
 class Step:
-    """One mini-batch. ``run()`` returns the loss, and leaves gradients in the parameters.
+    """One step on one mini-batch. ``run()`` returns the loss, and adds the gradients to the parameters.
 
     Args:
-        targets: of each micro-batch.
-        loss_fn: of the output and the target of a micro-batch, a scalar.
-        weights: of the loss of each micro-batch in that of the mini-batch.
-        options: of the regions.
+        targets: the target of each micro-batch.
+        loss_fn: maps the output and the target of a micro-batch to a scalar.
+        weights: the weight of each micro-batch's loss in the loss of the mini-batch.
+        recomputes: whether regions are recomputed; False keeps all activations.
+        options: the settings of the regions.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class Step:
         self._losses.append(turn.loss.detach())
 
     def _sent(self, passages: list[Passage], made: dict[int, Passage], j: int, leaf: Any) -> Any:
-        """A leaf of an output of stage ``j``, as what the next one receives: one tensor, however often it is there."""
+        """The passage of a leaf of the output of stage ``j``. A tensor that occurs several times has one passage."""
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
@@ -286,7 +287,7 @@ class Step:
     def _skip(
         self, received: list[Passage], k: int, sent: tuple[list[Passage], int, Tensor, Shipment]
     ) -> Tensor:
-        """A skip that stage ``k`` pops."""
+        """The skip, as a tensor at stage ``k``, which pops it."""
         passages, j, tensor, shipment = sent
         passage = Passage(tensor, shipment.sent(Port.at(self._places[k])), (self._gradients[k], self._gradients[j]))
         passages.append(passage)
@@ -303,7 +304,7 @@ class Step:
         if turn.loss is not None:
             torch.autograd.backward(turn.loss)
         else:
-            # Last one first, as they would come in one graph: a tensor that left several times adds up in that order.
+            # Last one first, as in a single graph: gradients of a tensor that left several times add up in that order.
             pairs = [(passage.root, passage.gradient()) for passage in reversed(turn.sent)]
             due = [(root, gradient) for root, gradient in pairs if gradient is not None]
             if due:
@@ -314,16 +315,16 @@ class Step:
 
 @functools.lru_cache(maxsize=16)
 def plan(stages: int, micro_batches: int, recomputes: bool) -> tuple[Schedule, list[Action]]:
-    """The schedule, and its actions as one thread starts them."""
+    """The schedule, and its actions in the order in which one thread launches them."""
     schedule = schedule_for(stages, micro_batches, recomputes)
     return schedule, in_order(schedule)
 
 
 def in_order(schedule: Schedule) -> list[Action]:
-    """The actions of all stages, in the order in which they start where a backward takes twice a forward.
+    """The actions of all stages, in the order in which they start if a backward takes twice as long as a forward.
 
-    A recompute takes nothing, and comes right after what its stage does before it: forwards draw the same random
-    numbers, and gradients add up in the same order, whether there are recomputes or not.
+    A recompute takes no time, and comes right after the action before it on its stage. So forwards draw the same random
+    numbers and gradients add up in the same order, with and without recomputes.
     """
     plain = [tuple(action for action in order if action.kind is not Kind.RECOMPUTE) for order in schedule.ranks]
     timeline = simulate(replace(schedule, ranks=tuple(plain)), exposed=False)
@@ -350,7 +351,7 @@ def _received(turn: Turn, leaf: Any) -> Any:
 
 
 def _brought(place: Place, tree: Any) -> Any:
-    """``tree`` of the caller's, with its tensors at ``place``, without their graph."""
+    """The caller's ``tree`` with its tensors moved to ``place`` and detached."""
     tensors, put_back = tensors_of(tree)
     return put_back([_moved(place, tensor) for tensor in tensors])
 
@@ -364,5 +365,5 @@ def _moved(place: Place, tensor: Tensor) -> Tensor:
 def _loss_faults(loss: object) -> Iterator[Fault]:
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
         received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
-        rule = "loss_fn(output, target) must return a scalar that requires grad, of a micro-batch"
+        rule = "loss_fn(output, target) of a micro-batch must return a scalar that requires grad"
         yield Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy")

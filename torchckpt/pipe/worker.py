@@ -1,4 +1,4 @@
-"""Workers: one thread a device, whose work is asynchronous. Made for one forward, and gone after it."""
+"""Workers: one thread for each device, which launches the work of that device. They exist for one forward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ __all__ = ["Run", "in_caller", "is_bound_to_caller", "workers"]
 
 Task: TypeAlias = Callable[[], None]
 Run: TypeAlias = Callable[[list[tuple[int, Task]]], None]
-"""Runs tasks that do not depend on each other, each given with the number of its worker."""
+"""Runs pairs (worker number, task). The tasks must not depend on each other."""
 
 
 def in_caller(tasks: list[tuple[int, Task]]) -> None:
@@ -33,8 +33,10 @@ def in_caller(tasks: list[tuple[int, Task]]) -> None:
 
 
 def is_bound_to_caller() -> bool:
-    """Whether something holds in this thread that no other can be given: saved-tensor hooks, which see tensors in one
-    order; a region, or what a schedule wants of regions; torch's modes other than a default device; a profiler."""
+    """Whether this thread is in a state that other threads cannot share, so that all stages must run in it.
+
+    Such states are: saved-tensor hooks (they see tensors in one order), a region, a scope that a schedule has set,
+    torch's modes other than a default device, and a profiler."""
     return (
         hooks_in_force(False) is not None
         or is_checkpointing()
@@ -48,11 +50,11 @@ def is_bound_to_caller() -> bool:
 
 @contextmanager
 def workers(count: int) -> Iterator[Run]:
-    """Threads that run their tasks in order, with the caller's grad mode, autocast, defaults and context variables.
+    """Start ``count`` threads, each of which runs its tasks in order, until the end of the block.
 
-    The first exception, of whatever kind, is raised in the caller, with its traceback, when the tasks that were started
-    with it have ended. The threads end with the block. If the caller is interrupted meanwhile, it does not wait for
-    them: each ends with the task that it is at.
+    Tasks see the caller's grad mode, autocast, default dtype and device, and context variables. If tasks raise, the
+    first exception is raised in the caller, with its traceback, after all tasks of the same call have ended. If the
+    caller is interrupted, it does not wait for the threads: each ends after its current task.
     """
     as_in_caller = _ambient()
     threads = [ThreadPoolExecutor(1, f"torchckpt worker {n}") for n in range(count)]
@@ -68,7 +70,7 @@ def workers(count: int) -> Iterator[Run]:
             while started:
                 _raise_from(started.pop(0))
         finally:
-            started.clear()  # an exception holds these variables, and its future the exception
+            started.clear()  # a cycle otherwise: the exception holds this frame, and the future the exception
 
     try:
         yield run

@@ -23,7 +23,7 @@ def test_the_same():
 
 def test_not_the_same():
     text = (
-        "all ranks have the same plan\n  received: a on rank 0, b on rank 2\n"
+        "all ranks must have the same plan\n  received: a on rank 0, b on rank 2\n"
         "  works:    recompute_ahead() with the same arguments on every rank"
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):

@@ -15,9 +15,9 @@ from torchckpt.model.plan import Block, Stage, plan_pipeline
 pytestmark = pytest.mark.usefixtures("alone")
 
 PLAN_WORKS = (
-    "plan=plan_pipeline(schedule_of(schedule), stages, budget), or what its to_json() returns, or a file with that"
+    "plan=plan_pipeline(schedule_of(schedule), stages, budget), or its to_json() text, or a file with that text"
 )
-VERY = "a plan is for this very schedule"
+VERY = "the plan must be made for this schedule"
 MAKE = "plan_pipeline(schedule_of(schedule), stages, budget)"
 
 
@@ -66,7 +66,7 @@ def test_a_list_of_the_wrong_length(budget, received):
 
 def test_budget_and_plan():
     text = error_of(budget="1GB", plan=plan_of(gpipe(1, 4)))
-    assert text == fault("a plan has its budget", "budget='1GB' and a plan", "budget=... or plan=...")
+    assert text == fault("give a budget or a plan, not both", "budget='1GB' and a plan", "budget=... or plan=...")
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_budget_and_plan():
     ],
 )
 def test_what_a_plan_decides(options, received):
-    rule = "what is kept, what is recomputed early, and where, is in the plan"
+    rule = "with a budget or a plan, the plan decides what is kept and what is recomputed early"
     works = 'recompute_ahead(schedule, budget="60GiB")'
     assert error_of(budget="1GB", **options) == fault(rule, received, works)
 
 
 def test_what_is_no_plan():
-    assert error_of(plan=3) == fault("a plan is a PipelinePlan, or one as JSON", "int", PLAN_WORKS)
+    assert error_of(plan=3) == fault("a plan must be a PipelinePlan, or its JSON text", "int", PLAN_WORKS)
 
 
 def test_a_file_that_is_not_there():
-    rule = "a plan is JSON, or the path of a file that has it"
+    rule = "a plan must be JSON, or the path of a file that contains it"
     assert error_of(plan="nowhere.json") == fault(rule, "'nowhere.json': No such file or directory", PLAN_WORKS)
 
 
@@ -104,7 +104,7 @@ def test_json_of_something_else():
         (gpipe(1, 5), "a plan of 5 micro-batches for one of 4"),
         (gpipe(2, 4), "a plan of 2 stages for one of 1, of 2 ranks for one of 1"),
         (gpipe(2, 3), "a plan of 2 stages for one of 1, of 3 micro-batches for one of 4, of 2 ranks for one of 1"),
-        (one_f_one_b(1, 4), "a plan of another '1f1b': action 1 of rank 0 is 0B0 there, 0F1 here"),
+        (one_f_one_b(1, 4), "a plan of another '1f1b': action 1 of rank 0 is 0B0 in the plan, 0F1 in the schedule"),
     ],
 )
 def test_a_plan_for_another_schedule(schedule, received):
@@ -128,4 +128,4 @@ def test_a_file_that_is_no_text(name, tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes("\xe9".encode("latin-1"))
     text = error_of(plan=path if name == "latin" else "a\0b")
-    assert text.startswith("recompute_ahead(): a plan is JSON, or the path of a file that has it\n  received: ")
+    assert text.startswith("recompute_ahead(): a plan must be JSON, or the path of a file that contains it\n")

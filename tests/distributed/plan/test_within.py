@@ -257,7 +257,7 @@ def test_the_bytes_of_a_stage_without_regions_are_fixed():
 @pytest.mark.usefixtures("alone")
 def test_no_stage_with_regions():
     text = (
-        "recompute_ahead(): with a budget, some stage has regions, for only regions are recomputed\n"
+        "recompute_ahead(): with a budget, at least one stage must have regions: only regions are recomputed\n"
         "  received: stages whose forwards entered none\n"
         "  works:    for block in stage_module.layers: torchckpt.checkpoint_module(block)"
     )
@@ -348,7 +348,7 @@ def test_ranks_that_disagree_on_the_budget(reported):
 def test_ranks_that_disagree_on_the_plan(reported):
     for report in reported:
         assert re.search(
-            r"ScheduleError: all ranks have the same budget or plan\n  received: plan \w{16} on rank 0, "
+            r"ScheduleError: all ranks must have the same budget or plan\n  received: plan \w{16} on rank 0, "
             r"plan \w{16} on rank 1\n  works:    recompute_ahead\(\) with the same arguments on every rank",
             report["plans"],
         )
@@ -543,5 +543,5 @@ def test_a_planner_that_fails_tells_all_ranks(monkeypatch):
         raise MemoryError("no more")
 
     monkeypatch.setattr("torchckpt.distributed.plan.make.fitted", fails)
-    with pytest.raises(ArgumentError, match="rank 0 makes the plan\n  received: MemoryError: no more"):
+    with pytest.raises(ArgumentError, match="rank 0 could not make the plan\n  received: MemoryError: no more"):
         step_with({"budget": "1GB"}, 4, "ScheduleGPipe")

@@ -1,4 +1,4 @@
-"""A byte budget in the run: the first steps are measured, a plan is made of them, and the others follow it.
+"""Planning within a byte budget during a run: measure the first steps, make a plan, and run the other steps by it.
 
 Read ``within`` first.
 """

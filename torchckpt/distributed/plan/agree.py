@@ -1,4 +1,4 @@
-"""Agree: what all processes of a job know of each other."""
+"""Agree: exchanges values between all processes of a job, and checks that they are equal."""
 from __future__ import annotations
 
 import hashlib
@@ -14,14 +14,14 @@ __all__ = ["check_the_same", "digest_of", "of_all", "of_the_first"]
 
 
 def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Collective: what each process said, the same list on each."""
+    """Return the values ``mine`` of all processes, in the order of ranks. Collective: all processes must call it."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
     return said
 
 
 def of_the_first(mine: Any) -> Any:
-    """Collective: what the first process said."""
+    """Return the value ``mine`` of rank 0. Collective: all processes must call it."""
     said = [mine]
     dist.broadcast_object_list(said, src=0)
     return said[0]
@@ -32,11 +32,11 @@ def digest_of(plan: PipelinePlan) -> str:
 
 
 def check_the_same(what: str, said: Sequence[str]) -> None:
-    """Raise ``ScheduleError`` on every rank unless all said the same."""
+    """Raise ``ScheduleError`` on every rank unless all entries of ``said``, one for each rank, are equal."""
     if len(set(said)) > 1:
-        other = next(at for at, one in enumerate(said) if one != said[0])
+        other = next(rank for rank, value in enumerate(said) if value != said[0])
         raise ScheduleError(
-            f"all ranks have the same {what}\n"
+            f"all ranks must have the same {what}\n"
             f"  received: {said[0]} on rank 0, {said[other]} on rank {other}\n"
             f"  works:    recompute_ahead() with the same arguments on every rank"
         )

@@ -1,4 +1,4 @@
-"""Alive: the bytes that the operators of one step make, and how many of them are alive at once."""
+"""Alive: counts the bytes that the operators of one step allocate, and the peak of the bytes that are alive."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ __all__ = ["Alive"]
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """Within, storages that operators make are known, and of each action the most bytes that were alive.
+    """While it is entered, it records the storages that operators make, and the peak bytes alive in each action.
 
-    What was there before does not count, nor what is made in other ways, such as buffers that messages arrive in.
-    Where the device counts what it has allocated, that is taken for the bytes.
+    Storages from before the step do not count, nor those that no operator makes, such as receive buffers of messages.
+    If the device has an allocator with statistics, the bytes come from it.
 
     Args:
-        looks: whether to look at operators. Code that was compiled would not run as such where they are looked at; then
-            every storage passes for one of the step.
+        looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
+            every storage counts as made in the step.
     """
 
     def __init__(self, device: torch.device, looks: bool = True) -> None:
@@ -42,12 +42,12 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self.levels: dict[Action, Level] = {}
 
     def __contains__(self, storage: object) -> bool:
-        """Whether it was made within."""
+        """Whether ``storage`` was made in this step."""
         return storage in self._made or not self._looks
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Around the step."""
+        """A context around the step."""
         if self._looks:
             with self:
                 yield
@@ -56,7 +56,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self.reaches(None)
 
     def reaches(self, action: Action | None) -> None:
-        """``action`` begins; it lasts until the next one does."""
+        """Note that ``action`` begins. It lasts until the next call; None ends the last action."""
         if self._action is not None and (self._looks or self._allocator):
             highest = float(self._highest())
             self._begin()
@@ -66,7 +66,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._action, self._entered_bytes = action, 0.0
 
     def replays(self) -> None:
-        """The action recomputes something."""
+        """Note that the current action starts a replay."""
         self._entered_bytes = self._entered_bytes or float(self._highest())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Make: the plan, by the first process, of what all of them measured."""
+"""Make: rank 0 makes the plan from the measurements of all processes, and sends it to all."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ __all__ = ["Costs", "made"]
 
 _CALLER = "recompute_ahead()"
 _NO_REGIONS = Fault(
-    "with a budget, some stage has regions, for only regions are recomputed",
+    "with a budget, at least one stage must have regions: only regions are recomputed",
     "stages whose forwards entered none",
     "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
 )
@@ -30,21 +30,21 @@ _NO_REGIONS = Fault(
 
 @dataclass(frozen=True)
 class Costs:
-    """What one process measured."""
+    """The measurements of one process."""
 
     parts: Mapping[int, Parts]
-    """By stage, its bytes."""
+    """The bytes of each stage."""
     seconds: Mapping[int, Mapping[int, float]]
-    """By stage and region, of its replay."""
+    """The seconds of the replay of each region, by stage and region."""
     taken: Mapping[Action, Level]
-    """Of each action, bytes above those before the step."""
+    """The bytes of each action, beyond those allocated before the step."""
     tied: bool = False
     """Whether stages of this process share parameters."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the first process tells the others, in words that can be sent."""
+    """The result that rank 0 sends to the others, made of types that can be sent."""
 
     plan: str
     budget_bytes: tuple[float, ...] = ()
@@ -55,12 +55,12 @@ class _Outcome:
 
 
 def made(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Costs) -> Fitted:
-    """Collective, in all processes of the job: the same on each.
+    """Make the plan. Collective: all processes of the job must call it, and all get the same plan.
 
     Args:
-        schedule: without recomputes.
-        measured: of steps that recomputed everything.
-        costs: of this process.
+        schedule: the schedule without recompute actions.
+        measured: the combined records of steps that recomputed all regions.
+        costs: the measurements of this process.
 
     Raises:
         ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
@@ -89,8 +89,9 @@ def _outcome(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Seque
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)
     except CheckpointError as error:
         return _Outcome("", refusal=str(error))
-    except Exception as error:  # the other ranks wait for an answer
-        return _Outcome("", refusal=f"{_CALLER}: rank 0 makes the plan\n  received: {type(error).__name__}: {error}\n"
+    except Exception as error:  # send it on: the other ranks wait for an answer
+        return _Outcome("", refusal=f"{_CALLER}: rank 0 could not make the plan\n"
+                        f"  received: {type(error).__name__}: {error}\n"
                         "  works:    plan=plan_pipeline(...), made in a process of its own")
     return _Outcome(found.plan.to_json(), found.budget_bytes, found.peak_bytes)
 
@@ -103,17 +104,17 @@ def _refuse(outcome: _Outcome) -> NoReturn:
 
 
 def _stage(stage: int, measured: Gathered, costs: Sequence[Costs]) -> Stage:
-    """Of replicas of a pipeline, as the first one measured it."""
+    """The stage as measured. If the pipeline has replicas, the measurements of the first one count."""
     parts = next(own.parts[stage] for own in costs if stage in own.parts)
     seconds = next((own.seconds[stage] for own in costs if stage in own.seconds), {})
     return stage_of(parts, measured.costs[stage], seconds)
 
 
 def _took(schedule: Schedule, stages: Sequence[Stage], costs: Sequence[Costs]) -> Took:
-    """The step in which bytes were counted."""
+    """The step in which the bytes were measured, and what each of its actions took."""
     taken: dict[Action, Level] = {}
     for own in costs:
-        taken = {**own.taken, **taken}  # of replicas of a pipeline, as the first one measured it
+        taken = {**own.taken, **taken}  # the first replica of the pipeline wins
     split = {(stage, i) for order in schedule.ranks for stage, kind, i in order if kind is Kind.INPUT_GRAD}
     every = [tuple(range(len(stage.blocks))) for stage in stages]
     visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))

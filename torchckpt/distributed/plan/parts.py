@@ -1,4 +1,4 @@
-"""Parts: what a stage consists of, in bytes and seconds of one micro-batch, from steps that recompute all of it."""
+"""Parts: the bytes and seconds of each region of a stage for one micro-batch, measured while all is recomputed."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
@@ -25,25 +25,25 @@ from torchckpt.typing import Function
 __all__ = ["Counted", "Parts", "Seconds", "stage_of"]
 
 _SHORT_SECONDS, _SMALL_BYTES = 1e-9, 1.0
-"""Of a region that takes no time that a clock sees, or saves nothing."""
+"""The least seconds and bytes of a region: used if the clock measures no time, or if the region saves nothing."""
 
 
 @dataclass
 class Parts:
-    """Bytes of one stage. Parameters, buffers, and what was there before the step, do not count."""
+    """The bytes of one stage. Parameters, buffers and storages from before the step do not count."""
 
     before_bytes: float = 0.0
     """Saved before the first region."""
     after_bytes: float = 0.0
-    """Saved behind it, outside of regions."""
+    """Saved outside regions, after the first region began."""
     boundary_bytes: list[float] = field(default_factory=list)
-    """Per region, what is kept where it is recomputed."""
+    """For each region, the bytes kept if it is recomputed."""
     inner_bytes: list[float] = field(default_factory=list)
-    """Per region, what is kept besides where it is kept."""
+    """For each region, the further bytes kept if it keeps its activations."""
 
 
 class Seconds:
-    """Of the replays of regions, by stage."""
+    """The seconds of the replays of regions, by stage."""
 
     def __init__(self) -> None:
         self._stamps: list[tuple[int, int, Stamp, Stamp]] = []
@@ -55,7 +55,7 @@ class Seconds:
         return len(self._stamps)
 
     def forget(self, kept: int) -> None:
-        """All but the first ``kept``."""
+        """Forget all replays but the first ``kept``."""
         del self._stamps[kept:]
 
     def medians(self, seconds: Callable[[Stamp], float]) -> dict[int, dict[int, float]]:
@@ -66,11 +66,11 @@ class Seconds:
 
 
 class Counted(Scope):
-    """A scope that notes of every storage that a forward saves whose it is. It keeps nothing.
+    """A scope that counts, for every region, the bytes that the forward saves. No region keeps its activations.
 
     Args:
-        module: of the stage; its parameters and buffers do not count.
-        is_new: whether a storage was made in this step.
+        module: the module of the stage; its parameters and buffers do not count.
+        is_new: returns whether a storage was made in this step.
     """
 
     def __init__(self, module: nn.Module, is_new: Callable[[StorageWeakRef], bool], around: AroundRegion) -> None:
@@ -95,18 +95,18 @@ class Counted(Scope):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around the forward."""
+        """A context around the forward."""
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
     def replayed(self, region: int, recomputed: deque[Fresh]) -> None:
-        """Right after the replay of a region."""
+        """Count the saved tensors of a region. Call it right after the replay."""
         fresh = [tensor for saved in recomputed for tensor, _ in saved]
         self.parts.inner_bytes[region] = float(self._claimed(fresh))
 
     def _pack(self, tensor: Tensor) -> Tensor:
         amount_bytes = float(self._claimed([tensor]))
-        if self._is_inside:  # where nothing is saved but the boundary
+        if self._is_inside:  # a region's forward saves only its boundary
             self.parts.boundary_bytes[-1] += amount_bytes
         elif not self.regions:
             self.parts.before_bytes += amount_bytes
@@ -115,7 +115,7 @@ class Counted(Scope):
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _claimed(self, tensors: Sequence[Tensor]) -> int:
-        """The bytes of those storages that were not seen before."""
+        """The bytes of the storages of ``tensors`` that were not counted before."""
         total = 0
         for tensor in tensors:
             for storage, size in storage_of(tensor).items():
@@ -129,13 +129,13 @@ look_through(Counted._pack)
 
 
 def stage_of(parts: Parts, costs: StageCosts, seconds: Mapping[int, float]) -> Stage:
-    """A stage as the planner takes it.
+    """The stage in the type that the planner takes.
 
-    A region takes as long as its replay. What is left of the forward is not divided: the planner adds it up.
+    The forward of a region takes as long as its replay. The rest of the stage's forward becomes one fixed part.
 
     Args:
-        costs: seconds of the stage, whose backward has no recomputation in it.
-        seconds: of the replay of each region.
+        costs: the seconds of the stage. Its backward must not include recomputation.
+        seconds: the seconds of the replay of each region.
     """
     replays = [max(seconds.get(region, 0.0), _SHORT_SECONDS) for region in range(len(parts.boundary_bytes))]
     scale = min(1.0, costs.forward_seconds / sum(replays)) if replays else 1.0
