@@ -34,6 +34,9 @@ def pytest_collection_finish(session):
         load()
         if accelerator_type() != "sim":
             raise pytest.UsageError("a test module makes the library look for an accelerator when it is imported")
+    # Hundreds of tests collect garbage. What is imported by now is none, and need not be looked through each time.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param(TYPE, marks=pytest.mark.accelerator)])

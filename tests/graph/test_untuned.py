@@ -25,10 +25,11 @@ pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")
 BEYOND_2_11 = {"StateSpace": "cumprod is traced in other operations", "Sorted": "quantile is not traced"}
 
 
-def not_on_2_11(name):
+def marks_of(name):
     is_old = release_of(torch.__version__) == (2, 11)
     fails = BEYOND_2_11.get(name)
-    return [pytest.mark.skipif(is_old, reason=f"torch 2.11 alone: {fails}")] if fails else []
+    marks = [pytest.mark.skipif(is_old, reason=f"torch 2.11 alone: {fails}")] if fails else []
+    return [*marks, pytest.mark.slow] if name == "Recurrent" else marks  # hundreds of operations
 
 
 def within(model, inputs, options):
@@ -40,7 +41,7 @@ def within(model, inputs, options):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=not_on_2_11(name)) for name in UNTUNED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in UNTUNED])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bits_and_bytes(name, options):
     model, inputs = UNTUNED[name]()

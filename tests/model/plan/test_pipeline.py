@@ -72,11 +72,11 @@ def test_a_thousand_random_pipelines(first):
     assert max(gaps) <= 0.08
 
 
-TINY = [29, 65, *range(100, 112)]
+TINY = [29, *range(100, 108)]
 """Two in which what is dropped last in its rank is not what is used last; and some more."""
 
 
-@pytest.mark.parametrize("seed", [*TINY, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(200, 400))])
+@pytest.mark.parametrize("seed", [*TINY, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (65, *range(108, 112), *range(200, 400)))])
 def test_near_the_best_of_all_plans(seed):
     arguments = random_tiny(Random(seed))
     best = shortest_seconds(*arguments)
