@@ -15,32 +15,16 @@ import torchckpt
 
 PACKAGE = Path(torchckpt.__file__).parent
 
-GROUND = ("errors", "typing", "version")
-SHARED = ("modules", "tensors")
-"""What of torch several parts ask."""
-MAY_IMPORT = {
-    # floor 5: all below
-    "__init__": (*GROUND, *SHARED, "model", "kernel", "pipe", "distributed", "graph", "plan", "testing"),
-    "__main__": (*GROUND, "command"),
-    "command": (*GROUND, *SHARED, "model", "kernel", "pipe", "distributed", "graph", "plan"),
-    "testing": (*GROUND, *SHARED, "model", "kernel", "pipe", "distributed", "graph", "plan"),
-    # floor 4
-    "pipe": (*GROUND, *SHARED, "model", "kernel"),
-    "distributed": (*GROUND, *SHARED, "features", "model", "kernel"),
-    "plan": (*GROUND, *SHARED, "model", "kernel"),
-    "graph": (*GROUND, *SHARED, "features", "model", "kernel.flags", "kernel.mixin"),
-    # floor 3
-    "kernel": (*GROUND, *SHARED, "features"),
-    # floor 2
-    "model": GROUND,
-    "features": GROUND,
-    **dict.fromkeys(SHARED, GROUND),
-    # floor 1
-    **dict.fromkeys(GROUND, ()),
-}
-"""A file or folder of the package, and those that it may import, besides itself."""
+WITHOUT_TORCH = ("errors", "typing", "version", "model")
+ALONE = {("graph", "kernel"): ("kernel.flags", "kernel.module.mixin")}
+"""All that one may import of the other."""
 
-WITHOUT_TORCH = (*GROUND, "model")
+
+def read_floors(text: str) -> dict[str, list[list[str]]]:
+    """The drawing in CONTRIBUTING.md: of each folder the floors, from the top, and what stands on each."""
+    drawing = text.split("```floors\n")[1].split("```")[0]
+    lines = (line.split(maxsplit=1) for line in drawing.splitlines())
+    return {within(f"{folder}.").strip("."): [floor.split() for floor in floors.split("|")] for folder, floors in lines}
 
 
 def module_of(path: Path) -> str:
@@ -61,7 +45,7 @@ def imports(module: str, source: str) -> Iterator[str]:
             base = ".".join([*folder, *filter(None, [node.module])])
             for alias in node.names:
                 name = within(f"{base}.{alias.name}")
-                yield name if name in SOURCES or name in MAY_IMPORT else within(base)
+                yield name if name in SOURCES or is_folder(name) else within(base)
 
 
 def within(name: str) -> str:
@@ -72,22 +56,73 @@ def is_inside(module: str, folder: str) -> bool:
     return module == folder or module.startswith(f"{folder}.")
 
 
+FLOORS = read_floors((PACKAGE.parent / "CONTRIBUTING.md").read_text())
+
+
 def violations(module: str, source: str) -> list[str]:
-    """Each import of ``source`` that goes up, or sideways into another folder."""
+    """Each import of ``source`` that goes up, sideways, or where it may not."""
+    return [f"{module} imports {imported}" for imported in imports(module, source) if not may_import(module, imported)]
+
+
+def may_import(module: str, imported: str) -> bool:
     home = module.split(".")[0]
-    if home not in MAY_IMPORT:
-        return [f"{module} stands on no floor"]
-    found = []
-    for imported in imports(module, source):
-        if imported.split(".")[0] in MAY_IMPORT:
-            if not any(is_inside(imported, allowed) for allowed in (home, *MAY_IMPORT[home])):
-                found.append(f"{module} imports {imported}")
-        elif is_inside(imported, "torch") and home in WITHOUT_TORCH:
-            found.append(f"{module} imports {imported}")
-    return found
+    if not is_ours(imported):
+        return not (is_inside(imported, "torch") and home in WITHOUT_TORCH)
+    if home in WITHOUT_TORCH and imported.split(".")[0] not in WITHOUT_TORCH:
+        return False
+    alone = ALONE.get((home, imported.split(".")[0]))
+    if alone is not None and not any(is_inside(imported, one) for one in alone):
+        return False
+    target = f"{imported}.__init__" if is_folder(imported) else imported
+    folder, upper, lower = parting(module.split("."), target.split("."))
+    if upper == lower or folder not in FLOORS:
+        return True
+    return floor_of(folder, upper) < floor_of(folder, lower)
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] in {module.split(".")[0] for module in SOURCES}
+
+
+def is_folder(name: str) -> bool:
+    return any(module.startswith(f"{name}.") for module in SOURCES)
+
+
+def parting(module: list[str], imported: list[str]) -> tuple[str, str, str]:
+    """The innermost folder that has both, and which of its items has the one and the other."""
+    shared = 0
+    while module[shared] == imported[shared] and shared < min(len(module), len(imported)) - 1:
+        shared += 1
+    return ".".join(module[:shared]), module[shared], imported[shared]
+
+
+def floor_of(folder: str, item: str) -> int:
+    """Counted from the top."""
+    return next((at for at, floor in enumerate(FLOORS[folder]) if item in floor), len(FLOORS[folder]))
 
 
 # the floors -----------------------------------------------------------------------------------------------------------
+
+
+def items(folder: str) -> set[str]:
+    """The files and folders in ``folder``."""
+    inside = [module.removeprefix(f"{folder}.") for module in SOURCES if not folder or module.startswith(f"{folder}.")]
+    return {module.split(".")[0] for module in inside}
+
+
+def test_everything_stands_on_one_floor():
+    folders = {module.rpartition(".")[0] for module in SOURCES}
+    with_folders = {
+        folder for folder in folders if any(is_folder(f"{folder}.{item}".strip(".")) for item in items(folder))
+    }
+    assert with_folders == set(FLOORS)
+    for folder, floors in FLOORS.items():
+        assert sorted(item for floor in floors for item in floor) == sorted(items(folder)), folder
+
+
+def test_folders_have_at_most_a_dozen_files():
+    folders = [module.rpartition(".")[0] for module in SOURCES if not module.endswith("__init__")]
+    assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > 12} == {}
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -101,22 +136,40 @@ def test_imports_go_down(module):
         ("errors", "import torch", ["errors imports torch"]),
         ("typing", "from torch import Tensor", ["typing imports torch"]),
         ("errors", "from torchckpt.typing import Function", ["errors imports typing"]),
-        ("model.schedule", "from torch.utils import data", ["model.schedule imports torch.utils"]),
-        ("model.schedule", "from torchckpt.kernel.flags import flags", ["model.schedule imports kernel.flags"]),
-        ("kernel.frame", "from torchckpt.pipe import Pipe", ["kernel.frame imports pipe"]),
-        ("kernel.frame", "def f():\n    import torchckpt.pipe.lane", ["kernel.frame imports pipe.lane"]),
-        ("kernel.frame", "from torchckpt import testing", ["kernel.frame imports testing"]),
-        ("kernel.frame", "from torchckpt import checkpoint", ["kernel.frame imports __init__"]),
-        ("kernel.frame", "import torchckpt", ["kernel.frame imports __init__"]),
-        ("kernel.frame", "from torchckpt.model import simulator", ["kernel.frame imports model.simulator"]),
-        ("kernel.frame", "from ..pipe import Pipe", ["kernel.frame imports pipe"]),
-        ("kernel.frame", "from .. import testing", ["kernel.frame imports testing"]),
-        ("pipe.lane", "from torchckpt.distributed import recompute_ahead", ["pipe.lane imports distributed"]),
-        ("graph.trace", "from torchckpt.kernel.frame import Frame", ["graph.trace imports kernel.frame"]),
-        ("graph.trace", "from torchckpt.kernel import checkpoint_module", ["graph.trace imports kernel"]),
+        ("model.schedule.orders", "from torch.utils import data", ["model.schedule.orders imports torch.utils"]),
+        (
+            "model.schedule.orders",
+            "from torchckpt.kernel.flags import flags",
+            ["model.schedule.orders imports kernel.flags"],
+        ),
+        ("kernel.region.frame", "from torchckpt.pipe import Pipe", ["kernel.region.frame imports pipe"]),
+        ("kernel.region.frame", "def f():\n    import torchckpt.pipe.lane", ["kernel.region.frame imports pipe.lane"]),
+        ("kernel.region.frame", "from torchckpt import testing", ["kernel.region.frame imports testing"]),
+        ("kernel.region.frame", "from torchckpt import checkpoint", ["kernel.region.frame imports __init__"]),
+        ("kernel.region.frame", "import torchckpt", ["kernel.region.frame imports __init__"]),
+        (
+            "kernel.region.frame",
+            "from torchckpt.model.simulate import simulator",
+            ["kernel.region.frame imports model.simulate.simulator"],
+        ),
+        ("kernel.region.frame", "from ...pipe import Pipe", ["kernel.region.frame imports pipe"]),
+        ("kernel.region.frame", "from ... import testing", ["kernel.region.frame imports testing"]),
+        ("pipe.run.lane", "from torchckpt.distributed import recompute_ahead", ["pipe.run.lane imports distributed"]),
+        (
+            "graph.trace.capture",
+            "from torchckpt.kernel.region.frame import Frame",
+            ["graph.trace.capture imports kernel.region.frame"],
+        ),
+        (
+            "graph.trace.capture",
+            "from torchckpt.kernel import checkpoint_module",
+            ["graph.trace.capture imports kernel"],
+        ),
         ("testing", "from torchckpt.__main__ import main", ["testing imports __main__"]),
         ("pipe.balance", "from torchckpt.command import balance", ["pipe.balance imports command.balance"]),
-        ("attic.old", "", ["attic.old stands on no floor"]),
+        ("model.schedule.orders", "import torchckpt.features", ["model.schedule.orders imports features"]),
+        ("model.draw.svg", "from torchckpt.model.plan import Stage", ["model.draw.svg imports model.plan"]),
+        ("graph.step.emit", "from torchckpt.graph.run import call", ["graph.step.emit imports graph.run.call"]),
     ],
 )
 def test_import_that_goes_up_is_found(module, source, found):
@@ -127,13 +180,22 @@ def test_import_that_goes_up_is_found(module, source, found):
     ("module", "source"),
     [
         ("__init__", "from torchckpt.pipe import Pipe\nfrom torchckpt import errors, testing"),
-        ("testing", "from torchckpt.kernel.frame import observers"),
-        ("pipe.lane", "from torchckpt.kernel.frame import Frame\nfrom torchckpt.pipe.clock import clock_cycles"),
-        ("graph.trace", "from torchckpt.kernel.flags import flags\nfrom torchckpt.kernel import flags\nimport torch"),
-        ("graph.in_place", "from torchckpt.kernel.mixin import Mixin"),
-        ("kernel.frame", "import torch\nfrom torchckpt.errors import Fault\nfrom . import flags, slots"),
-        ("kernel.__init__", "from .frame import Frame\nfrom torchckpt.kernel.call import Call"),
-        ("model.schedule", "from torchckpt.errors import Fault\nimport dataclasses"),
+        ("testing", "from torchckpt.kernel.region.frame import observers"),
+        (
+            "pipe.run.lane",
+            "from torchckpt.kernel.region.frame import Frame\nfrom torchckpt.pipe.run.clock_cycles import clock_cycles",
+        ),
+        (
+            "graph.trace.capture",
+            "from torchckpt.kernel.flags import flags\nfrom torchckpt.kernel import flags\nimport torch",
+        ),
+        ("graph.run.in_place", "from torchckpt.kernel.module.mixin import Mixin"),
+        (
+            "kernel.region.frame",
+            "import torch\nfrom torchckpt.errors import Fault\nfrom . import slots\nfrom .. import flags",
+        ),
+        ("kernel.__init__", "from .region.frame import Frame\nfrom torchckpt.kernel.region.call import Call"),
+        ("model.schedule.orders", "from torchckpt.errors import Fault\nimport dataclasses"),
     ],
 )
 def test_import_that_goes_down_is_none(module, source):
@@ -298,5 +360,5 @@ def test_no_builtin_exception_is_raised_but_those_of_eager_pytorch_and_of_test_h
     calls = [(module, node.exc) for module, node in nodes(ast.Raise) if isinstance(node.exc, ast.Call)]
     raised = {(module, ast.unparse(call.func)) for module, call in calls if hasattr(builtins, ast.unparse(call.func))}
     # A module's __getattr__ must raise AttributeError: hasattr() asks for it.
-    allowed = {("__init__", "AttributeError"), ("kernel.boundary", "RuntimeError"), ("testing", "AssertionError")}
+    allowed = {("__init__", "AttributeError"), ("kernel.state.boundary", "RuntimeError"), ("testing", "AssertionError")}
     assert raised <= allowed

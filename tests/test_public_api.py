@@ -79,7 +79,7 @@ def test_names():
             pipe,
             ["Balance", "DeferredBatchNorm", "NoChunk", "Pipe", "WithDevice", "balance_by_bytes", "balance_by_time"],
         ),
-        (pipe.skip, ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]),
+        (pipe.skip, ["StageSkips", "Name", "Namespace", "Skips", "pop", "stash"]),
         (
             testing,
             ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"],
@@ -220,13 +220,13 @@ def test_a_schedule_that_recomputes_ahead_adds_these_members_for_its_users_and_t
 
 
 def test_handle_of_a_module_has_these_members_and_no_other():
-    from torchckpt.kernel.module import CheckpointHandle
+    from torchckpt.kernel.module.module import CheckpointHandle
 
     assert [name for name in vars(CheckpointHandle) if not name.startswith("_")] == ["remove"]
 
 
 def test_handle_of_layers_has_these_members_and_no_other():
-    from torchckpt.kernel.layers import LayersHandle
+    from torchckpt.kernel.module.layers import LayersHandle
 
     assert [name for name in vars(LayersHandle) if not name.startswith("_")] == ["remove"]
 

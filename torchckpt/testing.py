@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchckpt.kernel.ambient import generators_of, put_back, random_state
-from torchckpt.kernel.checkpointing import checkpoint
-from torchckpt.kernel.determinism import name_of
-from torchckpt.kernel.frame import observers
+from torchckpt.kernel.region.checkpointing import checkpoint
+from torchckpt.kernel.region.frame import observers
 from torchckpt.kernel.saved import SavedBytes, saved_bytes
-from torchckpt.kernel.streams import accelerators_among
+from torchckpt.kernel.state.ambient import generators_of, put_back, random_state
+from torchckpt.kernel.state.determinism import name_of
+from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 

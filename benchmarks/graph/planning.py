@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any f
 from benchmarks.graph.subjects import subject
 from tests.model.remat import flows
 from torchckpt import graph
-from torchckpt.model.remat.dataflow import Dataflow
-from torchckpt.model.remat.memory import simulate
-from torchckpt.model.remat.planner import fit
-from torchckpt.model.remat.separators import separators
+from torchckpt.model.remat.search.planner import fit
+from torchckpt.model.remat.step.dataflow import Dataflow
+from torchckpt.model.remat.step.memory import simulate
+from torchckpt.model.remat.step.separators import separators
 
 __all__ = ["FLOWS", "count", "measure", "show"]
 

@@ -25,7 +25,8 @@ from benchmarks.devices import Pace, half, module_of, name_of, synchronize
 from benchmarks.pipe.large import SMALL, gpt, resnet, unet
 from benchmarks.pipe.variants import Job, Variant, accumulated, late_pipe_of, of_pipe, of_step, pipe_of, whole
 from benchmarks.turns import in_turn, spread
-from torchckpt.pipe import balance_by_time, links
+from torchckpt.pipe import balance_by_time
+from torchckpt.pipe.run import links
 
 __all__ = ["JOBS", "Cell", "Work", "hidden", "measure", "placed", "rehearse", "throttled", "variants_of"]
 

@@ -18,7 +18,7 @@ from benchmarks.pipe.large import SMALL
 from benchmarks.pipe.small import JOBS
 from benchmarks.pipe.variants import Variant
 from benchmarks.turns import Spread
-from torchckpt.pipe import links
+from torchckpt.pipe.run import links
 from torchckpt.testing import count_recomputes
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from planned import BOUNDARY_BYTES, CASES, RESULTS, SAVED_BYTES
 
 from torchckpt.model import ahead, named_schedule, with_recompute
-from torchckpt.model.axis import Axis
-from torchckpt.model.canvas import Canvas
-from torchckpt.model.look import STYLE, headed
+from torchckpt.model.draw.axis import Axis
+from torchckpt.model.draw.canvas import Canvas
+from torchckpt.model.draw.style import STYLE, headed
 from torchckpt.model.plan import Block, Choice, Fixed, PipelinePlan, Stage, plan_pipeline
 
 PICTURE = Path(__file__).parents[2] / "docs" / "cost.svg"

@@ -40,7 +40,7 @@ from torchckpt.model import (
     simulate,
     with_recompute,
 )
-from torchckpt.model.exempt import free_to_keep
+from torchckpt.model.schedule.free_to_keep import free_to_keep
 
 __all__ = ["measure", "rehearse"]
 

@@ -20,11 +20,11 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
-from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.placement import ahead, with_recompute
-from torchckpt.model.schedule import Schedule
-from torchckpt.model.schedules import one_f_one_b
-from torchckpt.model.simulator import simulate
+from torchckpt.model.place.placement import ahead, with_recompute
+from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.schedule.schedules import one_f_one_b
+from torchckpt.model.simulate.simulator import simulate
 
 COSTS, LINK = StageCosts(), Link(latency_seconds=0.25)
 BUDGET_SECONDS = 2.0

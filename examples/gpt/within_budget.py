@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchckpt.model.draw.units import Units, aligned
 from torchckpt.model.plan import Choice, PipelinePlan
-from torchckpt.model.units import Units, aligned
 
 from .side_by_side import Course, is_equal
 

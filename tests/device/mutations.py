@@ -29,8 +29,11 @@ SIMULATED, ACCELERATOR = ("-m", "not slow"), ("-m", "accelerator and not slow")
 TESTS = (
     (*SIMULATED, "tests/device/test_waits.py"),
     (*SIMULATED, "tests/device/test_pipe.py"),
-    (*ACCELERATOR, "tests/kernel/test_streams.py", "tests/kernel/test_recompute.py", "tests/pipe/test_accelerators.py"),
-    (*SIMULATED, "tests/pipe/test_worker.py"),
+    (
+        *ACCELERATOR, "tests/kernel/state/test_streams.py", "tests/kernel/region/test_recompute.py",
+        "tests/pipe/test_accelerators.py",
+    ),
+    (*SIMULATED, "tests/pipe/run/test_worker.py"),
     (*ACCELERATOR, "tests/kernel", "tests/pipe", "tests/test_transparency.py"),
 )
 """In this order, until one fails: on the simulated device, but for those of threads."""
@@ -84,9 +87,9 @@ CALLS: dict[str, tuple[str, _Without]] = {
     "_wait": ("wait", _always("None")),
     "wait_event": ("wait", _always("None")),
     "wait_stream": ("wait", _always("None")),
-    "followed": ("wait", _always("None")),
+    "wait_before_using": ("wait", _always("None")),
     "synchronize": ("wait", _always("None")),
-    "Trail": ("event", _always("None")),
+    "SyncPoint": ("event", _always("None")),
     "record_event": ("event", _event),
     "record": ("event", lambda call: "None" if isinstance(call.func, ast.Attribute) else None),
     "record_stream": ("record_stream", _always("None")),

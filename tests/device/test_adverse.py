@@ -13,7 +13,7 @@ from torch import nn
 
 import torchckpt
 from tests.device.programs import MODES, adversely, program
-from torchckpt.pipe.links import wait
+from torchckpt.pipe.run.links import wait
 
 FEW, ALL = 12, 350
 

@@ -50,8 +50,8 @@ def test_those_of_the_library():
     assert {one.kind for one in every} == {
         "wait", "event", "record_stream", "stream", "stream context", "device context", "edge",
     }
-    assert "current.wait_event(event)" in {one.what for one in every if one.path == "torchckpt/kernel/streams.py"}
-    assert "fork(one, *own)" in {one.what for one in every if one.path == "torchckpt/pipe/lane.py"}
+    assert "current.wait_event(event)" in {one.what for one in every if one.path == "torchckpt/kernel/state/streams.py"}
+    assert "fork(one, *own)" in {one.what for one in every if one.path == "torchckpt/pipe/run/lane.py"}
     for one in every:
         ast.parse(mutated((ROOT / one.path).read_bytes(), one))
 

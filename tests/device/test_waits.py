@@ -18,7 +18,7 @@ import torchckpt
 from tests.pipe.skips import Pop, Stash
 from torchckpt.kernel.clock import Clock
 from torchckpt.pipe import balance
-from torchckpt.pipe.links import Place
+from torchckpt.pipe.run.links import Place
 
 DEVICES = ("sim:0", "sim:1")
 

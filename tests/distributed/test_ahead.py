@@ -29,7 +29,7 @@ from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.distributed.ahead import MEASURED_STEPS
 from torchckpt.errors import ScheduleError
 from torchckpt.model import Kind, Link, StageCosts
-from torchckpt.model.exempt import free_to_keep
+from torchckpt.model.schedule.free_to_keep import free_to_keep
 from torchckpt.testing import count_recomputes
 
 pytestmark = with_gloo

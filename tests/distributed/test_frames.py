@@ -9,7 +9,7 @@ from tests.helpers import doing, leaf
 from torchckpt import checkpoint
 from torchckpt.distributed.frames import Frames
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.scope import Scope
+from torchckpt.kernel.region.scope import Scope
 from torchckpt.testing import count_recomputes
 
 NOTHING_SHARDED = nn.Identity()

@@ -16,7 +16,7 @@ from torchckpt.kernel.flags import thread
 INSIDE = 2  # tensors that a block saves, and that nobody else keeps
 
 
-class Alive:
+class LiveBytes:
     """The storages of what was made inside blocks, and how many of them were alive at once."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Alive:
 class Watched(nn.Module):
     """A block that shows what it saves to its ``alive`` before it saves the last of it."""
 
-    def __init__(self, block: nn.Module, alive: Alive) -> None:
+    def __init__(self, block: nn.Module, alive: LiveBytes) -> None:
         super().__init__()
         self.first, self.second, self.alive = block.first, block.second, alive
 
@@ -60,7 +60,7 @@ def watched(alive, count, regions):
 
 def peak(name, count=1, m=4, mode=None, regions="ours"):
     """Tensors inside of blocks alive at the peak of a step that is not the first, in blocks' worth."""
-    alive = Alive()
+    alive = LiveBytes()
     stages = stages_of(name, watched(alive, count, regions))
     schedule = schedule_on(stages, name, m)
     schedule = schedule if mode is None else recompute_ahead(schedule, **mode)
@@ -104,7 +104,7 @@ def test_what_is_exempt_by_default_does_not_raise_the_peak(name):
 
 
 def alive_before_actions(name, mode):
-    alive, seen = Alive(), []
+    alive, seen = LiveBytes(), []
     stages = stages_of(name, watched(alive, 2, "ours"))
     schedule = recompute_ahead(schedule_on(stages, name, 4), **mode)
     step(schedule, stages, *batch(4))
@@ -134,7 +134,7 @@ def test_a_replay_that_stands_before_a_pair_is_alive_in_the_forward_of_that():
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Schedule")])
 @pytest.mark.parametrize("mode", [{}, {"exempt": "none"}, {"segments": 0}, {"segments": 1}], ids=str)
 def test_after_a_step_nothing_is_left(name, mode):
-    alive, frames = Alive(), []
+    alive, frames = LiveBytes(), []
     stages = stages_of(name, watched(alive, 2, "ours"))
     schedule = recompute_ahead(schedule_on(stages, name, 4), **mode)
     step(schedule, stages, *batch(4))

@@ -9,13 +9,13 @@ from torchckpt.distributed import record as module
 from torchckpt.distributed.record import KEPT_STEPS, Record, gather
 from torchckpt.distributed.sizes import Size
 from torchckpt.model import Action, Kind, Segments, gpipe
-from torchckpt.model.measured import Span
+from torchckpt.model.simulate.measured import Span
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 class Stopped:
-    """A clock that says what it is told."""
+    """A clock that says what it is options."""
 
     def __init__(self) -> None:
         self.time = 0.0

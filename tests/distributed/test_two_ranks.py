@@ -25,7 +25,7 @@ from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.ahead import MEASURED_STEPS
 from torchckpt.model import Kind
-from torchckpt.model.gantt import gantt
+from torchckpt.model.draw.gantt import gantt
 
 pytestmark = with_gloo
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchckpt.graph.private.trace import Differentiable
-from torchckpt.model.remat import planner
+from torchckpt.model.remat.search import planner
 
 
 @pytest.fixture
@@ -41,4 +41,4 @@ def one_thread():
 @pytest.fixture
 def gradients_go(monkeypatch):
     """Gradients of outputs die as they do from torch 2.13 on; before, a plan has them to the end, in case torch has."""
-    monkeypatch.setattr("torchckpt.graph.joint.GRADIENTS_STAY", False)
+    monkeypatch.setattr("torchckpt.graph.step.joint.GRADIENTS_STAY", False)

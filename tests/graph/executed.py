@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from torchckpt.graph.adjoint import FORWARD_OUTPUTS
-from torchckpt.graph.joint import needed
+from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
+from torchckpt.graph.step.joint import needed
 
 __all__ = ["backward", "counted", "repeats", "saved"]
 

@@ -9,8 +9,8 @@ from tests.graph.eager import compare, measured_peak
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
 from torchckpt.errors import CaptureError
-from torchckpt.graph.costs import flops_of
 from torchckpt.graph.private.operators import is_branching
+from torchckpt.graph.step.costs import flops_of
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

@@ -102,9 +102,9 @@ def test_differentiable_traces_without_running_and_runs_what_was_made():
 
     def partition(module, inputs, *, num_fwd_outputs, **ignored):
         parted.append((module, num_fwd_outputs))
-        from torchckpt.graph.costs import Cost
-        from torchckpt.graph.emit import emit
-        from torchckpt.graph.joint import joint_of as made
+        from torchckpt.graph.step.costs import Cost
+        from torchckpt.graph.step.emit import emit
+        from torchckpt.graph.step.joint import joint_of as made
         joint = made(module, num_fwd_outputs, lambda node: Cost(0.0, 0))
         return emit(joint, joint.flow.eager, joint.flow.forward)
 

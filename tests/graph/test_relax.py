@@ -10,7 +10,7 @@ import torch
 
 from tests.graph.executed import backward, repeats, saved
 from torchckpt.graph import mark, region
-from torchckpt.graph.gradient import gradient
+from torchckpt.graph.derive.gradient import gradient
 
 
 @pytest.fixture

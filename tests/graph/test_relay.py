@@ -7,7 +7,7 @@ import torch
 from tests.graph.executed import backward, counted, repeats
 from tests.helpers import assert_equal
 from torchckpt.graph import region
-from torchckpt.graph.gradient import gradient
+from torchckpt.graph.derive.gradient import gradient
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from tests.graph.executed import repeats, saved
 from tests.helpers import assert_equal
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
-from torchckpt.graph.gradient import gradient
-from torchckpt.graph.gradients import gradients
-from torchckpt.graph.inspect import simulate
+from torchckpt.graph.derive.gradient import gradient
+from torchckpt.graph.derive.gradients import gradients
+from torchckpt.graph.derive.inspect import simulate
 
 MEGABYTE = 1_000_000
 

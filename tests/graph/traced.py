@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchckpt import graph
-from torchckpt.graph.joint import Joint
-from torchckpt.graph.rematerialize import Rematerialized
+from torchckpt.graph.run.rematerialize import Rematerialized
+from torchckpt.graph.step.joint import Joint
 from torchckpt.model.remat.plan import Plan
 
 __all__ = ["Function", "joint_of", "plan_of"]

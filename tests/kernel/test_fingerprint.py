@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchckpt.kernel import slots
-from torchckpt.kernel.slots import fingerprint
+from torchckpt.kernel.region import slots
+from torchckpt.kernel.region.slots import fingerprint
 
 
 def twin(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from tests.helpers import (
     plain,
 )
 from torchckpt import Checkpointing, checkpoint, is_recomputing
-from torchckpt.kernel import ambient, streams
+from torchckpt.kernel.state import ambient, streams
 
 
 def test_dropout(call, device):

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.helpers import Block, assert_equal, in_thread, leaf, plain, run
 from torchckpt import checkpoint
+from torchckpt.kernel.region.scope import Scope
 from torchckpt.kernel.saved import bytes_of, saved_bytes
-from torchckpt.kernel.scope import Scope
 
 SIZE = 1024
 BYTES = 4 * SIZE

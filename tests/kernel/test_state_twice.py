@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
-from torchckpt.kernel import layout, module_state
+from torchckpt.kernel.state import layout, module_state
 
 
 def plain(function, *args, **kwargs):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.placement import ahead
+from torchckpt.model.place.placement import ahead
+from torchckpt.model.schedule.costs import Link, StageCosts
 
 BOUNDARY = 1 / 16
 

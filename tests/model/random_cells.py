@@ -4,9 +4,9 @@ from __future__ import annotations
 from random import Random
 
 from torchckpt.model import NAMES
-from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.named import named_schedule
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model.schedule.named import named_schedule
+from torchckpt.model.schedule.schedule import Schedule
 
 
 def random_schedule(random: Random, most: int = 6) -> Schedule:

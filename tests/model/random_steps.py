@@ -4,9 +4,9 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-from torchckpt.model.action import Action, Kind
-from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.schedule import Schedule, Segments
+from torchckpt.model.schedule.action import Action, Kind
+from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model.schedule.schedule import Schedule, Segments
 
 F, B, I, W, R = Kind  # noqa: E741  # the letters of the notation
 

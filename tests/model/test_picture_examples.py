@@ -6,7 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from torchckpt.model import axis, gantt, placement, report, schedules, simulator, svg, timeline, trace, units
+from torchckpt.model.draw import axis, gantt, svg, trace, units
+from torchckpt.model.place import placement
+from torchckpt.model.report import report
+from torchckpt.model.schedule import schedules
+from torchckpt.model.simulate import simulator, timeline
 
 MODULES = [axis, gantt, report, svg, timeline, trace, units]
 

@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from tests.model.random_steps import needs, random_step
-from torchckpt.model.bound import bound
-from torchckpt.model.costs import Link
-from torchckpt.model.placement import ahead, with_recompute, without_recompute
-from torchckpt.model.simulator import simulate
+from torchckpt.model.place.bound import bound
+from torchckpt.model.place.placement import ahead, with_recompute, without_recompute
+from torchckpt.model.schedule.costs import Link
+from torchckpt.model.simulate.simulator import simulate
 
 NEAR = 1e-9
 SEEDS = range(1000)

@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 
 from tests.model.closed_forms import CELLS, Cell, greedy
-from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.placement import ahead, arrival, partial, with_recompute
-from torchckpt.model.schedules import (
+from torchckpt.model.place.placement import ahead, arrival, partial, with_recompute
+from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model.schedule.schedules import (
     dualpipe_v,
     eager_one_f_one_b,
     gpipe,
@@ -16,7 +16,7 @@ from torchckpt.model.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulator import simulate
+from torchckpt.model.simulate.simulator import simulate
 
 SMALL = [cell for cell in CELLS if cell.p <= 8]
 small_cells = pytest.mark.parametrize("cell", SMALL, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchckpt.pipe.microbatch import gather, scatter
 from torchckpt.pipe.partition import Layer, Stage, partition
-from torchckpt.pipe.pipeline import run_pipeline
+from torchckpt.pipe.run.pipeline import run_pipeline
 
 
 def stages_of(modules: Sequence[nn.Module], balance: Sequence[int] | None = None, devices: Any = None) -> list[Stage]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import torchckpt
 from torchckpt.errors import ArgumentError, RecomputationError
-from torchckpt.pipe import balance_by_bytes, links
+from torchckpt.pipe import balance_by_bytes
+from torchckpt.pipe.run import links
 from torchckpt.pipe.skip import pop, stash
 
 mse_loss = nn.functional.mse_loss
@@ -23,11 +24,11 @@ def penalty(copies: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     pipe = torchckpt.Pipe(module, [2, 2], chunks=2)
     if copies:
-        plain = torchckpt.pipe.pipeline.moved
+        plain = torchckpt.pipe.run.pipeline.moved
 
-        def moved(load, target):
-            tensors = plain(load, target)
-            return links.copy(load.place, None, target, None, tensors) if tensors else tensors
+        def moved(transfer, target):
+            tensors = plain(transfer, target)
+            return links.copy(transfer.place, None, target, None, tensors) if tensors else tensors
 
         monkeypatch.setattr(torchckpt.pipe.pipeline, "moved", moved)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from tests.accelerator import TYPE, module_of
 from tests.device.programs import MODES, Program, program
-from torchckpt.pipe import links
-from torchckpt.pipe.links import wait
+from torchckpt.pipe.run import links
+from torchckpt.pipe.run.links import wait
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
 

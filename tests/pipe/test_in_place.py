@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchckpt import Pipe
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
-from torchckpt.pipe.in_place import InPlace, Memory, shared_places
+from torchckpt.pipe.in_place import ChangedInputs, Memory, shared_places
 from torchckpt.pipe.skip import pop, stash
 
 MODES: list[Any] = ["never", "except_last", "always"]
@@ -213,7 +213,8 @@ def test_only_the_first_run_and_stages_that_change_their_input_work_on_copies() 
         copies.append(sum(event.count for event in profile.key_averages() if event.key == "aten::clone"))
     #         the first micro-batch of each stage, the second of the last; then both of the last
     assert copies == [3 + 1, 2]
-    assert [stage.in_place for stage in pipe.stages] == [InPlace(set()), InPlace(set()), InPlace({0}, {0})]
+    changed = [stage.in_place for stage in pipe.stages]
+    assert changed == [ChangedInputs(set()), ChangedInputs(set()), ChangedInputs({0}, {0})]
 
 
 def test_places_of_shared_memory() -> None:

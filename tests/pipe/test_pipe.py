@@ -19,10 +19,10 @@ from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients, run, stages_of
 from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
-from torchckpt.kernel.frame import Frame
+from torchckpt.kernel.region.frame import Frame
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.partition import Layer, Stage, placement_faults
-from torchckpt.pipe.skip import Carrier, Skips
+from torchckpt.pipe.skip import Skips, StageSkips
 
 
 def layers() -> nn.Sequential:
@@ -300,13 +300,13 @@ def test_a_tensor_that_an_output_holds_twice_is_one_for_the_next_stage(threads: 
         def forward(self, x: Tensor) -> Any:
             return (x, [x])
 
-    class InPlace(nn.Module):
+    class ChangedInputs(nn.Module):
         def forward(self, tree: Any) -> Tensor:
             tree[0].mul_(3)
             return tree[0] + tree[1][0]  # type: ignore[no-any-return]
 
     x = torch.randn(4, 2, requires_grad=True)
-    output = run(stages_of([nn.Tanhshrink(), Twice(), InPlace()]), x, 2, 0, 1, threads)
+    output = run(stages_of([nn.Tanhshrink(), Twice(), ChangedInputs()]), x, 2, 0, 1, threads)
     expected = 6 * nn.functional.tanhshrink(x)
     assert torch.equal(output, expected)
     assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (output, expected)))
@@ -377,7 +377,7 @@ def test_nothing_is_left_of_a_mini_batch(checkpoint: Any, backward: bool) -> Non
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_thousand_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any) -> None:
     def alive() -> int:
-        return sum(type(found) in (Tensor, Frame, Carrier, Skips) for found in gc.get_objects())
+        return sum(type(found) in (Tensor, Frame, StageSkips, Skips) for found in gc.get_objects())
 
     module = nn.Sequential(nn.Linear(2, 2), Stash(), nn.Tanh(), Pop())
     pipe = torchckpt.Pipe(module, [2, 1, 1], chunks=2, checkpoint=checkpoint)

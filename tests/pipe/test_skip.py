@@ -19,8 +19,8 @@ from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import run, stages_of
 from tests.settings import without_collector
 from torchckpt.errors import ArgumentError, RecomputationError
-from torchckpt.pipe import pipeline, step
-from torchckpt.pipe.links import Place
+from torchckpt.pipe.run import pipeline, step
+from torchckpt.pipe.run.links import Place
 from torchckpt.pipe.skip import Namespace, pop, stash
 
 MODES = ["always", "except_last", "never"]
@@ -160,16 +160,16 @@ def test_integer_skips_and_those_that_need_no_gradient() -> None:
 
 def test_no_stage_between_sees_the_skip() -> None:
     seen: list[tuple[int, ...]] = []
-    real = torchckpt.pipe.partition.Turn.__call__
+    real = torchckpt.pipe.partition.StageCall.__call__
 
-    def call(turn: Any, *args: Any) -> Any:
-        returned = real(turn, *args)
+    def call(call: Any, *args: Any) -> Any:
+        returned = real(call, *args)
         seen.append((len(args), len(returned[1])))
         return returned
 
     pipe = torchckpt.Pipe(nn.Sequential(Stash(), dense(), dense(), Pop()), [1, 1, 1, 1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchckpt.pipe.partition.Turn, "__call__", call)
+        patch.setattr(torchckpt.pipe.partition.StageCall, "__call__", call)
         pipe(torch.randn(2, 4))
     assert seen == [(1, 1), (1, 0), (1, 0), (1, 0)]  # arguments, and skips that leave
 
@@ -189,11 +189,11 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         place.number = next(numbers)
         return place
 
-    def moved(load: Any, target: Any) -> Any:
-        moves.append((load.place.number, target.number))
-        return load.tensors
+    def moved(transfer: Any, target: Any) -> Any:
+        moves.append((transfer.place.number, target.number))
+        return transfer.tensors
 
-    class Passage(step.Passage):
+    class CutTensor(step.CutTensor):
         def __init__(self, tensor: Tensor, forth: Any, back: Any) -> None:
             receiver, sender = back
             moves.append((sender.place.number, receiver.place.number))
@@ -201,7 +201,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(Place, "of", staticmethod(of))
     monkeypatch.setattr(pipeline, "moved", moved)
-    monkeypatch.setattr(step, "Passage", Passage)
+    monkeypatch.setattr(step, "CutTensor", CutTensor)
     return moves
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from torchckpt.kernel.checkpointing import checkpoint
+from torchckpt.kernel.region.checkpointing import checkpoint
+from torchckpt.kernel.region.scope import Scope
 from torchckpt.kernel.saved import bytes_of
-from torchckpt.kernel.scope import Scope
 from torchckpt.plan.parts import repeated_children
 from torchckpt.testing import flops
 

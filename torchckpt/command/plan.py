@@ -25,12 +25,12 @@ from torchckpt.command.shared import (
 )
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
-from torchckpt.model.named import NAMES, named_schedule
 from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipeline
 from torchckpt.model.plan.every import Comparison, plan_every
-from torchckpt.model.plan.limit import DeviceMemory
 from torchckpt.model.plan.rules import Rule
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.plan.stage.limit import DeviceMemory
+from torchckpt.model.schedule.named import NAMES, named_schedule
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["add", "run"]
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from torchckpt.errors import ArgumentError, CheckpointError
 from torchckpt.model.amount import read
-from torchckpt.model.named import named_schedule
-from torchckpt.model.schedule import Schedule
-from torchckpt.model.table import from_csv
+from torchckpt.model.schedule.csv_format import from_csv
+from torchckpt.model.schedule.named import named_schedule
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = [
     "Parser",

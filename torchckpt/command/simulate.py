@@ -21,14 +21,14 @@ from torchckpt.command.shared import (
     write,
 )
 from torchckpt.errors import ArgumentError
-from torchckpt.model.costs import Link, StageCosts
-from torchckpt.model.gantt import gantt
-from torchckpt.model.named import NAMES, named_schedule
-from torchckpt.model.placement import with_recompute
-from torchckpt.model.report import Report, policy_named, report
-from torchckpt.model.schedule import Schedule
-from torchckpt.model.trace import trace
-from torchckpt.model.units import number
+from torchckpt.model.draw.gantt import gantt
+from torchckpt.model.draw.trace import trace
+from torchckpt.model.draw.units import number
+from torchckpt.model.place.placement import with_recompute
+from torchckpt.model.report.report import Report, policy_named, report
+from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model.schedule.named import NAMES, named_schedule
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["add", "run"]
 

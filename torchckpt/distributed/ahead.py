@@ -26,15 +26,15 @@ from torchckpt.distributed.meeting import meeting
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
 from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
+from torchckpt.distributed.region_options import RegionOptions
 from torchckpt.distributed.sizes import Sizes
-from torchckpt.distributed.told import Told
 from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.kernel.frame import Fresh
-from torchckpt.kernel.scope import Scope
+from torchckpt.kernel.region.frame import Fresh
+from torchckpt.kernel.region.scope import Scope
 from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
-from torchckpt.model.comparison import Comparison, compare
-from torchckpt.model.measured import measured_timeline
-from torchckpt.model.orders import Visit
+from torchckpt.model.report.comparison import Comparison, compare
+from torchckpt.model.schedule.orders import Visit
+from torchckpt.model.simulate.measured import measured_timeline
 
 __all__ = ["MEASURED_STEPS", "RecomputeAhead"]
 
@@ -162,19 +162,19 @@ class RecomputeAhead(Runtime):
         """A step was made."""
         self._record.end()
 
-    def _told(self, visit: Visit) -> Told:
-        return Told(visit in self._exempt)
+    def _region_options(self, visit: Visit) -> RegionOptions:
+        return RegionOptions(visit in self._exempt)
 
-    def _scope(self, visit: Visit, told: Told) -> Scope:
-        return Scope(told.keep, partial(self._replaying, visit))
+    def _scope(self, visit: Visit, options: RegionOptions) -> Scope:
+        return Scope(options.keep, partial(self._replaying, visit))
 
-    def _counting(self, visit: Visit, told: Told, scope: Scope) -> AbstractContextManager[None]:
+    def _counting(self, visit: Visit, options: RegionOptions, scope: Scope) -> AbstractContextManager[None]:
         """Around a forward, at whose end ``scope`` has its regions."""
-        return self._sizes.of_forward(visit[0], bool(told.keep), scope.frames)
+        return self._sizes.of_forward(visit[0], bool(options.keep), scope.frames)
 
-    def _forwarded(self, visit: Visit, told: Told, scope: Scope, outputs: list[object]) -> None:
+    def _forwarded(self, visit: Visit, options: RegionOptions, scope: Scope, outputs: list[object]) -> None:
         """Right after a forward. Raises if its regions are not what they should be."""
-        if not told.keep and not scope.regions:
+        if not options.keep and not scope.regions:
             raise_without_regions(visit[0], self._of[visit[0]].submod, outputs)
 
     def _replaying(self, visit: Visit, region: int, recomputed: deque[Fresh]) -> AbstractContextManager[None]:
@@ -186,18 +186,18 @@ class RecomputeAhead(Runtime):
     @contextmanager
     def _gathering(self, stage: int, micro_batch: int, outputs: list[object]) -> Iterator[None]:
         visit = stage, micro_batch
-        told = self._told(visit)
-        scope, is_first = self._scope(visit, told), stage not in self._sizes.found
+        options = self._region_options(visit)
+        scope, is_first = self._scope(visit, options), stage not in self._sizes.found
         module = self._of[stage].submod
         with ExitStack() as stack:
             if is_first:
                 stack.enter_context(plain_regions_refused(stage, module))
-            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, scope, told.early))  # [1]
-            with self._counting(visit, told, scope):
+            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, scope, options.early))  # [1]
+            with self._counting(visit, options, scope):
                 yield
         if is_first and frames:
             warn_of_compiled_regions(stage, module)
-        self._forwarded(visit, told, scope, outputs)
+        self._forwarded(visit, options, scope, outputs)
 
     @contextmanager
     def _replay_recorded(self, visit: Visit, recomputed: deque[Fresh]) -> Iterator[None]:

@@ -8,17 +8,17 @@ from typing import overload
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from torchckpt.distributed.ahead import RecomputeAhead
-from torchckpt.distributed.live import schedule_of
 from torchckpt.distributed.plain_regions import traced_faults
-from torchckpt.distributed.plan.given import Plan, check_budget, plan_for, use_faults
-from torchckpt.distributed.plan.within import RecomputeWithin
+from torchckpt.distributed.plan.arguments import Plan, check_budget, plan_for, use_faults
+from torchckpt.distributed.plan.recompute_within import RecomputeWithin
 from torchckpt.distributed.private import Live, stages_of
+from torchckpt.distributed.torch_schedules import schedule_of
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model import Link, Schedule, StageCosts
-from torchckpt.model.exempt import free_to_keep
-from torchckpt.model.inputs import per_boundary, per_stage
-from torchckpt.model.orders import Visit
-from torchckpt.model.plan.limit import Bytes
+from torchckpt.model.plan.stage.limit import Bytes
+from torchckpt.model.schedule.free_to_keep import free_to_keep
+from torchckpt.model.schedule.orders import Visit
+from torchckpt.model.simulate.inputs import per_boundary, per_stage
 
 __all__ = ["recompute_ahead"]
 
@@ -70,8 +70,8 @@ def recompute_ahead(
         segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
             backward, one at a time. Early ones hide, late ones save memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
-            (see :func:`~torchckpt.model.exempt.free_to_keep`), such as the last stage of 1F1B; none where only some
-            ``segments`` are recomputed early. ``"none"``: nothing is kept.
+            (see :func:`~torchckpt.model.schedule.free_to_keep.free_to_keep`), such as the last stage of 1F1B; none
+            where only some ``segments`` are recomputed early. ``"none"``: nothing is kept.
         costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
             be stepping). Default: no costs, right before the backward.

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchckpt.distributed.private import in_backward
-from torchckpt.kernel.frame import Frame
-from torchckpt.kernel.scope import Scope
+from torchckpt.kernel.region.frame import Frame
+from torchckpt.kernel.region.scope import Scope
 
 __all__ = ["Frames"]
 

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError
 from torchckpt.kernel.flags import is_checkpointing
-from torchckpt.kernel.mixin import COMPILED
-from torchckpt.kernel.module import is_checkpointed
+from torchckpt.kernel.module.mixin import COMPILED
+from torchckpt.kernel.module.module import is_checkpointed
 from torchckpt.kernel.private import hooks_in_force
 from torchckpt.modules import is_compiled
 

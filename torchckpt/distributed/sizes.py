@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchckpt.kernel.frame import Frame, Fresh
+from torchckpt.kernel.region.frame import Frame, Fresh
 from torchckpt.kernel.saved import bytes_of, saved_bytes
 
 __all__ = ["Size", "Sizes"]

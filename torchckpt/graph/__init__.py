@@ -9,15 +9,15 @@ A user begins with :func:`rematerialize`. A reader of the code begins with ``joi
 """
 from __future__ import annotations
 
-from torchckpt.graph.backend import backend
+from torchckpt.graph.derive.gradient import gradient
+from torchckpt.graph.derive.gradients import gradients
+from torchckpt.graph.derive.inspect import separators, simulate
+from torchckpt.graph.derive.simplify import simplify
 from torchckpt.graph.frontier import Frontier, frontier
-from torchckpt.graph.gradient import gradient
-from torchckpt.graph.gradients import gradients
-from torchckpt.graph.in_place import RematerializeHandle, rematerialize_
-from torchckpt.graph.inspect import separators, simulate
-from torchckpt.graph.marks import mark, region, sequential
-from torchckpt.graph.rematerialize import rematerialize
-from torchckpt.graph.simplify import simplify
+from torchckpt.graph.mark.marks import mark, region, sequential
+from torchckpt.graph.run.backend import backend
+from torchckpt.graph.run.in_place import RematerializeHandle, rematerialize_
+from torchckpt.graph.run.rematerialize import rematerialize
 from torchckpt.model.remat.plan import Plan
 
 __all__ = [

@@ -45,11 +45,11 @@ A replay runs under the conditions of the forward. ``boundary`` gives it the sam
 parameters and buffers, ``ambient`` the same settings and random numbers, and ``norms`` throw-away copies of the running
 statistics to update.
 """
-from torchckpt.kernel.checkpointing import Checkpointing, checkpoint
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing
-from torchckpt.kernel.keep import keep
-from torchckpt.kernel.layers import checkpoint_layers
-from torchckpt.kernel.module import checkpoint_module
+from torchckpt.kernel.module.layers import checkpoint_layers
+from torchckpt.kernel.module.module import checkpoint_module
+from torchckpt.kernel.region.checkpointing import Checkpointing, checkpoint
+from torchckpt.kernel.region.keep import keep
 
 __all__ = [
     "Checkpointing",

@@ -6,15 +6,16 @@ A *schedule* says in which order every rank does what; *costs* say how long that
 >>> simulate(one_f_one_b(4, 16)).step_seconds, bound(schedule).step_seconds, simulate(schedule).step_seconds
 (57.0, 70.0, 71.0)
 """
-from torchckpt.model.action import Action, Kind
-from torchckpt.model.bound import Bound, Supply, bound
-from torchckpt.model.costs import Link, StageCosts
 from torchckpt.model.figures import Event, Message
-from torchckpt.model.named import NAMES, named_schedule
-from torchckpt.model.placement import with_recompute
-from torchckpt.model.policy import Policy, ahead, arrival, none, partial
-from torchckpt.model.schedule import Schedule, Segments
-from torchckpt.model.schedules import (
+from torchckpt.model.place.bound import Bound, Supply, bound
+from torchckpt.model.place.placement import with_recompute
+from torchckpt.model.place.policy import Policy, ahead, arrival, none, partial
+from torchckpt.model.schedule.action import Action, Kind
+from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model.schedule.csv_format import from_csv, to_csv
+from torchckpt.model.schedule.named import NAMES, named_schedule
+from torchckpt.model.schedule.schedule import Schedule, Segments
+from torchckpt.model.schedule.schedules import (
     dualpipe_v,
     eager_one_f_one_b,
     gpipe,
@@ -24,9 +25,8 @@ from torchckpt.model.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulator import simulate
-from torchckpt.model.table import from_csv, to_csv
-from torchckpt.model.timeline import Timeline
+from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulate.timeline import Timeline
 
 __all__ = [
     "NAMES",

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchckpt.model.action import Action
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.schedule.action import Action
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["Event", "Message", "TimelineFigures"]
 

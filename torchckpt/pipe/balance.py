@@ -14,13 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.ambient import generators_of, put_back, random_state
 from torchckpt.kernel.private import look_through
 from torchckpt.kernel.saved import bytes_of
-from torchckpt.kernel.streams import accelerators_among
-from torchckpt.model.counts import whole
-from torchckpt.model.partition import balanced, count_faults
-from torchckpt.model.units import aligned, number, percent
+from torchckpt.kernel.state.ambient import generators_of, put_back, random_state
+from torchckpt.kernel.state.streams import accelerators_among
+from torchckpt.model.draw.units import aligned, number, percent
+from torchckpt.model.place.partition import balanced, count_faults
+from torchckpt.model.schedule.counts import whole
 from torchckpt.pipe.partition import Layer, layers_of
 from torchckpt.tensors import tensors_in
 

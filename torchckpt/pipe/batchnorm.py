@@ -13,11 +13,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel import norms
-from torchckpt.kernel.checkpointing import outside
 from torchckpt.kernel.flags import is_recomputing
-from torchckpt.kernel.mixin import Mixin, put, take
+from torchckpt.kernel.module.mixin import Mixin, put, take
 from torchckpt.kernel.private import batch_norm_layer
+from torchckpt.kernel.region.checkpointing import outside
+from torchckpt.kernel.state import norms
 from torchckpt.pipe.statistics import Statistics
 
 __all__ = ["DeferredBatchNorm"]

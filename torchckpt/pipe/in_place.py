@@ -19,11 +19,11 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.private import storage_key
 from torchckpt.kernel.trees import copy_attributes, tensors_of
 
-__all__ = ["NOTHING_SHARED", "Given", "InPlace", "Memory"]
+__all__ = ["NOTHING_SHARED", "ChangedInputs", "Memory", "StageInputs"]
 
 
 @dataclass
-class InPlace:
+class ChangedInputs:
     """The inputs that a stage changes in place, as indices into the tensors that it gets."""
 
     changed: frozenset[int] | None = None
@@ -32,7 +32,7 @@ class InPlace:
     """The changes seen so far in the first run."""
 
 
-class Given:
+class StageInputs:
     """The tensors that a stage gets for one micro-batch, in its forward and in its replays.
 
     Args:
@@ -41,7 +41,7 @@ class Given:
         shared: the indices of inputs that share memory with other tensors that cross a cut.
     """
 
-    def __init__(self, stage: str, known: InPlace | None, shared: Collection[int]) -> None:
+    def __init__(self, stage: str, known: ChangedInputs | None, shared: Collection[int]) -> None:
         self._stage, self._known, self._shared = stage, known, shared
         self._copied = frozenset() if known is None else known.changed  # None: copy all
         self._watched: list[tuple[int, Tensor, int]] = []  # in the forward: inputs not changed yet

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.ambient import accelerator_type
-from torchckpt.kernel.layout import Modules
-from torchckpt.pipe.in_place import Given, InPlace
-from torchckpt.pipe.skip import Carrier, Name
+from torchckpt.kernel.state.ambient import accelerator_type
+from torchckpt.kernel.state.layout import Modules
+from torchckpt.pipe.in_place import ChangedInputs, StageInputs
+from torchckpt.pipe.skip import Name, StageSkips
 
 __all__ = [
     "Layer",
     "Stage",
-    "Turn",
+    "StageCall",
     "WithDevice",
     "balance_by_device",
     "balance_faults",
@@ -70,24 +70,29 @@ class Stage:
     """Consecutive layers on one device. The first takes the arguments, each other the output of the layer before."""
 
     def __init__(
-        self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: InPlace | None = None
+        self,
+        number: int,
+        first: int,
+        layers: Sequence[Layer],
+        device: torch.device,
+        in_place: ChangedInputs | None = None,
     ) -> None:
         self.number, self.layers, self.device = number, layers, device
         self.modules = Modules(layer.module for layer in layers)
-        self.in_place = in_place or InPlace()
+        self.in_place = in_place or ChangedInputs()
         """The inputs that the layers are known to change in place."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
-    def turn(self, carrier: Carrier, given: Given | None) -> Turn:
+    def call(self, skips: StageSkips, given: StageInputs | None) -> StageCall:
         """The call of this stage on one micro-batch. ``given`` handles in-place changes of inputs; None allows all."""
-        return Turn(self, carrier, given)
+        return StageCall(self, skips, given)
 
 
-class Turn:
+class StageCall:
     """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave."""
 
-    def __init__(self, stage: Stage, carrier: Carrier, given: Given | None) -> None:
-        self._stage, self._carrier, self._given = stage, carrier, given
+    def __init__(self, stage: Stage, skips: StageSkips, given: StageInputs | None) -> None:
+        self._stage, self._skips, self._given = stage, skips, given
         self._is_forward = True
         self.region_modules = stage.modules  # the kernel reads their parameters and buffers
         self.__qualname__ = stage.__qualname__
@@ -96,16 +101,16 @@ class Turn:
         is_forward, self._is_forward = self._is_forward, False
         given = self._given
         if given is None:
-            return self._carrier.run(partial(self._run, args, kwargs, None))
+            return self._skips.run(partial(self._run, args, kwargs, None))
         args, kwargs = given.arguments(args, kwargs, is_forward)
         try:
-            return self._carrier.run(partial(self._run, args, kwargs, given if is_forward else None), given.own)
+            return self._skips.run(partial(self._run, args, kwargs, given if is_forward else None), given.own)
         finally:
             given.end()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Given | None) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: StageInputs | None) -> Any:
         for layer in self._stage.layers:
-            self._carrier.layer = layer
+            self._skips.layer = layer
             args, kwargs = (layer.module(*args, **kwargs),), {}
             if watch is not None:
                 watch.after(layer)
@@ -175,7 +180,7 @@ def partition(
     layers: Sequence[Layer],
     balance: Sequence[int],
     devices: Sequence[torch.device | None],
-    in_place: dict[tuple[int, int], InPlace] | None = None,
+    in_place: dict[tuple[int, int], ChangedInputs] | None = None,
 ) -> list[Stage]:
     """The stages. If a device is None, the stage is where its parameters are, or else where the stage before it is.
     ``in_place`` stores, by (first layer, end), the inputs that a stage is known to change."""
@@ -184,7 +189,7 @@ def partition(
     for number, (end, count, device) in enumerate(zip(accumulate(balance), balance, devices)):
         own = layers[end - count : end]
         here = device or next(iter(_devices_of(own)), stages[-1].device if stages else torch.device("cpu"))
-        stages.append(Stage(number, end - count, own, here, known.setdefault((end - count, end), InPlace())))
+        stages.append(Stage(number, end - count, own, here, known.setdefault((end - count, end), ChangedInputs())))
     return stages
 
 

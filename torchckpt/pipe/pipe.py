@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.ambient import accelerator_type
-from torchckpt.kernel.checkpointing import outside, refuse_transforms
-from torchckpt.kernel.options import Options, checked
+from torchckpt.kernel.region.checkpointing import outside, refuse_transforms
+from torchckpt.kernel.region.options import Options, checked
+from torchckpt.kernel.state.ambient import accelerator_type
 from torchckpt.model import Timeline
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
-from torchckpt.pipe.in_place import InPlace
+from torchckpt.pipe.in_place import ChangedInputs
 from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
     Layer,
@@ -32,8 +32,8 @@ from torchckpt.pipe.partition import (
     partition,
     placement_faults,
 )
-from torchckpt.pipe.pipeline import run_pipeline
-from torchckpt.pipe.step import Record, Step
+from torchckpt.pipe.run.pipeline import run_pipeline
+from torchckpt.pipe.run.step import Record, Step
 from torchckpt.typing import CheckpointMode, ContextFunction, DeterminismCheck
 
 __all__ = ["Pipe"]
@@ -119,7 +119,7 @@ class Pipe(nn.Module):
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
-        self._in_place: dict[tuple[int, int], InPlace] = {}
+        self._in_place: dict[tuple[int, int], ChangedInputs] = {}
         self._told: set[int] = set()  # the numbers of micro-batches that were logged
         self._modules.update(module._modules)  # directly: add_module refuses names that are attributes
         stages = self.stages

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.layout import version_of
+from torchckpt.kernel.state.layout import version_of
 from torchckpt.kernel.trees import tensors_of
 
-__all__ = ["Carrier", "Name", "Namespace", "Skips", "pop", "stash"]
+__all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
 
 
 class Namespace:
@@ -118,7 +118,7 @@ class _Stashed:
     def __init__(self, layer: str) -> None:
         self.layer = layer
         self.tensor: Tensor | None = None
-        self.load: Any = None
+        self.transfer: Any = None
         self.version: int | None = None
         self.popped_by: str | None = None
         self.place: int | None = None
@@ -133,10 +133,10 @@ class Skips:
         self._later = later
         """Maps a name and the layer that pops it to a later layer that stashes it, or None if none is found."""
 
-    def sent(self, name: Name, tensor: Tensor, load: Any) -> None:
-        """Note that the skip ``tensor`` left its stage, packed as ``load``."""
+    def sent(self, name: Name, tensor: Tensor, transfer: Any) -> None:
+        """Note that the skip ``tensor`` left its stage, packed as ``transfer``."""
         found = self._stashed[name]
-        found.tensor, found.load, found.version = tensor, load, version_of(tensor)
+        found.tensor, found.transfer, found.version = tensor, transfer, version_of(tensor)
 
     @property
     def are_any(self) -> bool:
@@ -166,7 +166,7 @@ class Skips:
         self._stashed[name] = _Stashed(layer)
 
     def popped(self, name: Name, layer: str) -> Any:
-        """Note that ``layer`` pops ``name``, and return the ``load`` that was sent."""
+        """Note that ``layer`` pops ``name``, and return the ``transfer`` that was sent."""
         found = self._stashed.get(name)
         if found is None:
             later = self._later(name, layer)
@@ -179,13 +179,13 @@ class Skips:
             raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works)])
         else:
             found.popped_by = layer
-            load, tensor, found.load, found.tensor = found.load, found.tensor, None, None
+            transfer, tensor, found.transfer, found.tensor = found.transfer, found.tensor, None, None
             if tensor is not None and version_of(tensor) != found.version:
                 rule = "a skip must not be changed in place between the layer that stashes it and the one that pops it"
                 who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
                 works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
                 raise_faults("Pipe", [Fault(rule, who, works)])
-            return load
+            return transfer
         return None
 
     def faults(self) -> Iterator[Fault]:
@@ -197,11 +197,11 @@ class Skips:
                 yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
 
 
-class Carrier:
+class StageSkips:
     """The skips of one micro-batch in one stage, in its forward and in its replays.
 
     It drops its references to the skips of other stages after the forward. Otherwise a skip that is never popped would
-    be in a reference cycle: its graph holds the frame of an earlier stage, which holds this carrier, which holds the
+    be in a reference cycle: its graph holds the frame of an earlier stage, which holds this object, which holds the
     skip. The garbage collector does not see cycles through the autograd graph.
     """
 
@@ -279,18 +279,18 @@ class Carrier:
 class _Run:
     """The target of ``stash`` and ``pop`` during one run of a stage."""
 
-    def __init__(self, carrier: Carrier, is_forward: bool) -> None:
-        self._carrier, self._is_forward = carrier, is_forward
+    def __init__(self, stage_skips: StageSkips, is_forward: bool) -> None:
+        self._stage_skips, self._is_forward = stage_skips, is_forward
         self.kept: dict[Name, Tensor] = {}
 
     def stash(self, name: Name, tensor: Tensor) -> None:
         if self._is_forward:
-            self._carrier.stashed(name)
+            self._stage_skips.stashed(name)
         self.kept[name] = tensor
 
     def pop(self, name: Name) -> Tensor:
         if name not in self.kept:
-            return self._carrier.arrived(name, self._is_forward)
+            return self._stage_skips.arrived(name, self._is_forward)
         if self._is_forward:
-            self._carrier.popped(name)
+            self._stage_skips.popped(name)
         return self.kept.pop(name)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.model.costs import Link
 from torchckpt.model.device import Device, device_named
-from torchckpt.model.plan.stage import Block, Fixed, Stage
-from torchckpt.model.units import aligned
+from torchckpt.model.draw.units import aligned
+from torchckpt.model.plan.stage.stage import Block, Fixed, Stage
+from torchckpt.model.schedule.costs import Link
 from torchckpt.plan.chain import Build, counted_chain
 from torchckpt.plan.count import Counted, Part
 from torchckpt.plan.kernels import KERNELS

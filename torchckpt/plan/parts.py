@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchckpt.kernel.frame import Frame
-from torchckpt.kernel.options import Options
-from torchckpt.kernel.scope import Scope
+from torchckpt.kernel.region.frame import Frame
+from torchckpt.kernel.region.options import Options
+from torchckpt.kernel.region.scope import Scope
 from torchckpt.typing import Function
 
 __all__ = ["Watcher", "repeated_children", "watched"]

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import product
 
 from torchckpt.model import Link, Schedule, StageCosts, ahead, arrival, gpipe, one_f_one_b, simulate, with_recompute
-from torchckpt.model.bound import bound
+from torchckpt.model.place.bound import bound
 
 __all__ = ["FULL", "NAMED", "Cell", "Prediction", "predict"]
 

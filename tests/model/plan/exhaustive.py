@@ -10,8 +10,8 @@ from collections import defaultdict
 from itertools import chain, combinations, product
 from typing import NamedTuple
 
-from torchckpt.model.action import Kind
 from torchckpt.model.plan.problem import problem_of
+from torchckpt.model.schedule.action import Kind
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD  # noqa: E741  # as in torch
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchckpt.model.named import named_schedule
 from torchckpt.model.plan import Block, Fixed, Stage
+from torchckpt.model.schedule.named import named_schedule
 
 BLOCK = Block(boundary_bytes=0.06)
 

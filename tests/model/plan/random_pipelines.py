@@ -4,9 +4,9 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from torchckpt.model.named import named_schedule
 from torchckpt.model.plan import Block, Fixed, Stage
 from torchckpt.model.plan.problem import problem_of
+from torchckpt.model.schedule.named import named_schedule
 
 NAMES = ("1f1b", "gpipe", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipe_v")
 

@@ -10,7 +10,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.model import one_f_one_b
 from torchckpt.model.plan import PipelinePlan, plan_pipeline
 from torchckpt.model.plan.every import plan_every
-from torchckpt.model.plan.limit import DeviceMemory, without_static
+from torchckpt.model.plan.stage.limit import DeviceMemory, without_static
 
 
 def stages(*counts, static=3.0):

@@ -10,8 +10,8 @@ from tests.model.plan.exhaustive import shortest_seconds
 from tests.model.plan.published import BLOCK, CASES, FIGURES, ONE_F_ONE_B, SHARES, closed_form_seconds
 from tests.model.plan.random_pipelines import random_pipeline, random_tiny
 from tests.model.plan.recount import recount
-from torchckpt.model.named import named_schedule
 from torchckpt.model.plan import Stage, plan_bound, plan_pipeline
+from torchckpt.model.schedule.named import named_schedule
 
 
 def percent(plan, seconds):

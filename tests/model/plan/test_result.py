@@ -10,7 +10,7 @@ from tests.model.plan.published import CASES, gpt
 from torchckpt.errors import ArgumentError
 from torchckpt.model import one_f_one_b
 from torchckpt.model.plan import Block, PipelinePlan, Stage, plan_pipeline
-from torchckpt.model.plan.text import _runs
+from torchckpt.model.plan.show.text import _runs
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import combinations, count
 from typing import NamedTuple
 
-from torchckpt.model.remat.dataflow import Dataflow, Operation
+from torchckpt.model.remat.step.dataflow import Dataflow, Operation
 
 
 class State(NamedTuple):

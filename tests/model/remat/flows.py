@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torchckpt.model.remat.dataflow import Dataflow, Operation
-from torchckpt.model.remat.memory import simulate
+from torchckpt.model.remat.step.dataflow import Dataflow, Operation
+from torchckpt.model.remat.step.memory import simulate
 
 __all__ = [
     "Tape", "budget_of", "chain", "mlp", "random_chain", "random_dag", "random_step", "resnet", "transformer", "unet",

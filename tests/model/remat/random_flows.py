@@ -4,7 +4,7 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-from torchckpt.model.remat.dataflow import Dataflow, Operation
+from torchckpt.model.remat.step.dataflow import Dataflow, Operation
 
 INPUT, WEIGHT, SEED = GIVEN = (0, 1, 2)
 KINDS = ("plain",) * 7 + ("dropout", "norm", "once")

@@ -6,9 +6,9 @@ import pytest
 from tests.model.remat.brute_force import fastest
 from tests.model.remat.flows import budget_of, chain, mlp, random_chain, random_step
 from tests.model.remat.random_flows import random_flow
-from torchckpt.model.remat.dataflow import Dataflow
-from torchckpt.model.remat.exact import optimum
-from torchckpt.model.remat.planner import fit
+from torchckpt.model.remat.search.exact import optimum
+from torchckpt.model.remat.search.planner import fit
+from torchckpt.model.remat.step.dataflow import Dataflow
 
 ALLOWED = {0.4: 1.015, 0.5: 1.01, 0.65: 1.01, 0.8: 1.01}
 """Of a budget, as a part of the eager peak: how many times the seconds of the fastest schedule."""

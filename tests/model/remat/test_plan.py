@@ -9,10 +9,10 @@ import pytest
 
 from tests.model.remat.random_flows import random_flow
 from torchckpt.errors import ArgumentError
-from torchckpt.model.remat.dataflow import Dataflow, Operation
-from torchckpt.model.remat.late import late
-from torchckpt.model.remat.memory import Memory
 from torchckpt.model.remat.plan import Plan
+from torchckpt.model.remat.step.dataflow import Dataflow, Operation
+from torchckpt.model.remat.step.late import late
+from torchckpt.model.remat.step.memory import Memory
 
 FLOW = Dataflow(
     (

@@ -7,8 +7,8 @@
 (282.0, 282.0)
 """
 from torchckpt.model.plan.pipeline import plan_bound, plan_pipeline
-from torchckpt.model.plan.replay import Choice
 from torchckpt.model.plan.result import PipelinePlan
-from torchckpt.model.plan.stage import Block, Fixed, Stage
+from torchckpt.model.plan.search.replay import Choice
+from torchckpt.model.plan.stage.stage import Block, Fixed, Stage
 
 __all__ = ["Block", "Choice", "Fixed", "PipelinePlan", "Stage", "plan_bound", "plan_pipeline"]

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
-from torchckpt.model.counts import whole
-from torchckpt.model.named import NAMES, named_schedule
-from torchckpt.model.plan.limit import DeviceMemory, Limit
+from torchckpt.model.draw.units import aligned, percent
 from torchckpt.model.plan.pipeline import plan_pipeline
 from torchckpt.model.plan.problem import Links, problem_of
 from torchckpt.model.plan.result import PipelinePlan
-from torchckpt.model.plan.stage import Stage, stage_faults
-from torchckpt.model.plan.text import units_of
-from torchckpt.model.schedule import Schedule
-from torchckpt.model.units import aligned, percent
+from torchckpt.model.plan.show.text import units_of
+from torchckpt.model.plan.stage.limit import DeviceMemory, Limit
+from torchckpt.model.plan.stage.stage import Stage, stage_faults
+from torchckpt.model.schedule.counts import whole
+from torchckpt.model.schedule.named import NAMES, named_schedule
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["Comparison", "plan_every"]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchckpt.model.plan.problem import Problem, static_bytes
-from torchckpt.model.plan.replay import Choices, replay
 from torchckpt.model.plan.rules import Rule, everything, same_blocks
-from torchckpt.model.schedule import Schedule
-from torchckpt.model.timeline import Timeline
+from torchckpt.model.plan.search.replay import Choices, replay
+from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.simulate.timeline import Timeline
 
 __all__ = ["PlanFigures"]
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchckpt.model.plan.balance import planned_with_moves
-from torchckpt.model.plan.limit import Limit
 from torchckpt.model.plan.problem import Links, problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.solve import planned
-from torchckpt.model.plan.stage import Stage
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.plan.stage.limit import Limit
+from torchckpt.model.plan.stage.stage import Stage
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["plan_bound", "plan_pipeline"]
 
@@ -40,7 +40,7 @@ def plan_pipeline(
         stages: what each stage consists of.
         budget: bytes for activations, of every rank or one for each: a number, a size such as ``"60GB"``, or ``"50%"``
             of the peak of the rank that holds most when everything is kept.
-        link: seconds of a message, or the links of :func:`~torchckpt.model.simulator.simulate`.
+        link: seconds of a message, or the links of :func:`~torchckpt.model.simulate.simulator.simulate`.
 
         balance: also move blocks between stages, each with its parameters, where that makes the step shorter.
 

@@ -8,24 +8,24 @@ from functools import cached_property
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.model.action import Kind
-from torchckpt.model.costs import Link
-from torchckpt.model.inputs import per_boundary
-from torchckpt.model.plan.bound import least_seconds
-from torchckpt.model.plan.holding import Holdings
-from torchckpt.model.plan.lane import Lane, lanes_of
-from torchckpt.model.plan.limit import DeviceMemory, Limit, limits_of, without_static
-from torchckpt.model.plan.replay import Choice, replay, without_weight_grads
-from torchckpt.model.plan.stage import Stage, restaged, stage_faults
-from torchckpt.model.program import Program, compile_program
-from torchckpt.model.schedule import Schedule
-from torchckpt.model.timeline import Timeline
-from torchckpt.model.validity import check_schedule
+from torchckpt.model.plan.search.bound import least_seconds
+from torchckpt.model.plan.search.replay import Choice, replay, without_weight_grads
+from torchckpt.model.plan.stage.holding import Holdings
+from torchckpt.model.plan.stage.lane import Lane, lanes_of
+from torchckpt.model.plan.stage.limit import DeviceMemory, Limit, limits_of, without_static
+from torchckpt.model.plan.stage.stage import Stage, restaged, stage_faults
+from torchckpt.model.schedule.action import Kind
+from torchckpt.model.schedule.costs import Link
+from torchckpt.model.schedule.program import Program, compile_program
+from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.schedule.validity import check_schedule
+from torchckpt.model.simulate.inputs import per_boundary
+from torchckpt.model.simulate.timeline import Timeline
 
 __all__ = ["Links", "Problem", "problem_of", "static_bytes"]
 
 Links: TypeAlias = "float | Link | Sequence[Link]"
-"""Seconds of a message, or what :func:`~torchckpt.model.simulator.simulate` takes."""
+"""Seconds of a message, or what :func:`~torchckpt.model.simulate.simulator.simulate` takes."""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchckpt.model.plan.draw import draw
 from torchckpt.model.plan.figures import PlanFigures
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.replay import Choices
-from torchckpt.model.plan.stored import read, written
-from torchckpt.model.plan.text import summary, table
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.plan.search.replay import Choices
+from torchckpt.model.plan.show.draw import draw
+from torchckpt.model.plan.show.stored import read, written
+from torchckpt.model.plan.show.text import summary, table
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["PipelinePlan"]
 

@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchckpt.model.action import Action, Kind
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.replay import Choice, Choices, replay
-from torchckpt.model.schedule import Schedule
+from torchckpt.model.plan.search.replay import Choice, Choices, replay
+from torchckpt.model.schedule.action import Action, Kind
+from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["Rule", "everything", "same_blocks"]
 

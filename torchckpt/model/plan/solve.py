@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchckpt.errors import BudgetInfeasible
-from torchckpt.model.action import Action, Kind
-from torchckpt.model.orders import Visit
-from torchckpt.model.plan.dispatch import RECOMPUTE, WEIGHT_GRAD, Played
-from torchckpt.model.plan.holding import Holding
-from torchckpt.model.plan.lane import BACKWARD, FORWARD, INPUT_GRAD
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.replay import Choice
 from torchckpt.model.plan.result import PipelinePlan
-from torchckpt.model.plan.search import search
+from torchckpt.model.plan.search.dispatch import RECOMPUTE, WEIGHT_GRAD, SimulatedStep
+from torchckpt.model.plan.search.replay import Choice
+from torchckpt.model.plan.search.search import search
+from torchckpt.model.plan.stage.holding import Holding
+from torchckpt.model.plan.stage.lane import BACKWARD, FORWARD, INPUT_GRAD
+from torchckpt.model.schedule.action import Action, Kind
+from torchckpt.model.schedule.orders import Visit
 
 __all__ = ["planned"]
 
@@ -55,7 +55,7 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     return PipelinePlan.of(problem, problem.schedule, {visit: every[visit[0]] for visit in visits})
 
 
-def _plan(problem: Problem, played: Played, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
+def _plan(problem: Problem, played: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
     for lane, done, own in zip(problem.lanes, played.done, held):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, raise_faults
-from torchckpt.model.remat.dataflow import Dataflow, Operation
-from torchckpt.model.remat.draw import draw_plan
-from torchckpt.model.remat.memory import Memory, lower_bound_bytes, simulate
-from torchckpt.model.remat.notebook import page
-from torchckpt.model.remat.scale import memory_units
-from torchckpt.model.remat.table import plan_rows, summary, table
+from torchckpt.model.remat.draw.notebook import page
+from torchckpt.model.remat.draw.plan_svg import draw_plan
+from torchckpt.model.remat.draw.scale import memory_units
+from torchckpt.model.remat.draw.table import plan_rows, summary, table
+from torchckpt.model.remat.step.dataflow import Dataflow, Operation
+from torchckpt.model.remat.step.memory import Memory, lower_bound_bytes, simulate
 
 __all__ = ["Plan"]
 

@@ -1,0 +1,192 @@
+"""What rematerialize() and backend() ask for, and are refused."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graph.traced import plan_of
+from tests.helpers import leaf
+from tests.models.untuned import UNTUNED
+from torchckpt import graph
+from torchckpt.errors import ArgumentError, BudgetInfeasible
+from torchckpt.graph.choose import choose
+from torchckpt.graph.choose.choose import Chooser
+from torchckpt.model.remat.plan import Plan
+from torchckpt.model.remat.search import planner
+
+
+def chain(x):
+    for _ in range(9):
+        x = x.tanh()
+    return x.sum()
+
+
+def made(**options):
+    defaults = {"keep": None, "budget": None, "costs": "roofline", "rng": "keep", "exact": False}
+    return Chooser("f()", **{**defaults, **options})
+
+
+# faults ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"costs": "guess"}, 'f(): costs is "roofline", "profile", or seconds by operator\n  received: \'guess\'\n'
+                             '  works:    costs="roofline"; costs={"aten.mm": 2e-3}'),
+        ({"costs": 3}, "received: 3"),
+        ({"rng": "draw"}, 'f(): rng is "keep" or "replay"\n  received: \'draw\'\n  works:    rng="keep"'),
+        ({"exact": True}, "f(): exact=True proves the least time under a budget\n  received: budget=None\n"
+                          '  works:    budget="6GiB"'),
+        ({"budget": 1.5}, "f(): a budget is a size with one of the units"),
+        ({"keep": "sped"}, "f(): keep is one of"),
+    ],
+)
+def test_faults(options, text):
+    with pytest.raises(ArgumentError) as caught:
+        made(**options)
+    assert text in str(caught.value)
+
+
+def test_faults_beside_each_other_are_listed():
+    with pytest.raises(ArgumentError, match="f\\(\\): 3 faults") as caught:
+        made(costs="guess", rng="draw", exact=True)
+    assert str(caught.value).count("received:") == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"costs": "profile"}, {"costs": {"aten.mm": 1.0}}, {"costs": {}}, {"rng": "replay"},
+     {"exact": True, "budget": 0.5}, {"keep": "memory", "budget": 1}],
+)
+def test_what_is_fine(options):
+    assert made(**options).replay == (options.get("rng") == "replay")
+
+
+# budgets --------------------------------------------------------------------------------------------------------------
+
+
+def test_share_of_the_eager_peak_has_room_for_the_loss():
+    """So that all of it is enough to recompute nothing."""
+    plan = plan_of(chain, leaf(1000), budget=1.0)
+    assert plan.recomputed == ()
+    assert plan.budget_bytes == plan.eager_peak_bytes + 64
+
+
+@pytest.mark.parametrize("less", [0, 1, 63, 64])
+def test_plan_leaves_room_for_the_loss(less):
+    """64 bytes, of which two scalars are used."""
+    eager = plan_of(chain, leaf(1000)).peak_bytes
+    plan = plan_of(chain, leaf(1000), budget=eager + 64 - less)
+    assert plan.peak_bytes <= plan.budget_bytes - 64
+    assert bool(plan.recomputed) == bool(less)
+
+
+@pytest.mark.usefixtures("gradients_go")
+def test_refusal_says_what_there_is():
+    with pytest.raises(BudgetInfeasible) as caught:
+        plan_of(chain, leaf(1000), budget=8_000)
+    least, plan = caught.value.least_bytes, caught.value.plan
+    assert least - 64 == plan.peak_bytes == plan.lower_bound == 12_004
+    assert str(caught.value) == (
+        "rematerialize(): a budget holds what the step cannot do without\n"
+        "  received: 8000, which is 8kB; the least found is 12.07kB, no schedule needs less than 12.07kB, "
+        "eager 40.08kB\n"
+        "            nobody can free, at the end of the step: gradients of inputs 4kB, outputs 4B\n"
+        "            nobody can free, at the peak of the least: what tanh_1 reads and writes 8kB, outputs 4B\n"
+        "            beside that, at that peak, 4kB is kept for operations that follow\n"
+        "            parameters, buffers and inputs, 4kB, are there before the step and count for nothing\n"
+        '  works:    budget="12.07kB" or more (nothing can be below the lower bound: a smaller batch can)'
+    )
+    assert plan_of(chain, leaf(1000), budget=least).peak_bytes == 12_004
+
+
+def every(value):
+    return True
+
+
+def test_refusal_above_the_lower_bound():
+    with pytest.raises(BudgetInfeasible, match=r'budget="40\.08kB" or more$'):
+        plan_of(chain, leaf(1000), keep=every, budget=0.5)
+
+
+def test_pinned_values_are_kept_within_the_budget_or_it_is_refused():
+    with pytest.raises(BudgetInfeasible) as caught:
+        plan_of(chain, leaf(1000), keep=every, budget=0.5)
+    assert caught.value.plan.recomputed == ()
+
+
+def test_least_bytes_that_are_named_are_held(monkeypatch):
+    """A search for few bytes went below what one for those bytes found."""
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
+    model, inputs = UNTUNED["Checkpointed"]()
+    for share in (0.05, 0.4):
+        with pytest.raises(BudgetInfeasible) as caught:
+            graph.rematerialize(model, *inputs, budget=share)
+        least = caught.value.least_bytes
+        assert graph.rematerialize(model, *inputs, budget=least).plan.peak_bytes <= least - 64
+
+
+def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
+    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager))
+    plan = plan_of(chain, leaf(1000), budget=0.6, exact=True)
+    assert plan.peak_bytes <= plan.budget_bytes - 64
+    with pytest.raises(BudgetInfeasible, match=r"the least found is 40\.08kB"):
+        plan_of(chain, leaf(1000), budget=8_000, exact=True)
+
+
+# costs ----------------------------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Either branch may be recomputed for the budget."""
+
+    def forward(self, x):
+        return (x.sin().exp().cos() * x.tanh().sigmoid().sin()).sum()
+
+
+def test_costs_that_are_given_decide_what_is_recomputed():
+    x = leaf(1000)
+    dear, cheap = {"aten.tanh": 1.0, "aten.sigmoid": 1.0}, {"aten.sin": 1e-9, "aten.exp": 1e-9}
+    first = plan_of(Two(), x, budget=0.9, costs={**dear, **cheap})
+    dear, cheap = {"aten.sin": 1.0, "aten.exp": 1.0}, {"aten.tanh": 1e-9, "aten.sigmoid": 1e-9}
+    other = plan_of(Two(), x, budget=0.9, costs={**dear, **cheap})
+    assert not {"tanh", "sigmoid"} & {*first.recomputed}
+    assert not {"sin", "exp"} & {*other.recomputed}
+    assert first.recomputed
+    assert other.recomputed
+
+
+def test_profiled_costs_are_seconds():
+    plan = plan_of(nn.Linear(64, 64), torch.randn(64, 64), costs="profile")
+    assert 0 < plan.flow.seconds < 1
+
+
+# plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_that_was_made_before_saves_the_search(monkeypatch):
+    x = leaf(1000)
+    plan = plan_of(chain, x, budget=0.5)
+    monkeypatch.setattr("torchckpt.graph.choose.choose.fit", None)
+    for keep in (plan, Plan.from_json(plan.to_json())):
+        again = plan_of(chain, leaf(1000), keep=keep)
+        assert again.schedule == plan.schedule
+        assert again.budget_bytes is None
+    with pytest.raises(BudgetInfeasible):
+        plan_of(chain, x, keep=plan, budget=0.2)
+
+
+def test_plan_of_another_call():
+    plan = plan_of(chain, leaf(1000))
+    for function, x in ((chain, leaf(999)), (lambda x: chain(x) + 1, leaf(1000))):
+        with pytest.raises(ArgumentError) as caught:
+            plan_of(function, x, keep=plan)
+        operations = len(plan.flow.operations)
+        others = operations if x.numel() == 999 else operations + 1
+        assert str(caught.value).startswith(
+            "rematerialize(): a plan fits the call that it was made for: the same operations on the same sizes\n"
+            f"  received: a plan of {operations} operations for a call of {others}\n"
+            '  works:    budget="6GiB", to have a new one'
+        )

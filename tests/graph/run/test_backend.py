@@ -1,0 +1,342 @@
+"""Under torch.compile: the same schedule, Dynamo's graph, and kernels that stay within the plan."""
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graph.allocations import measured_peak
+from tests.graph.eager import assert_same, step
+from tests.helpers import assert_equal
+from tests.models import MODELS
+from torchckpt import graph
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
+from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.mark.annotations import mark_of, module_of, regions_of
+from torchckpt.graph.run.backend import Backend, backend
+from torchckpt.model.remat.search.planner import fit
+from torchckpt.model.remat.step.late import late
+from torchckpt.model.remat.step.memory import simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # Inductor's own
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++")
+
+
+class Planner(Chooser):
+    """Plans by a function of the dataflow, and remembers the joint graph."""
+
+    def __init__(self, schedule):
+        super().__init__("Planner()", None, None, "roofline", "keep", False)
+        self._of = schedule
+
+    def __call__(self, joint):
+        super().__call__(joint)
+        self.joint, schedule = joint, tuple(self._of(joint.flow))
+        self.planned_bytes = simulate(joint.flow, schedule).peak_bytes
+        return schedule
+
+
+SCHEDULES = {
+    "eager": lambda flow: flow.eager,
+    "all dropped": lambda flow: late(flow, frozenset()),
+    "half": lambda flow: fit(flow, simulate(flow, flow.eager).peak_bytes * 6 // 10).schedule,
+}
+
+
+@pytest.fixture(autouse=True)
+def dynamo(monkeypatch):
+    """Each test compiles anew; what was compiled from C++ stays for the next run."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "torchckpt-tests-inductor"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, made, **options):
+    return torch.compile(model, backend=made, **{"fullgraph": True, "dynamic": False, **options})
+
+
+def planned(model, schedule, inner):
+    """The compiled model, and what has planned it."""
+    planners = []
+
+    def planner():
+        planners.append(Planner(SCHEDULES[schedule]))
+        return planners[-1]
+
+    return compiled(model, Backend(planner, inner)), planners
+
+
+# inner="eager" --------------------------------------------------------------------------------------------------------
+
+
+SMALL = ["unet", "mlp24", "sparse_embedding", "gpt6", "moe", "llama_hf"]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_operators_give_the_bits_of_eager(name):
+    case = MODELS[name]()
+    call, _ = planned(case.model, "all dropped", "eager")
+    assert_same(step(case.model, case.inputs, case.loss, call=call), step(case.model, case.inputs, case.loss))
+
+
+def test_an_output_that_no_loss_reads_has_zeros_as_torch_compile_has_it():
+    case = MODELS["nested_outputs"]()
+    call, _ = planned(case.model, "all dropped", "eager")
+    received, expected = (step(case.model, case.inputs, case.loss, call=one) for one in (call, case.model))
+    for name in ("spare.weight", "spare.bias"):
+        assert expected.gradients[name] is None
+        assert not received.gradients.pop(name).any()
+        del expected.gradients[name]
+    assert_same(received, expected)
+
+
+def test_predicted_bytes_of_operators_are_the_measured_ones():
+    model, x = Perceptron(p=0.0), torch.randn(300, 32)
+    call, planners = planned(model, "all dropped", "eager")
+    call(x).backward()
+    assert measured_peak(lambda: call(x).backward()) == pytest.approx(planners[-1].planned_bytes, abs=64)
+
+
+def test_budget_holds_and_its_plan_can_be_read():
+    model, x = Perceptron(p=0.0), torch.randn(300, 32)
+    made = backend(budget=0.8, inner="eager")
+    call = compiled(model, made)
+    call(x).backward()
+    (plan,) = made.plans
+    model.zero_grad()
+    assert measured_peak(lambda: call(x).backward()) <= 0.8 * plan.eager_peak_bytes
+
+
+def test_each_shape_has_its_plan():
+    made = backend(inner="eager")
+    call = compiled(Perceptron(), made)
+    for batch in (3, 5, 3):
+        call(torch.randn(batch, 32)).backward()
+    assert len(made.plans) == 2
+
+
+def test_without_gradients_nothing_is_planned():
+    made = backend(inner="eager")
+    model, x = Perceptron(p=0.0), torch.randn(3, 32)
+    with torch.no_grad():
+        assert torch.equal(compiled(model, made)(x), model(x))
+    assert made.plans == []
+
+
+# marks, regions, modules ----------------------------------------------------------------------------------------------
+
+
+@graph.region
+def twice(x):
+    return x.sin().cos()
+
+
+class Marked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        x = graph.mark(self.layers[0](x), "h")
+        with graph.region("outer"):
+            x = x.exp()
+            with graph.region("inner"):
+                x = self.layers[1](x)
+            x = graph.region(self.layers[2])(x)
+        x = twice(twice(x))
+        x = graph.sequential([torch.sin, torch.cos, torch.sin], 2, x)
+        return graph.mark({"x": x, "n": 3}, "out")["x"].sum()
+
+
+@pytest.fixture
+def nodes():
+    call, planners = planned(Marked(), "eager", "eager")
+    call(torch.randn(3, 4)).backward()
+    return [node for node in planners[-1].joint.nodes if node is not None]
+
+
+def test_regions_reach_the_graph_and_each_has_a_number_of_its_own(nodes):
+    paths = list(dict.fromkeys(regions_of(node) for node in nodes))
+    names = [tuple(region.partition("#")[0] for region in path) for path in paths]
+    assert names[:7] == [
+        (), ("outer",), ("outer", "inner"), ("outer", "Sequential"), ("twice",), ("twice",), ("segment 0",),
+    ]
+    assert len({region for path in paths for region in path}) == 6
+
+
+def test_modules_reach_the_graph(nodes):
+    found = [module_of(node) for node in nodes if "addmm" in node.name or "tanh" in node.name]
+    assert found[:6] == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "layers.2.0", "layers.2.1"]
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
+def test_marks_reach_the_graph(inner):
+    call, planners = planned(Marked(), "eager", inner)
+    call(torch.randn(3, 4)).backward()
+    marks = [mark_of(node) for node in planners[-1].joint.views]
+    assert sorted(filter(None, marks)) == ["h", "out"]
+
+
+def test_marked_values_are_kept_by_name():
+    made = backend(keep=["h"], inner="eager")
+    compiled(Marked(), made)(torch.randn(3, 4)).backward()
+    assert "h" in made.plans[0].names
+
+
+# what cannot be planned -----------------------------------------------------------------------------------------------
+
+
+def branching(x):
+    x = (x * 2).tanh()
+    return (x + 1).sum() if x.sum() > 0 else x.sum()
+
+
+def printing(x):
+    print("here")
+    return twice(x).sum()
+
+
+def looping(x):
+    for _ in range(2):
+        x = plain(x)
+        print("here")
+    return x.sum()
+
+
+def plain(x):
+    return x.sin().cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [(branching, "if x.sum() > 0"), (printing, 'print("here")'), (looping, "x = plain(x)")],
+)
+def test_a_graph_that_breaks_is_refused_and_the_line_told(function, where):
+    call = compiled(function, backend(inner="eager"), fullgraph=False)
+    with pytest.raises(CaptureError, match="a schedule and a budget hold for one graph") as raised:
+        call(torch.ones(3, requires_grad=True))
+    assert where in str(raised.value)
+    assert "test_backend.py" in str(raised.value)
+
+
+def test_a_break_with_fullgraph_is_told_by_torch():
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
+        compiled(branching, backend(inner="eager"))(torch.ones(3, requires_grad=True))
+
+
+def test_unknown_sizes_are_refused():
+    call = compiled(Perceptron(), backend(inner="eager"), dynamic=True)
+    with pytest.raises(CaptureError, match="dynamic=False"):
+        call(torch.randn(3, 32))
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_budget_that_cannot_be_held_is_an_error_of_its_own(inner):
+    call = compiled(Perceptron(), backend(budget=1000, inner=inner))
+    for _ in range(2):
+        with pytest.raises(BudgetInfeasible, match="the least found"):
+            call(torch.randn(300, 32))
+
+
+def test_arguments_are_checked_at_once():
+    with pytest.raises(ArgumentError, match='inner is "inductor" or "eager"'):
+        backend(inner="aot")
+    with pytest.raises(ArgumentError, match=r"backend\(\)"):
+        backend(keep="fast")
+
+
+# inner="inductor" -----------------------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    def __init__(self, p=0.3):
+        super().__init__()
+        parts = [part for _ in range(2) for part in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(p))]
+        self.body = nn.Sequential(*parts, nn.Linear(32, 5))
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        parts = [part for _ in range(2) for part in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())]
+        self.body = nn.Sequential(*parts)
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+def result(model, x, call):
+    return step(model, (x,), lambda loss: loss, call=call)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_masks_that_are_drawn_again_are_those_of_the_forward():
+    model, x = Perceptron(), torch.randn(100, 32)
+    received, expected = (result(model, x, planned(model, name, "inductor")[0]) for name in ("all dropped", "eager"))
+    assert_equal(received.rng_states, expected.rng_states)
+    torch.testing.assert_close(received[:3], expected[:3])
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_masks_are_those_of_eager_where_inductor_draws_as_it_does():
+    model, x = Perceptron(), torch.randn(100, 32)
+    with torch._inductor.config.patch(fallback_random=True):
+        received = result(model, x, planned(model, "all dropped", "inductor")[0])
+    torch.testing.assert_close(received[:3], result(model, x, model)[:3])
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_batch_norms_count_once():
+    model, x = Convolutions(), torch.randn(2, 3, 8, 8)
+    received = result(model, x, planned(model, "all dropped", "inductor")[0])
+    torch.testing.assert_close(received[:3], result(model, x, model)[:3])
+
+
+class Remembering(nn.Module):
+    """Its forward and its backward read a buffer that it then changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("before", torch.arange(8.0))
+
+    def forward(self, x):
+        y = (self.layer(x) * self.before.sin()).tanh()
+        self.before.add_(1)
+        return y.sum()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_buffer_that_changes_is_read_in_the_backward_as_it_was_before():
+    model, x = Remembering(), torch.randn(5, 8)
+    with torch.no_grad():
+        sine = model.before.sin()
+    expected = result(model, x, lambda x: (model.layer(x) * sine).tanh().sum())
+    received = result(model, x, planned(model, "all dropped", "inductor")[0])
+    torch.testing.assert_close(received[:2], expected[:2])
+    assert torch.equal(received.buffers["before"], torch.arange(8.0) + 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("budget", "near"), [(None, 1.1), pytest.param(0.9, 1.3, marks=pytest.mark.slow)])
+def test_kernels_stay_within_the_plan_and_near_it(budget, near):
+    model, x = Perceptron(), torch.randn(2000, 32)
+    made = graph.backend(budget=budget)
+    call = compiled(model, made)
+    call(x).backward()
+    model.zero_grad()
+    measured = measured_peak(lambda: call(x).backward())
+    assert measured <= made.plans[0].peak_bytes <= near * measured

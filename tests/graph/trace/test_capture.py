@@ -1,0 +1,224 @@
+"""Calls that can be traced, and what is said of those that cannot."""
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graph.traced import Function
+from tests.helpers import assert_equal, leaf
+from torchckpt import graph
+from torchckpt.errors import ArgumentError, CaptureError
+from torchckpt.features import Feature
+from torchckpt.graph.step.costs import roofline
+from torchckpt.graph.trace.capture import Capture
+from torchckpt.kernel.flags import thread
+
+
+def capture(function, *tensors, data=None):
+    return Capture(function, tensors, data or {}, roofline, lambda joint: joint.flow.eager)
+
+
+def refused(function, *inputs, **named):
+    with pytest.raises(CaptureError) as caught:
+        graph.rematerialize(Function(function))(*inputs, **named)
+    assert thread.tracing is None
+    assert not torch.compiler.is_compiling()
+    return caught.value
+
+
+def line(text, error):
+    """That the message names this line of this file."""
+    return re.search(re.escape(f'{__file__}:') + r"\d+: \"" + re.escape(text), str(error))
+
+
+# what is captured -----------------------------------------------------------------------------------------------------
+
+
+def test_call_is_the_function_with_its_derivatives():
+    x, y = leaf(3), leaf(3)
+    called = capture(lambda x, y: {"a": (x * y).sin(), "n": 3, "none": [None]}, x, y)
+    received, expected = called([x, y]), {"a": (x * y).sin(), "n": 3, "none": [None]}
+    assert_equal(received, expected)
+    assert_equal(*(torch.autograd.grad(found["a"].sum(), (x, y)) for found in (received, expected)))
+
+
+def test_nothing_runs_while_a_call_is_traced():
+    calls = []
+
+    def function(x):
+        calls.append(type(x).__name__)
+        return (x * torch.rand(3)).sin()
+
+    x, before = leaf(3), torch.get_rng_state()
+    called = capture(function, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    traced = len(calls)
+    called([x])
+    assert len(calls) == traced
+    assert "Tensor" not in calls
+
+
+def test_schedule_is_what_was_chosen():
+    seen = []
+
+    def choose(joint):
+        seen.append(joint)
+        return joint.flow.eager
+
+    called = Capture(lambda x: x.sin(), [leaf(3)], {}, roofline, choose)
+    assert seen == [called.joint]
+
+
+def test_buffers_may_change():
+    def function(x, total):
+        total.add_(x.detach().sum())
+        return x * total
+
+    x, total = leaf(3), torch.tensor(1.0)
+    called = capture(function, x, total)
+    assert total == 1.0
+    called([x, total])
+    assert torch.equal(total, 1.0 + x.detach().sum())
+
+
+def test_layers_of_code_that_look_at_values_in_eager_alone():
+    """They ask whether they are compiled."""
+    def function(x):
+        if not torch.compiler.is_compiling() and x.sum() > 0:
+            raise KeyError
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    assert torch.equal(capture(function, x)([x]), x.sin())
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sin() if x.sum() > 0 else x,
+        lambda x: x * x.sum().item(),
+        lambda x: x * float(x[0]),
+        lambda x: x[x > 0].sum(),
+        lambda x: x.nonzero().float() + x.sum(),
+    ],
+    ids=["if", "item", "float", "mask", "nonzero"],
+)
+def test_values_that_decide(function):
+    error = refused(function, leaf(3))
+    assert str(error).startswith("a graph does not depend on the values of its tensors\n  received: ")
+    assert "works:    torch.where() in place of if;" in str(error)
+    assert line("lambda x: x", error)
+    assert error.__cause__ is not None
+
+
+class Deciding(nn.Linear):
+    def forward(self, x):
+        h = super().forward(x)
+        if h.sum() > 0:
+            return h.sin()
+        return h
+
+
+def test_line_of_a_model_that_looks_at_values():
+    with pytest.raises(CaptureError) as caught:
+        graph.rematerialize(Deciding(3, 3), torch.randn(2, 3))
+    assert line("if h.sum() > 0:", caught.value)
+
+
+def test_operation_without_a_derivative():
+    @torch.library.custom_op("torchckpt_tests::lost", mutates_args=())
+    def lost(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    lost.register_fake(torch.empty_like)
+    error = refused(lambda x: lost(x * 2).sum(), leaf(3))
+    assert str(error).startswith("every operation between an input and a loss has a derivative\n  received: ")
+    assert "works:    torch.library.register_autograd(), or y.detach() where no gradient is wanted" in str(error)
+
+
+def test_tensor_that_is_no_input_and_no_buffer():
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.mask = torch.ones(3)
+
+        def forward(self, x):
+            return super().forward(x) * self.mask
+
+    with pytest.raises(CaptureError) as caught:
+        graph.rematerialize(Masked(), torch.randn(2, 3))
+    assert str(caught.value).startswith("a call reads no tensors but its inputs, parameters and buffers\n  received: ")
+    assert line("return super().forward(x) * self.mask", caught.value)
+    works = 'works:    self.register_buffer("mask", mask, persistent=False) in place of self.mask = mask'
+    assert str(caught.value).endswith(works)
+
+
+def test_tensor_that_is_made_inside_is_fine():
+    x = leaf(3)
+    called = capture(lambda x: x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3), x)
+    assert torch.equal(called([x]), x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "named", "what"),
+    [
+        (lambda x, w: x.add_(1) * w, [torch.ones(3), leaf(3)], {}, "args[0]"),
+        (lambda w, x: (x.view(-1)[0].zero_(), x * w)[1], [leaf(3), torch.ones(3)], {}, "args[1]"),
+        (lambda w, x: (x.mul_(2) * w).sum(), [leaf(3)], {"x": torch.ones(3)}, "kwargs['x']"),
+        (lambda w, many: (many["y"][0].add_(1) * w).sum(), [leaf(3)], {"many": {"y": [torch.ones(3)]}},
+         "kwargs['many']['y'][0]"),
+        (lambda x: (x * 2, x.data.add_(1))[0], [leaf(3)], {}, None),
+    ],
+    ids=["first", "through a view", "keyword", "nested", "behind autograd"],
+)
+def test_inputs_that_are_changed(function, inputs, named, what):
+    if what is None:
+        before = inputs[0].detach().clone()
+        with pytest.raises((CaptureError, RuntimeError)):
+            graph.rematerialize(Function(function))(*inputs)
+        assert torch.equal(inputs[0].detach(), before)
+        return
+    assert str(refused(function, *inputs, **named)) == (
+        f"a call that is recomputed leaves its inputs as they are\n  received: {what} is changed in place\n"
+        "  works:    x = x + 1 in place of x.add_(1); or x = x.clone() first"
+    )
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_torch_that_lacks_something(monkeypatch, inner):
+    lacking = Feature("graph", "2.11", ("torch:no_such_name",), "")
+    monkeypatch.setattr("torchckpt.graph.trace.capture.GRAPH", lacking)
+    monkeypatch.setattr(sys.modules["torchckpt.graph.backend"], "GRAPH" if inner == "eager" else "INDUCTOR", lacking)
+    assert str(refused(torch.sin, leaf(3))).startswith("graph needs what torch 2.11 to ")
+    with pytest.raises(CaptureError, match="without torch:no_such_name"):
+        graph.backend(inner=inner)
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), RuntimeError("of mine"), ArgumentError("of ours"), StopIteration()])
+def test_error_of_the_function_passes_as_it_is(error):
+    def function(x):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        capture(function, leaf(3))
+    assert caught.value is error
+    assert thread.tracing is None
+
+
+def test_error_of_shapes_is_that_of_torch():
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        capture(lambda x: x @ torch.ones(5, 5), leaf(3, 3))
+
+
+def test_what_needs_the_data_is_refused_with_its_place():
+    error = refused(lambda x: x.sum() + float(x.detach().numpy().sum()), leaf(3))
+    assert "a call is traced on tensors that have no data" in str(error)
+    assert "test_capture.py" in str(error)
+    assert "torch.library.custom_op()" in str(error)

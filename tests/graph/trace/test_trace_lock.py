@@ -1,0 +1,134 @@
+"""TraceLock: who waits for whom, as a list of what happened."""
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torchckpt import graph
+from torchckpt.graph.trace.trace_lock import TRACE_LOCK, TraceLock
+
+
+class Story:
+    """What threads do, in its order. ``wait(name)`` waits until another has told it."""
+
+    def __init__(self):
+        self.told, self._changed = [], threading.Condition()
+
+    def tell(self, name):
+        with self._changed:
+            self.told.append(name)
+            self._changed.notify_all()
+
+    def wait(self, name):
+        with self._changed:
+            assert self._changed.wait_for(lambda: name in self.told, timeout=10)
+
+
+def run(*threads):
+    threads = [threading.Thread(target=thread, daemon=True) for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("first", "second"), [("tracing", "calling"), ("calling", "tracing"), ("tracing", "tracing")])
+def test_one_waits_for_the_other(first, second):
+    lock, story = TraceLock(), Story()
+
+    def one():
+        with getattr(lock, first)():
+            story.tell("one in")
+            story.wait("two wants")
+            story.tell("one out")
+
+    def two():
+        story.wait("one in")
+        story.tell("two wants")
+        with getattr(lock, second)():
+            story.tell("two in")
+
+    run(one, two)
+    assert story.told == ["one in", "two wants", "one out", "two in"]
+
+
+def test_calls_are_side_by_side():
+    lock, story = TraceLock(), Story()
+
+    def caller(name, other):
+        with lock.calling():
+            story.tell(name)
+            story.wait(other)
+
+    run(lambda: caller("a", "b"), lambda: caller("b", "a"))
+
+
+def test_two_callers_that_both_want_to_trace():
+    """Each stands still while it waits, so that neither waits for ever."""
+    lock, story = TraceLock(), Story()
+
+    def caller(name, other):
+        with lock.calling():
+            story.tell(f"{name} calls")
+            story.wait(f"{other} calls")
+            with lock.tracing():
+                story.tell(f"{name} traces")
+                story.tell(f"{name} has traced")
+
+    run(lambda: caller("a", "b"), lambda: caller("b", "a"))
+    assert [name for name in story.told if "trace" in name] in (
+        ["a traces", "a has traced", "b traces", "b has traced"],
+        ["b traces", "b has traced", "a traces", "a has traced"],
+    )
+
+
+def test_one_thread_may_do_all_of_it_inside():
+    lock = TraceLock()
+    for outer in (lock.calling, lock.tracing):
+        for inner in (lock.calling, lock.tracing):
+            with outer(), inner(), outer():
+                pass
+    run(lambda: lock.tracing().__enter__())
+
+
+def test_error_inside_lets_others_in():
+    lock = TraceLock()
+    for turn in (lock.calling, lock.tracing):
+        with pytest.raises(KeyError), turn():
+            raise KeyError
+    with lock.tracing():
+        pass
+
+
+def test_call_without_gradients_waits_for_another_threads_trace():
+    """Else it met the tensors of the trace."""
+    story = Story()
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            if torch.is_grad_enabled() and "two calls" not in story.told:
+                story.tell("traced")
+                story.wait("two calls")
+            return super().forward(x)
+
+    model, found = Slow(3, 3), []
+    step = graph.rematerialize(model)
+
+    def trace():
+        step(torch.ones(2, 3)).sum().backward()
+
+    def call():
+        story.wait("traced")
+        story.tell("two calls")
+        with torch.no_grad():
+            found.append(step(torch.ones(2, 3)))
+
+    run(trace, call)
+    with torch.no_grad():
+        assert torch.equal(found[0], model(torch.ones(2, 3)))
+    with TRACE_LOCK.tracing():
+        pass

@@ -1,0 +1,215 @@
+"""Adjoint: a graph module that returns the outputs of a call, and gradients."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import ArgumentError
+from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.derive.derivative import Derivative
+from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.surroundings import without_autocast
+from torchckpt.graph.step.emit import emit_one
+from torchckpt.graph.step.joint import Joint, joint_of
+from torchckpt.kernel.flags import thread
+
+__all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned", "unrecorded"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FORWARD_OUTPUTS = "forward_outputs"
+"""Key in a module's ``meta``: the number of returned tensors that are outputs of its forward."""
+
+
+def chooser_of(caller: str, checkpoints: Keep) -> Chooser:
+    """A :class:`Chooser` that plans a joint graph by ``checkpoints``, which has the forms of ``keep``.
+
+    Raises:
+        ArgumentError: ``checkpoints`` has none of these forms.
+    """
+    with _errors_name_checkpoints():
+        return Chooser(caller, checkpoints, None, "roofline", "keep", False)
+
+
+def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> fx.GraphModule:
+    """A module that takes the inputs as positional arguments, and returns outputs and gradients.
+
+    New values of buffers are copied into them at the end. Without ``outputs``, the gradients are all that it returns.
+
+    Raises:
+        ArgumentError: ``checkpoints`` has an unknown name, or selects nothing.
+    """
+    joint = joint_of(derivative.module, derivative.forward_outputs, chooser.cost)
+    if not outputs:
+        joint = _without_outputs(joint, derivative.outputs)
+    with _errors_name_checkpoints():
+        module = emit_one(joint, chooser(joint))
+    _write_buffers(module.graph, derivative)
+    structure = _return(module.graph, derivative, outputs)
+    module.graph.set_codegen(_Code(structure))
+    _renew(module.graph)
+    module.recompile()
+    if outputs:
+        module.meta[FORWARD_OUTPUTS] = derivative.outputs
+    return module
+
+
+def _without_outputs(joint: Joint, count: int) -> Joint:
+    """Treat the outputs as intermediate values, which are freed after their last use, since they are not returned."""
+    lasting = joint.outputs[count:]
+    ending = _storages(joint, joint.outputs[:count]) - _storages(joint, lasting)
+    return replace(joint, flow=replace(joint.flow, results=joint.flow.results - ending))
+
+
+def _storages(joint: Joint, nodes: Sequence[Any]) -> frozenset[int]:
+    none = frozenset[int]()
+    return none.union(*(joint.storages.get(node, none) for node in nodes if isinstance(node, fx.Node)))
+
+
+@contextmanager
+def _errors_name_checkpoints() -> Iterator[None]:
+    """Inside this context, errors about ``keep`` call it ``checkpoints``, the name of the argument here."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(re.sub(r"\bkeep\b", "checkpoints", str(error))) from None
+
+
+def _write_buffers(graph: fx.Graph, derivative: Derivative) -> None:
+    output = graph.output_node()
+    values = cast(Sequence[Any], output.args[0])[derivative.outputs : derivative.forward_outputs]
+    with graph.inserting_before(output):
+        for name, value in zip(derivative.buffers, values):
+            _copy_into(graph, name, value)
+
+
+def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.TreeSpec | None:
+    """Set the graph's return value. Return the structure of the outputs if a graph's own code cannot express it."""
+    output = graph.output_node()
+    returned = cast(Sequence[Any], output.args[0])
+    tensors, gradients = returned[: derivative.outputs], tuple(returned[derivative.forward_outputs :])
+    if not outputs:
+        output.args = (gradients,)
+        graph.eliminate_dead_code()
+        return None
+    if _is_plain(derivative.structure):
+        output.args = ((derivative.structured(tensors), gradients),)
+        return None
+    output.args = ((*derivative.filled(tensors), *gradients),)
+    return derivative.structure
+
+
+def unrecorded(function: F) -> F:
+    """Decorate ``function`` so that autograd records nothing in it, except while a call is traced.
+
+    Autocast is off inside: the traced graph already has its casts.
+    """
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            with torch.no_grad():
+                return function(*args)
+        with nullcontext() if thread.tracing is not None else torch.no_grad(), without_autocast():
+            return function(*args)
+
+    return run  # type: ignore[return-value]
+
+
+class _Code(CodeGen):
+    """Generates a graph's code as a function that records nothing for autograd.
+
+    Args:
+        structure: the structure of the outputs, if it has more than tuples, lists and dicts; else None.
+    """
+
+    def __init__(self, structure: pytree.TreeSpec | None) -> None:
+        super().__init__()
+        self._structure = structure
+
+    def gen_fn_def(self, *args: Any, **named: Any) -> str:
+        return f"@unrecorded\n{super().gen_fn_def(*args, **named)}"
+
+    def generate_output(self, output_args: Any, **named: Any) -> str:
+        if self._structure is None:
+            return super().generate_output(output_args, **named)
+        count = self._structure.num_leaves
+        leaves, gradients = list(output_args[:count]), tuple(output_args[count:])
+        return f"return structured({leaves!r}), {gradients!r}"
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        structure = self._structure
+        if structure is None:
+            return [("unrecorded", unrecorded)]
+
+        def structured(leaves: list[Any]) -> Any:
+            return pytree.tree_unflatten(leaves, structure)
+
+        return [("unrecorded", unrecorded), ("structured", structured)]
+
+
+def _is_plain(structure: pytree.TreeSpec) -> bool:
+    """Whether ``structure`` has only tuples, lists and dicts, which a graph's output may have."""
+    if structure.is_leaf():
+        return True
+    return structure.type in (tuple, list, dict) and all(map(_is_plain, structure.children()))
+
+
+def _copy_into(graph: fx.Graph, name: str, value: fx.Node) -> None:
+    buffer = next((node for node in graph.find_nodes(op="get_attr") if node.target == name), None)
+    if buffer is None:
+        buffer = graph.get_attr(name)
+        buffer.meta["val"] = value.meta["val"]
+    copied = graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
+    copied.meta["val"] = buffer.meta["val"]
+
+
+def _renew(graph: fx.Graph) -> None:
+    """Give repeated operations new storages in ``meta["val"]``: a recomputed value is not the same storage."""
+    known: set[int] = set()
+    copies: dict[fx.Node, dict[int, Tensor]] = {}  # by node: from the original storage to the new one
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        read: dict[int, Tensor] = {}
+        there: set[int] = set()
+        for source in node.all_input_nodes:
+            read.update(copies.get(source, {}))
+            there.update(map(storage_of, _strided(source.meta.get("val"))))
+        parts = {storage_of(part): part for part in _strided(value)}
+        again = known - there if node.op == "call_function" else set()
+        moved = {key: part for key, part in parts.items() if key in read or key in again}
+        made = {key: read[key] if key in read else _fresh(part) for key, part in moved.items()}
+        known.update(parts)
+        if made:
+            copies[node] = made
+            node.meta["val"] = pytree.tree_map_only(Tensor, partial(_moved, made), value)
+
+
+def _strided(value: Any) -> list[Tensor]:
+    leaves = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for part in leaves if isinstance(part, Tensor) and part.layout == torch.strided]
+
+
+def _fresh(like: Any) -> Tensor:
+    """A new fake tensor with as many bytes as the storage of ``like``."""
+    with like.fake_mode:
+        return torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8, device=like.device)
+
+
+def _moved(storages: dict[int, Tensor], value: Any) -> Any:
+    """``value`` as a view of the storage that replaces its own, if there is one."""
+    storage = storages.get(storage_of(value))
+    if storage is None:
+        return value
+    with value.fake_mode:
+        return storage.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())

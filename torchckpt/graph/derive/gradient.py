@@ -1,0 +1,162 @@
+"""gradient(): make a graph module that returns a function's outputs and their gradients."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.derive.adjoint import chooser_of, planned
+from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
+from torchckpt.graph.derive.primal import Marks, Subject, is_real
+
+__all__ = ["gradient"]
+
+_CALLER = "gradient()"
+
+
+def gradient(
+    fn: Callable[..., Any],
+    *example: Tensor,
+    require_grads: Sequence[int | str] | None = None,
+    target_index: int = 0,
+    checkpoints: Keep = None,
+) -> fx.GraphModule:
+    """A graph module that returns ``(fn(*inputs), gradients)``: code that one can read, change and run.
+
+    >>> adjoint = graph.gradient(loss_of, x, w, require_grads=["w"])
+    >>> print(adjoint.code)
+    >>> loss, (dw,) = adjoint(x, w)
+
+    Values inside a :func:`~torchckpt.graph.mark.marks.region` are not kept for the derivatives, but computed again
+    when a
+    derivative needs them. The rules are those of the ``Gradient`` pass of TVM Relax and of ``annotation.checkpoint`` of
+    TVM Relay. All values are equal to eager autograd's, bit for bit. The module records nothing for autograd.
+
+    Args:
+        fn: a function of positional tensors, a module, or a :class:`torch.fx.GraphModule`. It is traced, not run or
+            changed. The result shares a module's parameters and buffers, and the tensors that a function closes over,
+            as attributes.
+        example: input tensors, for their shapes and dtypes. The result takes such tensors as positional arguments.
+        require_grads: what to differentiate with respect to: inputs, by position or by name of ``fn``'s arguments;
+            intermediate values, by name of their marks (``graph.mark(h, "h")``), inside regions too; values of a graph
+            module, by name of their nodes; parameters of a module, by name. The gradients are in this order. A gradient
+            is zeros if the target does not depend on the value. Default: all inputs with a floating dtype.
+        target_index: index of the output to differentiate, among the leaves of ``fn``'s return value. It is a scalar
+            tensor (no dimensions) with a floating dtype. Default: 0, the first.
+        checkpoints: the values to keep for the derivatives, like ``keep`` of :func:`rematerialize`: ``"collection"``,
+            ``"speed"``, ``"memory"``, names, or a function. Default: all values outside of regions.
+
+    Returns:
+        A module with positional inputs. ``gradients`` is a tuple.
+
+    Raises:
+        ArgumentError: an entry of ``require_grads`` is unknown, repeated, or not floating; the target is no floating
+            scalar; a policy or a name in ``checkpoints`` is unknown. The message lists every fault.
+        CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
+    """
+    chooser = chooser_of(_CALLER, checkpoints)
+    subject = Subject(_CALLER, fn, example)
+    wanted = _wanted(require_grads, subject)
+    marks = Marks({name for name in wanted if isinstance(name, str)} - set(subject.inputs))
+
+    def ask(traced: Traced) -> list[Tensor | None]:
+        found = _Found(traced, wanted)
+        faults = [*_target_faults(traced.leaves, target_index), *found.faults(), *map(_changed, marks.changed())]
+        raise_faults(_CALLER, faults)
+        target, tensors = traced.leaves[target_index], found.tensors()
+        made = gradients_of([target], [torch.ones_like(target)], tensors)
+        return [_zeros(tensor) if grad is None else grad for tensor, grad in zip(tensors, made)]
+
+    given = {**subject.inputs, **subject.state}
+    required = {name for name in given if name in wanted} | (set(subject.inputs) if marks.wanted else set())
+    derivative = derivative_of(subject, {name for name in required if is_real(given[name])}, marks, ask)
+    return planned(derivative, chooser)
+
+
+def _wanted(require_grads: Sequence[int | str] | None, subject: Subject) -> list[object]:
+    """``require_grads`` with positions of inputs replaced by names. Invalid entries stay, and are reported later."""
+    names = list(subject.inputs)
+    if require_grads is None:
+        real = [name for name, tensor in subject.inputs.items() if is_real(tensor)]
+        if not real:
+            works = f'require_grads=["{next(iter(subject.state), "weight")}"], a parameter of a module, or a mark'
+            raise_faults(_CALLER, [Fault("an input is floating, or require_grads names a value", f"{names}", works)])
+        return list(real)
+    listed = [require_grads] if isinstance(require_grads, (int, str)) else require_grads
+    return [names[one] if _is_place(one, len(names)) else one for one in listed]
+
+
+def _is_place(value: object, count: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
+
+
+class _Found:
+    """The tensors of a traced call that ``require_grads`` names, and the faults in those names."""
+
+    def __init__(self, traced: Traced, wanted: Sequence[object]) -> None:
+        self._wanted = wanted
+        self._known: dict[str, Sequence[Tensor]] = {
+            **{name: [tensor] for name, tensor in traced.state.items()},
+            **traced.marked,
+            **{name: [tensor] for name, tensor in traced.inputs.items()},
+        }
+        self._inputs = list(traced.inputs)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._known[str(one)][0] for one in self._wanted]
+
+    def faults(self) -> list[Fault]:
+        twice = [one for one, count in Counter(map(str, self._wanted)).items() if count > 1]
+        once = f"require_grads={list(dict.fromkeys(self._wanted))}"
+        faults = [Fault("a gradient is asked for once", f"{one!r} twice", once) for one in twice]
+        return faults + [fault for one in dict.fromkeys(self._wanted) if (fault := self._fault(one))]
+
+    def _fault(self, one: object) -> Fault | None:
+        if isinstance(one, int):
+            count = len(self._inputs)
+            return Fault(f"an int is the position of one of {count} inputs", repr(one), f"require_grads=[{count - 1}]")
+        if not isinstance(one, str):
+            rule = "require_grads has positions of inputs, or names of inputs, marks and parameters"
+            return Fault(rule, repr(one), f"require_grads=[0], or [{self._inputs[0]!r}]" if self._inputs else "['h']")
+        tensors = self._known.get(one)
+        if tensors is None:
+            near = get_close_matches(one, self._known, 3, 0.3) or list(self._known)[-3:]
+            works = f'require_grads={near}; or graph.mark(value, "{one}") in the function'
+            return Fault("a name in require_grads is one of an input, a mark, or a parameter", repr(one), works)
+        if len(tensors) > 1:
+            works = f'graph.mark(value, "{one} 2"): a name for each'
+            return Fault("a mark in require_grads is on one tensor", f"{len(tensors)} tensors marked {one!r}", works)
+        if not is_real(tensors[0]):
+            return Fault("each value in require_grads has a floating dtype", f"{one!r}: {tensors[0].dtype}",
+                         f"{one}.float() as an input")
+        return None
+
+
+def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
+    if not _is_place(index, len(leaves)):
+        return [Fault(f"target_index is the index of one of {len(leaves)} outputs", repr(index), "target_index=0")]
+    target = leaves[index]
+    if not is_real(target):
+        received = f"output {index}: {target.dtype if isinstance(target, Tensor) else repr(target)}"
+        return [Fault("the target has a floating dtype", received, "return loss, hits; with target_index=0")]
+    if target.dim():
+        received = f"output {index} of shape {tuple(target.shape)}"
+        works = "return y.sum(); or graph.gradients(fn, x)"
+        return [Fault("the target is a scalar, without dimensions", received, works)]
+    return []
+
+
+def _changed(name: str) -> Fault:
+    rule = "a marked value in require_grads is not changed in place after its mark"
+    works = f'h = graph.mark(h, "{name}") * 2, in place of h.mul_(2)'
+    return Fault(rule, f"{name!r} is changed in place", works)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

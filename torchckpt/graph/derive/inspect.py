@@ -1,0 +1,120 @@
+"""Inspect: read off a graph, without running it, its memory in bytes and the values that all data flows through."""
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
+from torchckpt.graph.step.costs import CostOf, measured, roofline
+from torchckpt.graph.step.joint import joint_of, needed
+from torchckpt.graph.step.measure import Measure
+from torchckpt.model.remat.step.memory import Memory
+from torchckpt.model.remat.step.memory import simulate as run_on_paper
+from torchckpt.model.remat.step.separators import separators as separating_nodes
+
+__all__ = ["separators", "simulate"]
+
+
+def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
+    """The bytes alive while each operation of ``gm`` runs, without its inputs, parameters and buffers.
+
+    >>> graph.simulate(graph.gradient(loss_of, x)).peak_bytes
+
+    On a CPU these equal the bytes of the allocator.
+
+    Args:
+        gm: a functional ATen graph with ``meta["val"]``, such as :func:`gradient`, ``make_fx`` and ``torch.export``
+            make; it may copy new values into its buffers at its end.
+        workspaces: whether to run each kind of operation once, on made-up numbers, to measure the bytes that it
+            allocates beside its outputs. Shapes do not tell them. Default: True.
+
+    Returns:
+        For the result of :func:`gradient`, forward and backward: ``boundary`` is the step at which the forward ends,
+        ``saved`` the storages that the backward reads of it. For any other graph, one forward.
+
+    Raises:
+        ArgumentError: a node has no ``meta["val"]``.
+    """
+    _require_values("simulate()", gm)
+    returned, forward = _returned(gm)
+    flat = fx.GraphModule(gm, _returning(gm.graph, returned))
+    joint = joint_of(flat, forward, _measured_cost() if workspaces else roofline)
+    return run_on_paper(joint.flow, joint.flow.eager)
+
+
+def separators(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that separate the forward: from any one of them alone, the rest can be computed. In graph order.
+
+    Parameters, buffers and inputs are always available, and do not count. A view counts as its base. A value that only
+    the output reads separates nothing. Takes one sweep over nodes and edges.
+
+    Args:
+        gm: an ATen graph. For the result of :func:`gradient`, only the forward counts.
+    """
+    outputs: dict[fx.Node, tuple[int, fx.Node]] = {}  # by node: its operation's number, and the output node
+    reads: list[list[int]] = []
+    read: dict[int, fx.Node | None] = {}  # by operation: the one output that is read; None if several are
+    for node in _forward(gm):
+        sources = [outputs[source] for source in node.all_input_nodes if source in outputs]
+        if node.target is operator.getitem or _is_view(node.target):
+            if sources:
+                outputs[node] = (sources[0][0], node) if node.target is operator.getitem else sources[0]
+            continue
+        outputs[node] = len(reads), node
+        reads.append([operation for operation, _ in sources])
+        for operation, output in sources:
+            read[operation] = output if read.get(operation, output) is output else None
+    found = (read.get(operation) for operation in separating_nodes(reads))
+    return [output for output in found if output is not None]
+
+
+def _forward(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The called nodes of the forward; all of them in a graph without gradients."""
+    returned, forward = _returned(gm)
+    wanted = needed(returned[:forward]) if forward < len(returned) else None
+    return (node for node in gm.graph.nodes if node.op == "call_function" and (wanted is None or node in wanted))
+
+
+def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
+    """The values that ``gm`` returns or copies into buffers, those of the forward first, and the number of those."""
+    returned: list[fx.Node] = []
+    fx.node.map_arg(gm.graph.output_node().args, returned.append)
+    forward = gm.meta.get(FORWARD_OUTPUTS, len(returned))
+    copied = [node.args[1] for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
+    values = [value for value in copied if isinstance(value, fx.Node)]
+    return [*returned[:forward], *values, *returned[forward:]], forward + len(values)
+
+
+def _returning(graph: fx.Graph, returned: Iterable[fx.Node]) -> fx.Graph:
+    """A copy of ``graph`` that returns the nodes ``returned``."""
+    made = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    made.graph_copy(graph, nodes)
+    made.output(tuple(nodes[one] for one in returned))
+    return made
+
+
+def _require_values(caller: str, gm: fx.GraphModule) -> None:
+    called = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    bare = [node.name for node in called if node.users and "val" not in node.meta]
+    if bare:
+        works = "make_fx(function, tracing_mode='fake')(*inputs)"
+        raise_faults(caller, [Fault("meta['val'] of each node says what it makes", f"none of {bare[0]}", works)])
+
+
+@cache
+def _is_view(target: Any) -> bool:
+    """Whether an operator returns a view, which shares the storage of its first argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+
+
+def _measured_cost() -> CostOf:
+    measure = Measure()
+    return lambda node: measured(roofline(node), node, measure)

@@ -1,0 +1,8 @@
+"""The step as users call it.
+
+    rematerialize     a module or function, traced and planned
+    in_place          a module, in place
+    calls, call       its traces; one call
+    backend           for ``torch.compile``
+"""
+__all__: list[str] = []

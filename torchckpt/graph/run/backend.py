@@ -1,0 +1,285 @@
+"""Backend: the graph level under ``torch.compile``: Dynamo's graph, our schedule, Inductor's kernels.
+
+Fusion changes memory: an operation that Inductor inlines into a later kernel keeps its inputs alive until then. So the
+peak is checked before code is made: Inductor estimates the peak of the kernels that it has decided on. If that is above
+the plan's peak, the call is planned again with the difference in reserve. A kernel that overwrites its input in place
+counts twice in the estimate, so the estimate is an upper bound. It is close where matrix products and convolutions
+dominate.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
+from torchckpt.features import GRAPH, INDUCTOR
+from torchckpt.graph.choose.choose import Chooser, Costs
+from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.mark.annotations import hide_marks, restore_marks
+from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
+from torchckpt.graph.private.inductor import by_inductor
+from torchckpt.graph.private.trace import require
+from torchckpt.graph.progress import Stopwatch, Watch, log
+from torchckpt.graph.step.costs import Cost
+from torchckpt.graph.step.emit import emit
+from torchckpt.graph.step.fusion import Fusion
+from torchckpt.graph.step.joint import Joint, joint_of
+from torchckpt.graph.step.repeat import under_autograd
+from torchckpt.graph.step.updates import Updates
+from torchckpt.graph.trace.capture import explained
+from torchckpt.model.remat.budget import Budget
+from torchckpt.model.remat.plan import Plan
+from torchckpt.model.remat.step.dataflow import Schedule
+from torchckpt.model.remat.step.memory import simulate
+
+__all__ = ["Backend", "Planner", "backend"]
+
+Inner = Literal["inductor", "eager"]
+
+_ATTEMPTS = 8
+"""The largest number of plans for one call, each with more bytes in reserve for what fusion adds."""
+
+
+class Planner(Protocol):
+    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.choose.Chooser`."""
+
+    plan: Plan
+    replay: bool
+    inputs: Collection[int]
+    watch: Watch
+
+    def cost(self, node: fx.Node) -> Cost: ...
+
+    def __call__(self, joint: Joint) -> Schedule: ...
+
+
+def backend(
+    budget: Budget | None = None,
+    keep: Keep | Plan = None,
+    inner: Inner = "inductor",
+    costs: Costs = "roofline",
+    rng: Literal["keep", "replay"] = "keep",
+    exact: bool = False,
+) -> Backend:
+    """A ``torch.compile`` backend that trains within a byte budget, or keeps the values that ``keep`` names.
+
+    >>> backend = graph.backend(budget="6GiB")
+    >>> model = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    >>> backend.plans                       # one for each graph that was compiled
+
+    Pass ``fullgraph=True``: without it, Dynamo silently runs code that it cannot trace as plain Python, and there is no
+    plan. Dynamo traces nothing around ``DistributedDataParallel``: compile the module inside.
+
+    Args:
+        budget, keep, costs, exact: as :func:`~torchckpt.graph.rematerialize` takes them.
+        inner: ``"inductor"`` compiles the forward and the backward of the schedule: operations are fused, and the last
+            bits may differ; ``"eager"`` runs them as they are, bit-equal to the model.
+        rng: ``"keep"`` or ``"replay"``, with ``inner="eager"``. Inductor always keeps seeds, of 8 bytes each, and draws
+            again from them.
+
+    Raises:
+        ArgumentError: an argument breaks a rule.
+        CaptureError: at a call: Dynamo has broken the graph, or a size is symbolic.
+        BudgetInfeasible: at a call: no schedule was found within the budget.
+    """
+    if isinstance(budget, fx.GraphModule):  # the user passed graph.backend itself as the backend
+        rule = "graph.backend() returns a backend; it is not a backend itself"
+        works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
+        return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
+    return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner, told=True)
+
+
+class Backend:
+    """The backend that :func:`backend` returns. ``plans`` has the plan of each compiled graph, in order.
+
+    Args:
+        planner: returns a new :class:`Planner` for each graph.
+        inner: ``"inductor"`` or ``"eager"``; what runs the planned graph.
+        told: whether each graph adds a line to the log.
+    """
+
+    def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor", told: bool = False) -> None:
+        if inner not in ("inductor", "eager"):
+            raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
+        require(GRAPH)
+        if inner == "inductor":
+            require(INDUCTOR)
+        planner()  # its arguments are checked at once
+        self.__name__ = "torchckpt"  # the name in torch.compile's messages
+        self.plans: list[Plan] = []
+        self.planning_seconds = 0.0  # of the last graph
+        self._planner, self._inner, self._told = planner, inner, told
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph. An error of planning is raised at the first call: Dynamo would wrap it in its own error."""
+        watch, planner = Stopwatch(), self._planner()
+        planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
+        try:
+            _refuse_break(module)
+            _refuse_symbols(module)
+            with explained():
+                make = _compiled if self._inner == "inductor" else _emitted
+                run = make(module, inputs, planner)
+        except CheckpointError as error:
+            return _raising(error)
+        self.planning_seconds = planner.watch.planning_seconds
+        plan = getattr(planner, "plan", None)  # where nothing is differentiated, nothing is planned
+        if plan is not None:
+            self.plans.append(plan)
+        if self._told:
+            number = f"graph {len(self.plans)} of torch.compile"
+            log("backend()", module, number, watch.seconds, self.planning_seconds, plan)
+        return run
+
+
+def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+    def partition(
+        module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = joint_of(module, num_fwd_outputs, planner.cost, planner.replay)
+        schedule = planner(joint)
+        return emit(joint, schedule, simulate(joint.flow, schedule).boundary)
+
+    return by_operator(module, inputs, partition)
+
+
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+    reserve_bytes = 0
+    for _ in range(_ATTEMPTS):
+        attempt = _Attempt(planner, reserve_bytes)
+        try:
+            run = attempt.compiled(copy.deepcopy(module), inputs)
+        except _Exceeds as found:
+            reserve_bytes += found.excess_bytes
+        else:
+            if hasattr(planner, "plan"):
+                planner.plan = planner.plan.lowered(attempt.spare_bytes)
+            return run
+    rule = "Inductor allocates at most the planned bytes"
+    received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
+    raise CaptureError(str(Fault(rule, received, 'a larger budget; or inner="eager"')))
+
+
+class _Exceeds(Exception):
+    """The compiled graphs need ``excess_bytes`` more than the plan."""
+
+    def __init__(self, excess_bytes: int) -> None:
+        super().__init__(excess_bytes)
+        self.excess_bytes = excess_bytes
+
+
+class _Attempt:
+    """One attempt: plan with ``reserve_bytes`` added to each operation, compile, and compare the kernels' peak."""
+
+    def __init__(self, planner: Planner, reserve_bytes: int) -> None:
+        self._planner, self._reserve_bytes = planner, reserve_bytes
+        self._planned_bytes = self._needed_bytes = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """Planned bytes that the kernels do not need, as Inductor counts: it fuses more than the plan assumes."""
+        return self._planned_bytes - self._needed_bytes
+
+    def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return by_inductor(module, inputs, self._partition, hide_marks, self._watch, self._workspace_bytes)
+
+    def _partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        restore_marks(module.graph)
+        updates = Updates(module.graph, num_fwd_outputs)
+        joint = joint_of(refreshed(module), num_fwd_outputs + updates.values, self._cost)
+        fusion = Fusion(joint)
+        schedule = self._planner(fusion.joint)
+        memory = simulate(fusion.joint.flow, schedule)
+        self._planned_bytes, self._unseen_bytes = memory.peak_bytes, _unseen_bytes(joint, memory.saved)
+        expanded = fusion.expanded(schedule)
+        forward, backward = emit(joint, expanded, simulate(joint.flow, expanded).boundary)
+        updates.write(forward.graph)
+        return _plain(forward), _plain(backward)
+
+    def _cost(self, node: fx.Node) -> Cost:
+        """The cost of an operation under fusion. One without FLOPs is mostly fused: only its shapes count."""
+        cost = self._planner.cost(node)
+        if cost.flops:
+            return cost._replace(workspace_bytes=self._reserve_bytes + cost.workspace_bytes)
+        return cost._replace(workspace_bytes=self._reserve_bytes, made_bytes=())
+
+    def _workspace_bytes(self, node: fx.Node) -> int:
+        return self._planner.cost(node).workspace_bytes
+
+    def _watch(self, is_backward: bool, peak_bytes: int) -> None:
+        needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
+        self._needed_bytes = max(self._needed_bytes, needed_bytes)
+        if needed_bytes > self._planned_bytes:
+            raise _Exceeds(needed_bytes - self._planned_bytes)
+
+
+def _unseen_bytes(joint: Joint, saved: Sequence[int]) -> int:
+    """Bytes alive in the backward that Inductor does not count: gradients of outputs, and outputs that it does not
+    read."""
+    flow = joint.flow
+    writes = [s for operation in flow.operations[: flow.forward] for s in operation.writes]
+    arriving = flow.operations[flow.forward].writes if joint.tangents else ()
+    return sum(flow.sizes_bytes[s] for s in {*arriving, *flow.results.intersection(writes)} - set(saved))
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """``module`` in the form that Inductor takes: standard calls, nothing in place, the joint graph's input names."""
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and node.name.startswith("saved_primals"):
+            node.target = node.name = node.name.removeprefix("saved_")
+        elif node.target is torch.ops.aten.mul_.Tensor:
+            node.target = torch.ops.aten.mul.Tensor
+        elif node.target is under_autograd:
+            node.target, node.args = node.args[0], node.args[1:]
+    module.graph.set_codegen(fx.graph.CodeGen())
+    module.recompile()
+    return module
+
+
+def _refuse_break(module: fx.GraphModule) -> None:
+    found, outside = break_of(module), outer_frame()
+    works = "torch.compile(model, backend=..., fullgraph=True), which says what breaks it; or graph.rematerialize()"
+    if found is not None:
+        received = f"a break {found[1]}: {found[0].splitlines()[0]}"
+    elif outside is not None:
+        received = f"a function by itself, called {outside}"
+    else:
+        return
+    if "optimize_ddp" in received:
+        received = "the buckets of DistributedDataParallel, a graph for each"
+        works = "torch._dynamo.config.optimize_ddp = False; or DistributedDataParallel(graph.rematerialize(model, ...))"
+    rule = "a schedule and a budget hold for one graph: after a graph break, each part would use the whole budget"
+    raise CaptureError(str(Fault(rule, received, works)))
+
+
+def _refuse_symbols(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        sizes = [size for value in pytree.tree_leaves(_value_of(node)) for size in _sizes(value)]
+        symbols = [size for size in sizes if not isinstance(size, int)]
+        if symbols:
+            rule = "all sizes are known when the call is compiled, so that its bytes can be counted"
+            works = "torch.compile(model, backend=..., dynamic=False): each shape is compiled, and planned, on its own"
+            raise CaptureError(str(Fault(rule, f"{node.name} has the size {symbols[0]}", works)))
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _sizes(value: Any) -> Iterable[Any]:
+    return value.shape if isinstance(value, Tensor) else [value] if isinstance(value, torch.SymInt) else []
+
+
+def _raising(error: CheckpointError) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        raise error
+
+    return run

@@ -1,0 +1,105 @@
+"""Call: a module's call, traced for one kind of inputs, and run from the trace afterwards."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.mark.names import named_modules
+from torchckpt.graph.private.dynamo import in_one_graph
+from torchckpt.graph.run.backend import Backend
+from torchckpt.graph.trace.capture import Capture
+from torchckpt.graph.trace.guard import argument_names, places_of
+from torchckpt.graph.trace.side_effects import leaving_no_tensors
+from torchckpt.graph.trace.trace_lock import TRACE_LOCK
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
+
+
+class Call:
+    """A traced call, for one kind of inputs, of ``run``: ``model`` itself, or a module that shares its contents."""
+
+    def __init__(
+        self, model: nn.Module, run: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any],
+        chooser: Chooser,
+    ) -> None:
+        self._model, self._run, self._names = model, run, names
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # keeps no tensor alive
+        tensors = tensors_of(state_of(model), leaves)
+        self._places = places_of(tensors)
+        paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
+        data = dict(zip(self._places[len(names) :], paths))
+        chooser.inputs = frozenset(data)
+        with leaving_no_tensors(model):
+            self._capture = Capture(self._function, _distinct(tensors), data, chooser.cost, chooser, chooser.replay)
+        self._capture.witness.refuse_left()
+        self.plan: Plan | None = getattr(chooser, "plan", None)
+        self.planning_seconds = chooser.watch.planning_seconds
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""
+        outputs, replaced = self._capture(_distinct(tensors))
+        if replaced:
+            with TRACE_LOCK.calling():  # a trace at the same time would undo this
+                for name, value in replaced.items():
+                    owner, _, buffer = name.rpartition(".")
+                    setattr(self._model.get_submodule(owner), buffer, value)
+        return outputs
+
+    def _function(self, *tensors: Tensor) -> Any:
+        every = [tensors[place] for place in self._places]
+        state, data = dict(zip(self._names, every)), iter(every[len(self._names) :])
+        leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        replaced: dict[str, Tensor] = {}
+        with named_modules(self._run, lambda: replaced.update(_replaced(self._run, state))):
+            return torch.func.functional_call(self._run, state, args, kwargs), replaced
+
+
+class CompiledCall:
+    """A call compiled by Dynamo and Inductor, which choose the compiled code by the arguments of each call."""
+
+    def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+        with torch.random.fork_rng(), in_one_graph():
+            self._run(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+        self.plan: Plan | None = backend.plans[-1]
+        self.planning_seconds = backend.planning_seconds
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By name, the new values of buffers that the forward has replaced, as in ``self.mean = ...``."""
+    now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
+    for name, buffer in now.items():
+        before = state[name]
+        if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
+            rule = "a buffer that is replaced in the forward keeps its shape and dtype"
+            received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
+            raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
+    return {name: buffer.detach() for name, buffer in now.items()}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,212 @@
+"""Calls: all calls of one module, traced once for each kind of inputs."""
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CheckpointError, Fault, raise_faults
+from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.mark.annotations import is_tracing
+from torchckpt.graph.private.runtime import is_transformed
+from torchckpt.graph.progress import Stopwatch, log
+from torchckpt.graph.run.backend import Backend
+from torchckpt.graph.run.call import Call, CompiledCall, state_of, tensors_of
+from torchckpt.graph.trace.free_variables import Outside
+from torchckpt.graph.trace.guard import changed, guard_of, warn_of_retraces
+from torchckpt.graph.trace.reason import reason_of
+from torchckpt.graph.trace.trace_lock import TRACE_LOCK
+from torchckpt.graph.trace.unsupported import check_bare
+from torchckpt.model.amount import read
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["Calls", "module_faults", "option_faults"]
+
+_NEW = object()
+"""Stands for a call that has not been traced yet."""
+
+
+def module_faults(function: str, model: object) -> list[Fault]:
+    """Faults of the first argument, which must be a module."""
+    if isinstance(model, nn.Module):
+        return []
+    works = f"graph.{function}(model, inputs)"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        works = f"graph.{function}({model.__name__}(...), inputs): the class is called first"
+    elif isinstance(model, (list, tuple)):
+        works = f"graph.{function}(nn.Sequential(*layers), inputs); or each layer by itself"
+    elif callable(model):
+        works += ", of a module whose forward calls the function"
+    return [Fault("the first argument is a module", f"{model!r:.200}", works)]
+
+
+def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
+    """Faults of the arguments that :class:`Chooser` does not check."""
+    faults = []
+    if engine not in ("eager", "inductor"):
+        faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
+    if engine == "inductor" and rng == "replay":
+        faults.append(Fault("Inductor draws random numbers by itself", 'rng="replay"', 'engine="eager"; rng="keep"'))
+    if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
+        rule = "example_kwargs is a dict of the keywords that the model is called with"
+        faults.append(Fault(rule, type(example).__name__, 'example_kwargs={"input_ids": tokens, "labels": tokens}'))
+    return faults
+
+
+class Calls:
+    """The traced calls of ``model``, by their guards.
+
+    Args:
+        caller: name of the public function, for errors and the log.
+        model: the module whose submodules, attributes, parameters and buffers are guarded.
+        run: the module that is traced: ``model`` itself, or one that shares its contents.
+    """
+
+    def __init__(
+        self, caller: str, model: nn.Module, run: nn.Module, chooser: Callable[[], Chooser], engine: str
+    ) -> None:
+        self._caller, self.model, self._run, self._chooser, self._engine = caller, model, run, chooser, engine
+        self._backend, self._compiling = Backend(chooser), threading.Lock()  # Backend checks the chooser's arguments
+        self._keywords = _keywords_of(model)
+        self.known: dict[Any, Call | CompiledCall] = {}
+        self._latest: Call | CompiledCall | None = None
+        self._outside: Outside | None = None
+        self._ignored = set[tuple[str, str]]()  # attributes that the forward itself sets
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the latest inputs; before the first call, for the example."""
+        if self._latest is None:
+            rule = "a plan needs inputs: an example, or a first call"
+            works = f"graph.{self._caller[:-1]}model, inputs)"
+            raise_faults("plan", [Fault(rule, "no example, and no call yet", works)])
+        return cast(Plan, cast(Call, self._latest).plan)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(call.plan for call in self.known.values() if call.plan is not None)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Trace and plan a call with these inputs, without running it."""
+        if self.call(args, kwargs) is None:
+            rule = "a plan needs a parameter or an input that requires a gradient, with gradients enabled"
+            works = "model.requires_grad_(), outside of torch.no_grad()"
+            raise_faults(self._caller, [Fault(rule, "a call in which nothing requires a gradient", works)])
+        return self.plan
+
+    def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+        """Like :meth:`prepare`, for an example; without an example, do nothing."""
+        if args or kwargs:
+            with _blaming(self._caller, args):
+                self.prepare(args, dict(kwargs or {}))
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """The traced call for these inputs, traced first if it is new. None if the module must run as it is: without
+        derivatives, inside another trace, or inside a transform of torch.func."""
+        if is_tracing() or is_transformed():
+            return None
+        kwargs = self._ordered(kwargs)
+        with TRACE_LOCK.calling():
+            call = self._known(args, kwargs)
+        if call is not _NEW:
+            return cast("Callable[[], Any] | None", call)
+        with TRACE_LOCK.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
+            call = self._known(args, kwargs)  # another thread may have traced it meanwhile
+            return self._trace(args, kwargs) if call is _NEW else cast("Callable[[], Any] | None", call)
+
+    def _ordered(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``kwargs`` in the order of the forward's parameters: calls that differ only in that order are the same."""
+        if len(kwargs) < 2:
+            return kwargs
+        return {name: kwargs[name] for name in (*self._keywords, *kwargs) if name in kwargs}
+
+    def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the traced call, or ``plain`` if :meth:`call` returns None."""
+        call = self.call(args, kwargs)
+        if call is not None:
+            return call()
+        with TRACE_LOCK.calling():
+            return plain(*args, **kwargs)
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | object | None:
+        """The traced call; ``_NEW`` if it must be traced first; None if the module must run as it is."""
+        state = state_of(self.model)
+        tensors = tensors_of(state, pytree.tree_leaves((args, kwargs)))
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return None
+        try:
+            guard = guard_of(self.model, state, args, kwargs, self._outside.now() if self._outside else ())
+        except Exception:
+            check_bare(self._caller, self.model)
+            raise
+        call = self.known.get(guard.without(self.model, self._ignored) if self._ignored else guard, _NEW)
+        return call if call is _NEW else self._bound(cast(Call, call), tensors, args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        check_bare(self._caller, self.model)
+        state = state_of(self.model)
+        self._outside = outside = Outside(self.model)  # search again: objects may have been replaced
+        guard = guard_of(self.model, state, args, kwargs, outside.now())
+        known = guard.without(self.model, self._ignored) if self._ignored else guard
+        reason, watch = reason_of(self.model, tuple(self.known), known, args, kwargs), Stopwatch()
+        if self._engine == "eager":
+            call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._chooser())
+        else:
+            call = CompiledCall(self._run, self._backend, args, kwargs)
+        log(self._caller, self.model, reason, watch.seconds, call.planning_seconds, call.plan)
+        after = guard_of(self.model, state, args, kwargs, outside.now())
+        self._ignored.update(changed(self.model, guard, after))
+        self.known[guard.without(self.model, self._ignored)] = call
+        warn_of_retraces(self.model, tuple(self.known), args, kwargs)
+        return self._bound(call, tensors_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
+
+    def _bound(
+        self, call: Call | CompiledCall, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        if call.plan is None:  # no output has a derivative
+            return None
+        self._latest = call
+        return partial(call, tensors, args, kwargs)
+
+
+def _keywords_of(model: nn.Module) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # the forward is not a Python function
+        return ()
+    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+
+
+@contextmanager
+def _blaming(caller: str, example: tuple[Any, ...]) -> Iterator[None]:
+    """If the model raises because the example was passed in a wrong form, raise an error that shows the right call."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        works = _instead(caller[:-2], example)
+        if works is None:
+            raise
+        rule = "the example is the model's arguments, one after the other"
+        received = f"one {type(example[0]).__name__}, on which the model raises: {str(error).splitlines()[0]}"
+        raise_faults(caller, [Fault(rule, received, works)])
+
+
+def _instead(function: str, example: tuple[Any, ...]) -> str | None:
+    """The call that the user probably meant; None if it cannot be guessed."""
+    if len(example) == 1 and isinstance(example[0], (tuple, list)):
+        if example[0] and all(isinstance(size, int) for size in example[0]):  # a shape
+            return f"graph.{function}(model, torch.randn({', '.join(map(str, example[0]))}))"
+        return f"graph.{function}(model, *example)"
+    if len(example) == 1 and isinstance(example[0], Mapping):
+        return f"graph.{function}(model, example_kwargs=example)"
+    budgets = [one for one in example if isinstance(one, str) and read(one) is not None]
+    return f"graph.{function}(model, inputs, budget={budgets[0]!r})" if budgets else None

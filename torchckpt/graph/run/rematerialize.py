@@ -1,0 +1,226 @@
+"""rematerialize(): a module that trains within a byte budget, or keeps only chosen values for the backward."""
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.graph.choose.choose import Chooser, Costs
+from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.run.calls import Calls, module_faults, option_faults
+from torchckpt.graph.trace.unsupported import check_bare, refuse_copies
+from torchckpt.model.remat.budget import Budget
+from torchckpt.model.remat.plan import Plan
+
+__all__ = ["Rematerialized", "rematerialize"]
+
+
+def rematerialize(
+    model: nn.Module,
+    *example: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    keep: Keep | Plan = None,
+    budget: Budget | None = None,
+    engine: Literal["eager", "inductor"] = "eager",
+    costs: Costs = "roofline",
+    rng: Literal["keep", "replay"] = "keep",
+    exact: bool = False,
+) -> Rematerialized:
+    """Make a module that computes like ``model``, but keeps fewer values for the backward and recomputes the others.
+
+    AOTAutograd traces the call with its derivatives, once for every kind of inputs. On a CPU with ``engine="eager"``,
+    outputs, gradients, buffers and random numbers are equal to the model's, bit for bit, and the peak is the one that
+    the plan states.
+
+    A call is traced anew when anything else changes that the forward depends on: shapes, arguments, modes, hooks,
+    attributes of modules, and the globals, closures and object fields that its code names. The Python code of the
+    forward runs only during a trace. So side effects, such as a counter or a seed, happen only then; a call has no
+    result but its return value.
+
+    Where torch traces a different kernel than eager runs (``nn.GRU``, ``prod``), the last bits may differ. To measure
+    the bytes that it allocates, each operation runs once on made-up numbers. If it raises an error on them, the plan
+    assumes a copy of all its inputs and outputs, and a warning says so.
+
+    >>> step = graph.rematerialize(model, inputs, budget="6GiB")
+    >>> print(step.plan)                    # peak, what is saved, what is recomputed, what that costs
+    >>> loss_of(step(inputs)).backward()    # as before
+
+    The logger ``torchckpt`` gets one line for each trace, with its reason. To change a part of a module in place, see
+    :func:`~torchckpt.graph.rematerialize_`.
+
+    Args:
+        model: is not changed; the result shares its parameters, buffers and mode.
+        example: inputs to plan for at once. The model does not run on them (with Inductor it runs one forward, without
+            lasting effects). Each kind of operation runs once, on made-up numbers. Default: the first call plans.
+        example_kwargs: the keyword arguments of the example.
+        keep: what to save for the backward. ``"collection"``: what is marked by :func:`mark`. ``"speed"``: outputs of
+            convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
+            inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
+            marks: in full, as patterns (``"layers.*.mlp"``), or a part of the name. A function that takes a
+            :class:`~torchckpt.graph.step.values.Value` and returns whether to keep it. An earlier plan. Default: all
+            values outside of a :func:`region`; with a budget, the values that the planner chooses.
+        budget: bytes that a forward and its backward may allocate beyond the memory in use before them: activations and
+            gradients. A loss outside of the model is not included: let the model return its loss. ``"6GiB"``; an int;
+            or a share of the peak with everything kept: ``"50%"``, or a float. Values that ``keep`` names are kept
+            within the budget. Default: no budget.
+        engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
+            may change the last bits.
+        costs: the time of each operation. ``"roofline"`` estimates it from shapes; ``"profile"`` runs each kind of
+            operation and measures it; a dict gives seconds by operator, such as ``{"aten.mm": 2e-3}``, and estimates
+            the others.
+        rng: ``"keep"`` keeps the results of random operations (the mask of a dropout, one byte per element);
+            ``"replay"`` may draw them again, from a saved state of the generator.
+        exact: prove the least time under the budget (OR-tools; ``pip install 'torchckpt[exact]'``); for small steps.
+
+    Returns:
+        A module with the call signature, ``state_dict`` and parameters of ``model``, and a ``plan``.
+
+    Raises:
+        ArgumentError: an argument breaks a rule; the message lists them all.
+        BudgetInfeasible: no schedule was found within the budget. The error has the least bytes found, and their plan.
+        CaptureError: the call cannot be traced: it depends on the values of tensors, or changes its inputs.
+    """
+    caller = "rematerialize()"
+    raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
+    check_bare(caller, model)
+    made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
+    made._calls.prepare_example(example, example_kwargs)
+    return made
+
+
+_SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)
+
+
+class Rematerialized(nn.Module):
+    """The module that :func:`rematerialize` returns."""
+
+    _calls: Calls
+
+    def __new__(cls, model: nn.Module, *_: Any) -> Rematerialized:
+        return super().__new__(_class_for(model))
+
+    def __init__(self, model: nn.Module, chooser: Callable[[], Chooser], engine: str) -> None:
+        super().__init__()
+        self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
+        self.__dict__.update(original=model, _chooser=chooser, _engine=engine)
+        self.__dict__["_calls"] = Calls("rematerialize()", model, model, chooser, engine)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the latest inputs; before the first call, for the example."""
+        return self._calls.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
+        return self._calls.plans
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace and plan a call with these inputs, without running it."""
+        return self._calls.prepare(args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            from torchckpt.graph.trace.outside_graph import outside_graph  # imports Dynamo
+
+            return outside_graph(self.forward, args, kwargs)
+        return self._calls.run(self.original, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        rule = "a rematerialized module runs its own graphs, which torch.compile cannot compile"
+        works = 'graph.rematerialize(..., engine="inductor"); or torch.compile(model, backend=graph.backend(...))'
+        raise_faults("compile()", [Fault(rule, "compile() of the result of rematerialize()", works)])
+
+    @property
+    def training(self) -> bool:
+        """The mode of the original module: both share it."""
+        return bool(self.original.training) if "original" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "original" in self.__dict__:
+            self.original.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        original = self.__dict__.get("original")
+        if original is None or name == "original":
+            return super().__getattr__(name)
+        if name == "__signature__":  # for inspect.signature(step), which asks the instance before the class
+            return inspect.signature(original)
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the attribute on the original, whose forward reads it; the next call is then traced anew. A wrapper of
+        this module's own forward, as accelerate adds for autocast, is set on this module."""
+        is_own = name in ("training", "__class__", "forward") or _is_bound_to(self, value)
+        if "original" in self.__dict__ and name not in self.__dict__ and not is_own:
+            setattr(self.original, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> Rematerialized:
+        """Call ``train()`` of the original, which may keep some of its modules in evaluation mode."""
+        self.original.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Called when this module is part of another one, which then loads the submodules itself."""
+        self.original._load_from_state_dict(*args, **kwargs)
+
+    def apply(self, fn: Any) -> Rematerialized:
+        self.original.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rematerialized:
+        self.original._apply(fn, recurse)
+        return self
+
+    def __reduce__(self) -> Any:
+        return Rematerialized, (self.original, self._chooser, self._engine)
+
+    def _replicate_for_data_parallel(self) -> None:
+        refuse_copies()
+
+
+def _is_bound_to(module: nn.Module, value: Any) -> bool:
+    return isinstance(value, types.MethodType) and value.__self__ is module
+
+
+def _class_for(model: nn.Module) -> type[Rematerialized]:
+    """A subclass whose forward has the model's signature: tools read from it which inputs a model takes."""
+    own: Any = getattr(type(model), "forward", None)
+    noted: dict[str, object] = {"__wrapped__": own}
+    try:
+        signature = inspect.signature(model.forward)
+    except (AttributeError, TypeError, ValueError):
+        return Rematerialized
+    if "forward" in model.__dict__:
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        noted["__signature__"] = signature.replace(parameters=[first, *signature.parameters.values()])
+    name = f"Rematerialized{type(model).__name__}"
+    for made in Rematerialized.__subclasses__():
+        if made.__name__ == name and made.forward.__dict__ == {**own.__dict__, **noted}:
+            return made
+
+    @wraps(own)
+    def forward(self: Rematerialized, *args: Any, **kwargs: Any) -> Any:
+        return Rematerialized.forward(self, *args, **kwargs)
+
+    forward.__dict__.update(noted)
+    names = {name: getattr(Rematerialized, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(name, (Rematerialized,), {**names, "forward": forward})

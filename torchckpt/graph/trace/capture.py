@@ -1,0 +1,177 @@
+"""Capture: a function of tensors, traced once with its derivatives, which then runs as the graphs of a schedule."""
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import CaptureError, Fault
+from torchckpt.features import GRAPH
+from torchckpt.graph.mark.annotations import Tracing
+from torchckpt.graph.private.surroundings import casting_once
+from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
+from torchckpt.graph.private.witness import Witness
+from torchckpt.graph.step.costs import CostOf
+from torchckpt.graph.step.emit import emit
+from torchckpt.graph.step.joint import Joint, joint_of
+from torchckpt.graph.step.partial import Backward, Partial
+from torchckpt.graph.step.unused_outputs import Unread
+from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
+from torchckpt.graph.trace.trace_lock import TRACE_LOCK
+from torchckpt.model.remat.step.dataflow import Schedule
+from torchckpt.model.remat.step.memory import simulate
+
+__all__ = ["Capture", "Choose", "explained"]
+
+Choose = Callable[[Joint], Schedule]
+"""Returns the schedule of a joint graph."""
+
+class Capture:
+    """A traced function of tensors; later calls take tensors of the same shapes, strides, dtypes and devices.
+
+    Args:
+        function: takes tensors; returns a nested structure of tensors and constants.
+        tensors: tensors to trace with. Nothing runs: neither they nor a generator change.
+        data: names of the tensors that the function must not change, by place; it may change the others, the buffers.
+        cost: returns the cost of an operation.
+        choose: returns the schedule of the joint graph.
+        replay: whether random operations may be repeated. Default: False.
+
+    Raises:
+        CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
+    """
+
+    joint: Joint
+
+    def __init__(
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
+        choose: Choose, replay: bool = False,
+    ) -> None:
+        require(GRAPH)
+        self._function, self._data, self._cost, self._choose = function, data, cost, choose
+        self._replay = replay
+        self._are_leaves = [tensor.is_leaf for tensor in tensors]
+        self._casts_are_kept = torch.is_autocast_cache_enabled()
+        self.witness = Witness()
+        self._differentiable = Differentiable(self._flat, self._partition, self._backward)
+        with explained(), _collector_paused():
+            self._differentiable.trace(*tensors)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        outputs = self._differentiable(*tensors)
+        self._unread.watch(outputs)
+        leaves = iter(outputs)
+        constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
+        return pytree.tree_unflatten(constants, self._structure)
+
+    def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call the function and return only its output tensors; its other outputs are constants of the trace."""
+        before = [tensor._version for tensor in tensors]
+        casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
+        with casting, self.witness.watching(tensors), Tracing() as tracing:
+            leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
+            leaves = [tracing.unmarked(leaf) for leaf in leaves]
+        self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
+        opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and constant_of(leaf) is None]
+        if any(map(is_cache, opaque)):
+            rule = "a step that is differentiated returns no cache of keys and values: it would hold them all"
+            raise CaptureError(str(Fault(rule, f"an output of {type(opaque[0])}", WITHOUT_CACHE)))
+        if opaque:
+            raise CaptureError(str(Fault(
+                "outputs are tensors and constants, in containers that torch can look into", f"a {type(opaque[0])}",
+                "torch.export.register_dataclass(Outputs); or its tensors, in a tuple or a dict",
+            )))
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        mutated = mutated_inputs(module.graph.output_node())
+        self._refuse(place for place in mutated.values() if place is not None)
+        self.joint = joint_of(module, num_fwd_outputs, self._cost, self._replay)
+        self._unread = Unread(self.joint)
+        schedule = self._choose(self.joint)
+        boundary = simulate(self.joint.flow, schedule).boundary
+        forward, backward = emit(self.joint, schedule, boundary)
+        self._partial = Partial(self.joint, schedule, boundary, backward)
+        return forward, backward
+
+    def _backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
+        missing = self._unread.missing()
+        return (self._partial.without(missing) if missing else whole)(arguments)
+
+    def _refuse(self, mutated: Iterator[int]) -> None:
+        found = [self._data[place] for place in mutated if place in self._data]
+        if found:
+            raise CaptureError(str(Fault(
+                "a call that is recomputed leaves its inputs as they are", f"{found[0]} is changed in place",
+                "x = x + 1 in place of x.add_(1); or x = x.clone() first",
+            )))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: a trace makes 100,000 lasting objects, and their scans take 10 % of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn an error of a trace into a CaptureError with reason and line; the function's own errors pass through."""
+    try:
+        with TRACE_LOCK.tracing():
+            yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        if is_data_dependent(error):
+            _raise("a graph does not depend on the values of its tensors", error,
+                   "torch.where() in place of if; or rematerialize() around the parts before and after it")
+        if "derivative" in str(error) or "autograd formula" in str(error):
+            _raise("every operation between an input and a loss has a derivative", error,
+                   "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
+        if "view input mutations" in str(error):
+            _raise("a call that is recomputed leaves its inputs as they are; one lies in a buffer it changes", error,
+                   "x = x.clone() before the call")
+        if "requires grad is being used in an in-place operation" in str(error):
+            _raise("a call that is differentiated leaves its inputs as they are", error,
+                   "x = x + 1 in place of x.add_(1); or x = x.clone() first")
+        if "convert all Tensors to FakeTensors" in str(error):
+            _raise("a call reads no tensors but its inputs, parameters and buffers", error,
+                   "self.register_buffer(\"mask\", mask, persistent=False) in place of self.mask = mask")
+        if any(kind in str(error) for kind in ("FakeTensor", "FunctionalTensor", "tensor subclasses")):
+            _raise("a call is traced on tensors that have no data", error,
+                   "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
+        if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+            _raise("control flow that depends on tensors is one that torch can trace with its derivatives", error,
+                   "torch.cond(), or a loop of Python whose number of rounds is known")
+        raise
+
+
+def _raise(rule: str, error: Exception, works: str) -> NoReturn:
+    received = f"{str(error).splitlines()[0]} {_place_of(error)}".strip()
+    raise CaptureError(str(Fault(rule, received, works))) from error
+
+
+def _place_of(error: Exception) -> str:
+    """The last line of the user's code in the traceback; without one, the line of the torch layer."""
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not frame.filename.startswith(ours)]
+    layers = os.path.join(ours[0], "nn")
+    frames = frames or [frame for frame in every if frame.filename.startswith(layers) and frame.name == "forward"]
+    return f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""

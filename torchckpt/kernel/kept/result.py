@@ -1,0 +1,237 @@
+"""Result: what one call of ``keep`` returned and changed, for replays to find."""
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from contextlib import suppress
+from copy import copy as shallow_copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, RecomputationError, raise_faults
+from torchckpt.kernel.private import alive, apply_of, set_version
+from torchckpt.kernel.state.ambient import Generator, moved, put_back, random_state
+from torchckpt.kernel.state.boundary import Boundary
+from torchckpt.kernel.state.determinism import name_of
+from torchckpt.kernel.state.layout import Copy, version_of
+from torchckpt.kernel.state.module_state import ModuleState
+from torchckpt.kernel.state.streams import SyncPoint, accelerators_among
+from torchckpt.kernel.trees import copy_attributes, hides_tensors, tensors_of
+from torchckpt.typing import Function
+
+__all__ = ["Buffers", "Near", "Result", "buffers_of", "changed_buffers", "near_to"]
+
+
+class _Outputs(Boundary):
+    """The leaves of what a function returned: kept as the arguments of a region are."""
+
+    __slots__ = ()
+
+    _whose = "a result of torchckpt.keep"
+
+
+Near: TypeAlias = dict[tuple[str, int], Tensor]
+"""The tensors that a replay of a call has as well: those among its arguments, those in the closure of its function, and
+its defaults, by their places."""
+
+
+def near_to(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Near:
+    """Those of ``function(*args, **kwargs)``."""
+    given: list[Any] = [args, kwargs]
+    while isinstance(function, partial):
+        given.append((function.args, function.keywords))
+        function = function.func
+    near: Near = {("argument", place): tensor for place, tensor in enumerate(tensors_of(given)[0])}
+    code = getattr(function, "__func__", function)
+    for place, cell in enumerate(getattr(code, "__closure__", None) or ()):
+        with suppress(ValueError):  # nothing is in it yet
+            if isinstance(cell.cell_contents, Tensor):
+                near["cell", place] = cell.cell_contents
+    defaults = (*(getattr(code, "__defaults__", None) or ()), *(getattr(code, "__kwdefaults__", None) or {}).values())
+    near.update({("default", place): value for place, value in enumerate(defaults) if isinstance(value, Tensor)})
+    return near
+
+
+def _arguments(near: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [place for place in near if place[0] == "argument"]
+
+
+_DATA = (MutableMapping, MutableSequence, MutableSet, SimpleNamespace)
+
+
+class _Near:
+    """Stands for an output that is one of the tensors near the call."""
+
+    def __init__(self, place: tuple[str, int]) -> None:
+        self.place = place
+
+
+class Result:
+    """Made before the function is called. ``note()`` what it returned, and ``again()`` hands that out, and leaves
+    arguments and random numbers as the function left them. ``note()`` what it raised, and ``raise_again()`` does."""
+
+    __slots__ = ("_changed", "_error", "_moved", "_outputs", "_random", "_spec", "_sync_point", "_versions")
+
+    def __init__(self, near: Near, generators: Sequence[Generator]) -> None:
+        self._versions = {place: version_of(tensor) for place, tensor in near.items()}
+        self._random = random_state(dict.fromkeys(generators))
+
+    def note(self, function: Function, outputs: Any, near: Near, error: Exception | None = None) -> None:
+        """What ``function`` has returned or raised, and left."""
+        self._error = None if error is None else _without_traceback(error)
+        leaves, self._spec = pytree.tree_flatten(outputs)
+        _must_be_seen(function, leaves)
+        places = {id(tensor): _Near(place) for place, tensor in near.items()}
+        own = {id(leaf): _own(leaf) for leaf in leaves}
+        self._outputs = _Outputs(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
+        self._outputs.drop_graphs()
+        self._changed = [
+            (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
+            for place, tensor in near.items()
+            if version_of(tensor) != self._versions[place]
+        ]
+        self._moved = [(generator, before, generator.get_state()) for generator, before in moved(self._random)]
+        self._random = []
+        devices = accelerators_among((outputs, *near.values()), {})
+        self._sync_point = SyncPoint(devices) if devices else None
+
+    def again(self, function: Function, near: Near, replays: Callable[[Generator, Tensor], bool]) -> Any:
+        """What it returned. ``replays`` says of a generator, and its state before, whether the replay sees to it."""
+        leaves, _, tensors = self._outputs.arguments()
+        needed = [place for place, *_ in self._changed] + [leaf.place for leaf in leaves if isinstance(leaf, _Near)]
+        if _arguments(near) != _arguments(self._versions) or not near.keys() >= set(needed):
+            raise _other_arguments(function)
+        self.wait_before_using([*tensors, *(copy.values for _, _, copy, _ in self._changed)])
+        for place, original, copy, requires_grad in self._changed:
+            if alive(original) is not near[place]:
+                _write(function, copy.again(), near[place], requires_grad)
+        put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
+        fresh = {id(leaf): _own(leaf) for leaf in leaves}
+        fresh.update({id(tensor): _fresh(function, tensor, near) for tensor in tensors})
+        outputs = [near[leaf.place] if isinstance(leaf, _Near) else fresh[id(leaf)] for leaf in leaves]
+        return pytree.tree_unflatten(outputs, self._spec)
+
+    def raise_again(self) -> None:
+        """Raise what it raised, if it did."""
+        if self._error is not None:
+            raise _without_traceback(self._error)
+
+    def wait_before_using(self, tensors: Iterable[Tensor | None]) -> None:
+        """Let the current streams wait for those of the forward, and keep ``tensors`` until they are done with them."""
+        if self._sync_point is not None:
+            self._sync_point.wait_before_using(tensor for tensor in tensors if tensor is not None)
+
+
+class _Once(torch.autograd.Function):
+    """In a replay, between what a kept function got and what it returned: no gradient goes there."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, output: Tensor, *near: Tensor) -> Tensor:
+        ctx.function = function
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        raise RecomputationError(
+            "a backward inside of a region cannot go through what torchckpt.keep keeps\n"
+            f"  received: the gradient of a result of {name_of(ctx.function)}, in a replay\n"
+            "  works:    the function, and the backward through it, in one keep(); or the function without keep()"
+        )
+
+
+_once = apply_of(_Once)
+
+
+def _fresh(function: Function, output: Tensor, near: Near) -> Tensor:
+    """``output`` for a replay to do with as it likes: a hook on it, say, is none on that of the forward."""
+    if isinstance(output, nn.Parameter):
+        return output
+    if output.is_leaf:
+        fresh = output.detach().requires_grad_(output.requires_grad)
+    else:
+        with torch.enable_grad():
+            fresh = _once(function, output, *(tensor for tensor in near.values() if tensor.requires_grad))
+    return set_version(copy_attributes(output, fresh), output._version)
+
+
+def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
+    hidden = [leaf for leaf in leaves if hides_tensors(leaf)]
+    if hidden:
+        rule = f"{name_of(function)} must return tensors in pytrees: what is inside of other objects is out of sight"
+        works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
+        raise_faults("keep", [Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works)])
+    iterators = [leaf for leaf in leaves if isinstance(leaf, Iterator)]
+    if iterators:
+        rule = f"{name_of(function)} must return what can be read twice: an iterator is at its end in the replay"
+        raise_faults("keep", [Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)")])
+
+
+def _own(leaf: Any) -> Any:
+    """``leaf``, or a copy if it is data that a region may change behind it. What is in it stays the same."""
+    if isinstance(leaf, (Tensor, nn.Module, type)):
+        return leaf
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(leaf, numpy.ndarray)
+    return shallow_copy(leaf) if is_array or isinstance(leaf, _DATA) or dataclasses.is_dataclass(leaf) else leaf
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """As ``error``, which holds the tensors of all calls that it came through."""
+    base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+    # An __init__ of its own may want other arguments.
+    twin: Exception = base.__new__(type(error), *map(_without_graph, error.args))
+    twin.__dict__.update({name: _without_graph(value) for name, value in error.__dict__.items()})
+    return twin
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _write(function: Function, value: Tensor, tensor: Tensor, requires_grad: bool) -> None:
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        raise _other_arguments(function)
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+    set_version(tensor, value._version)
+    if requires_grad and not tensor.requires_grad:
+        tensor.requires_grad_()
+
+
+def _other_arguments(function: Function) -> RecomputationError:
+    return RecomputationError(
+        "the replay of a region called torchckpt.keep on other tensors than its forward\n"
+        f"  received: {name_of(function)} with other arguments, or holding others, or with one that it resizes\n"
+        "  works:    what it needs as arguments, keep(router, x), of the same shapes each time"
+    )
+
+
+# buffers ------------------------------------------------------------------------------------------------------------
+
+
+Buffers: TypeAlias = dict[Any, tuple[Tensor | None, int]]
+"""By their keys in a layout, with their versions."""
+
+
+def buffers_of(seen: ModuleState | None) -> Buffers:
+    """Those of the modules of a region, as they are now."""
+    if seen is None:
+        return {}
+    return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in seen.layout.buffers()}
+
+
+def changed_buffers(seen: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
+    """Those that are others than ``before``: where each is, its name there, and a copy of it."""
+    changed: list[tuple[dict[str, Any], str, Copy | None]] = []
+    for key, (tensor, version) in buffers_of(seen).items():
+        then = before.get(key)
+        if seen is not None and (then is None or then[0] is not tensor or then[1] != version):
+            changed.append((seen.layout.home(key), key[1], None if tensor is None else Copy(tensor)))
+    return changed

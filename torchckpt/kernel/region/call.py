@@ -1,0 +1,172 @@
+"""Call: one call of a function, and all that it takes to run it again."""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchckpt.errors import ArgumentError, Fault, RecomputationError
+from torchckpt.kernel.flags import Replay, thread
+from torchckpt.kernel.private import pop_hooks, push_hooks, set_grad_enabled
+from torchckpt.kernel.region.options import Options
+from torchckpt.kernel.state import norms
+from torchckpt.kernel.state.ambient import (
+    Ambient,
+    RandomState,
+    exchanged,
+    generators_of,
+    moved,
+    put_back,
+    random_state,
+    settings,
+    within,
+)
+from torchckpt.kernel.state.boundary import Boundary
+from torchckpt.kernel.state.determinism import name_of
+from torchckpt.kernel.state.module_state import ModuleState, lending, lent, look
+from torchckpt.kernel.state.streams import SyncPoint, accelerators_among
+from torchckpt.typing import ContextFunction, Function
+
+__all__ = ["Call", "Stop"]
+
+
+Pack: TypeAlias = Callable[[Tensor], Any]
+Unpack: TypeAlias = Callable[[Any], Tensor]
+
+
+_Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any] | None]
+
+
+class Stop(Exception):
+    """The exception by which ``pack`` ends a replay early, inside the function."""
+
+
+class Call:
+    """A function, the boundary of one call of it, and the state of the function's modules at that call.
+
+    ``forward`` runs the function, once; ``replay`` runs it again from the same state. Both restore what they set, in
+    ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
+    """
+
+    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "seen")
+
+    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
+        self.function = function
+        self.devices = accelerators_among(args, kwargs)
+        """The accelerators that the region works on."""
+        self._options = options
+        self._boundary = Boundary(args, kwargs)
+        self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
+        self._entry = SyncPoint(self.devices) if self.devices else None
+        self.seen: ModuleState | None = None
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
+    ) -> Any:
+        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
+        numbers that it starts with to ``ambient``."""
+        function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
+        _, recomputing, borrowers = before = thread.flags
+        modules = () if self._boundary.spec is None else self._boundary.modules()
+        has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
+        seen, exclusive = (None, False) if has_none and not modules else look(self.function, modules)
+        try:
+            if seen is not None and seen.layout.is_lazy:  # the first call makes the weights: a replay would not
+                return function(*args, **kwargs)
+            self.seen = seen
+            ambient.append((settings(), self._random_state(seen)))
+            push_hooks(pack, unpack)
+            thread.flags = True, recomputing, borrowers
+            try:
+                outputs = function(*args, **kwargs)
+            finally:
+                thread.flags = before
+                pop_hooks()
+                if seen is not None:
+                    seen.settle()
+        finally:
+            if exclusive:
+                lending.release()
+        if self.devices:  # their backwards run in several threads, which share the CPU's generator, random[0]
+            then, random = ambient.pop()
+            ambient.append((then, moved(random[:1]) + random[1:]))
+        return outputs
+
+    def _take_context(self) -> AbstractContextManager[Any]:
+        assert self._contexts is not None
+        context = self._contexts[1]
+        if context is None:
+            raise RecomputationError(
+                "the context of a replay is entered once\n"
+                f"  received: a second replay of region {name_of(self.function)}, whose first one raised\n"
+                "  works:    a new forward; or context_fn=None"
+            )
+        self._contexts = self._contexts[0], None
+        return context
+
+    def _random_state(self, seen: ModuleState | None) -> RandomState:
+        named = self._options.generators
+        if not self._options.preserve_rng_state:
+            return []
+        if seen is not None and (owned := seen.layout.generators()):
+            named = [*named, *owned]
+        return random_state(generators_of(self.devices, named))
+
+    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> None:
+        """Run the function again under the hooks, to its end or until ``pack`` raises Stop."""
+        # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
+        args, kwargs, tensors = self._boundary.arguments()
+        if self._entry is not None:
+            self._entry.wait_before_using(tensors)
+        function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
+        loans = None if self.seen is None else self.seen.loans(self.function)
+        if loans is not None:
+            function = _inside(lent(loans, self.function), function)
+        then, random = ambient
+        if then != settings():
+            function = _inside(within(then), function)
+        borrowers = Replay()
+        before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
+        random_after: RandomState = []
+        push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
+        try:
+            random_after = exchanged(random)
+            set_grad_enabled(True)
+            thread.flags, thread.scope = (False, True, borrowers), None  # regions inside run as in the forward
+            try:
+                norms.watch(borrowers, self.function)
+                function(*args, **kwargs)
+            finally:
+                norms.unwatch(borrowers)
+        except Stop:
+            pass
+        finally:
+            thread.flags, thread.scope = before, scope
+            set_grad_enabled(graded)
+            pop_hooks()
+            put_back(random_after)
+
+
+def _inside(context: AbstractContextManager[Any], function: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    made = make()
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(c, AbstractContextManager) for c in made):
+        return made
+    fault = Fault(
+        "context_fn must return two context managers, one around the forward and one around the replay",
+        repr(made),
+        "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())",
+    )
+    raise ArgumentError(f"checkpoint: {fault}")

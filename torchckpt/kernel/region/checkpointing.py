@@ -1,0 +1,259 @@
+"""``checkpoint`` and ``Checkpointing``: run a region in one call, or step by step."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, RegionError, TransformError
+from torchckpt.kernel.dependency import fork, join
+from torchckpt.kernel.flags import thread
+from torchckpt.kernel.private import forward_ad, functorch_is_active
+from torchckpt.kernel.region.checkpoint import checkpoint as checkpoint_input
+from torchckpt.kernel.region.checkpoint import held_by
+from torchckpt.kernel.region.frame import Frame
+from torchckpt.kernel.region.options import DEFAULT, Options, checked
+from torchckpt.kernel.region.recompute import recompute
+from torchckpt.kernel.trees import tensors_of
+from torchckpt.typing import ContextFunction, DeterminismCheck, Function
+
+__all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
+
+_REENTRANT = Fault(
+    "use_reentrant must be False or None: a nested backward breaks autograd.grad, inputs=, double backward and split "
+    "backward, and cannot stop early",
+    "use_reentrant=True",
+    "checkpoint(function, x)",
+)
+_DEBUG = Fault(
+    "debug must be False: errors name the tensor that differs without a trace of operators",
+    "debug=True",
+    'checkpoint(function, x, determinism_check="values")',
+)
+
+
+def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region."""
+    if torch.compiler.is_exporting():  # an exported graph has no backward, and torch.export supports no regions
+        return function(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
+        return in_graph(function, args, kwargs, options)
+    if options is not DEFAULT or not callable(function):
+        checked("checkpoint", function, options)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    refuse_transforms()
+    if thread.scope is not None:
+        return thread.scope.run(function, args, kwargs, options)[0]
+    return Frame(options).forward(function, args, kwargs)
+
+
+def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Inside a graph that Dynamo traces: call :func:`torch.utils.checkpoint.checkpoint`, which Dynamo supports."""
+    if options.generators:
+        return outside(run, function, args, kwargs, options)
+    if options.context_fn is not None:
+        kwargs = {**kwargs, "context_fn": options.context_fn}
+    return torch.utils.checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=options.preserve_rng_state,
+        determinism_check="none" if options.determinism_check == "none" else "default",
+        **kwargs,
+    )
+
+
+def outside(call: Function, *args: Any) -> Any:
+    """``call(*args)`` outside the graph that Dynamo is tracing."""
+    from torchckpt.kernel.region.outside_graph import outside_graph
+
+    return outside_graph(call, *args)
+
+
+def refuse_transforms() -> None:
+    """Raise ``TransformError`` inside a transform that regions do not support."""
+    # autograd would not raise here: torch.func.grad silently ignores the saved-tensor hooks.
+    if functorch_is_active() or forward_ad._current_level >= 0:
+        raise TransformError(
+            "a region cannot be entered under vmap, jvp, torch.func.grad or forward-mode AD\n"
+            "  received: a call inside such a transform\n"
+            "  works:    block(x) itself inside the transform; or torch.autograd.grad, double backward included, "
+            "through checkpoint(block, x)"
+        )
+
+
+def checkpoint(
+    function: Function,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    generators: Sequence[torch.Generator] = (),
+    determinism_check: DeterminismCheck = "default",
+    context_fn: ContextFunction | None = None,
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` without keeping its activations; the backward computes them again.
+
+    A drop-in replacement for :func:`torch.utils.checkpoint.checkpoint`. Outputs and gradients are equal to the bit to
+    those of the plain call. This holds with dropout, double backward, ``torch.autograd.grad`` and all else in autograd.
+
+    >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
+    >>> y = torchckpt.checkpoint(block, torch.randn(4, 8))
+    >>> y.sum().backward()
+
+    Args:
+        function: any callable. It may close over tensors. The replay repeats changes that the function makes to its own
+            state: guard them with ``if not torchckpt.is_recomputing():``. torch's norm layers need no guard.
+        *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. Only the tensors
+            among them stay in memory until the backward.
+        use_reentrant: False or None; accepted for code written for torch's function. There is no reentrant mode.
+        preserve_rng_state: replay with the random numbers of the forward, on the CPU and on every accelerator among the
+            arguments. False saves the time of the snapshot, for functions that draw no random numbers.
+        generators: further ``torch.Generator`` objects that the function draws from.
+        determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with
+            those of the forward. ``"values"`` also compares the bits, by a checksum. It costs a pass over each saved
+            tensor and, on an accelerator, a synchronisation. ``"none"`` compares nothing.
+        context_fn: returns two context managers, one for the forward, one for the replay, as
+            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them. Each is entered once, so a
+            backward whose replay raised cannot be run again.
+        debug: False; accepted for code written for torch's function. Use ``determinism_check="values"`` instead.
+        early_stop: end the replay after the last tensor that the backward needs. False runs the function to its end.
+
+    Returns:
+        The outputs of ``function``. Under ``no_grad`` and ``inference_mode`` the call is the plain call.
+
+    Raises:
+        ArgumentError: an argument is wrong. The message lists every wrong argument.
+        TransformError: under ``vmap``, ``jvp`` or ``torch.func.grad``.
+        RecomputationError: at backward, when the replay does not do what the forward did.
+
+    The saved-tensor hooks are those of non-reentrant checkpointing in torch; the idea is Chen et al., "Training Deep
+    Nets with Sublinear Memory Cost", 2016.
+    """
+    options = DEFAULT
+    if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
+        options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    if use_reentrant or debug:
+        unsupported = [fault for fault, given in ((_REENTRANT, use_reentrant), (_DEBUG, debug)) if given]
+        checked("checkpoint", function, options, unsupported)
+    return run(function, args, kwargs, options)
+
+
+class Checkpointing:
+    """One region, step by step: the caller chooses when its forward and its replay run.
+
+    >>> region = torchckpt.Checkpointing(block, x)
+    >>> y = region.checkpoint()       # forward; the activations are dropped
+    >>> y = region.recompute(y)       # backward recomputes when it gets to this point, before it goes on
+    >>> region.prefetch()             # or: recompute now, before there is any gradient
+    >>> y.sum().backward()
+
+    Takes the arguments of :func:`checkpoint`. Make a new object for each forward. The object keeps the region's inputs
+    in memory until the replay is done.
+
+    It puts two autograd Functions into the graph: ``Checkpoint`` at the region's inputs, and ``Recompute`` where
+    :meth:`recompute` is called. Both come from torchgpipe (Kim et al., 2020). The function gets an alias of each input
+    that is not a leaf and requires grad. It gets the input itself if that is a leaf, if the function closes over it, or
+    if it is an attribute of the function's module: there the function could tell the alias from the tensor.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        *args: Any,
+        preserve_rng_state: bool = True,
+        generators: Sequence[torch.Generator] = (),
+        determinism_check: DeterminismCheck = "default",
+        context_fn: ContextFunction | None = None,
+        early_stop: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+        checked("Checkpointing", function, self._options)
+        self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
+        self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
+
+    def checkpoint(self) -> Any:
+        """Run the forward, drop the activations, and return the outputs of the function. Call it once."""
+        if torch.compiler.is_dynamo_compiling():
+            return outside(self.checkpoint)
+        if self._call is None:
+            raise RegionError(
+                "a region runs its forward once\n  received: a second checkpoint()\n"
+                "  works:    torchckpt.Checkpointing(function, *args).checkpoint(), a new region for each forward"
+            )
+        (function, args, kwargs), self._call = self._call, None
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        refuse_transforms()
+        if thread.scope is not None:
+            outputs, self._frame = thread.scope.run(function, args, kwargs, self._options)
+            return outputs
+        frame = Frame(self._options)
+        outputs = frame.forward(function, *_passed(frame, function, args, kwargs))
+        self._frame = frame
+        return outputs
+
+    def recompute(self, outputs: Any) -> Any:
+        """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes on to the region.
+
+        Args:
+            outputs: what :meth:`checkpoint` returned, or what was made from it: a tensor or a pytree.
+
+        Returns:
+            The same structure. Each tensor that requires grad is replaced by one whose backward starts the replay.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return outside(self.recompute, outputs)
+        self._must_have_run("recompute(outputs)")
+        if self._frame is None:
+            return outputs
+        leaves, spec = pytree.tree_flatten(outputs)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                # One node for each tensor: with a common node, the loss of one output would run the backward of all.
+                forked, edge = fork(leaf)
+                leaves[place] = join(forked, recompute(self._frame, edge))
+        return pytree.tree_unflatten(leaves, spec)
+
+    def prefetch(self) -> None:
+        """Recompute now, on this thread and its current stream. A second call does nothing.
+
+        The stream waits for the forward's inputs, and a backward on another stream waits for the recomputation. On a
+        stream other than the forward's, keep the tensors that the function closes over until that stream is done.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            outside(self.prefetch)
+            return
+        self._must_have_run("prefetch()")
+        if self._frame is not None:
+            self._frame.recompute()
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the replay is done, or there was nothing to replay."""
+        return self._call is None if self._frame is None else self._frame.is_recomputed
+
+    def _must_have_run(self, call: str) -> None:
+        if self._call is not None:
+            raise RegionError(
+                f"a region must run its forward first\n  received: {call} before checkpoint()\n"
+                "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
+            )
+
+
+def _passed(
+    frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf."""
+    tensors, put_back = tensors_of((args, kwargs))
+    held = {id(tensor) for tensor in held_by(function)}
+    inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]
+    return put_back([checkpoint_input(frame, t) if is_inner else t for t, is_inner in zip(tensors, inner)])  # type: ignore[no-any-return]

@@ -1,0 +1,221 @@
+"""Frame: the state that the forward of a region and its replay share.
+
+The forward hands every tensor that autograd saves to the frame, which drops it and leaves the graph node a slot. The
+replay runs the function again and fills the slots. A slot belongs to its node, so a recomputed tensor lives as long as
+a saved tensor does in eager: it is freed with the node in a plain backward, and kept while the graph is kept
+(``retain_graph``, a backward split into input and weight). So a frame is filled only once, for any number of backwards.
+"""
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from torchckpt.errors import RecomputationError
+from torchckpt.kernel.kept.record import Kept
+from torchckpt.kernel.private import keep_from_dynamo, look_through
+from torchckpt.kernel.region.call import Call, Stop
+from torchckpt.kernel.region.options import Options
+from torchckpt.kernel.region.slots import Slot, describe
+from torchckpt.kernel.state.ambient import Ambient, Generator
+from torchckpt.kernel.state.determinism import differs, name_of
+from torchckpt.kernel.state.module_state import ModuleState
+from torchckpt.kernel.state.streams import SyncPoint
+from torchckpt.typing import Function
+
+__all__ = ["Around", "Frame", "Fresh", "observers"]
+
+observers: list[Callable[[str], object]] = []
+"""Functions that are called with the name of a region after its replay (``torchckpt.testing`` adds one)."""
+
+Fresh: TypeAlias = list[tuple[Tensor, int]]
+"""Saved tensors in the order of their slots, each with its version when it was saved."""
+
+Around: TypeAlias = Callable[["deque[Fresh]"], AbstractContextManager[None]]
+
+_RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
+
+
+class Frame:
+    """One region in one forward. ``forward()`` is called once, ``recompute()`` by whoever comes first.
+
+    The nodes of the region's graph hold the frame, through their hooks. The frame holds the call and the slots until
+    the slots are filled, and then neither.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_lock",
+        "_options",
+        "_returned",
+        "_slots",
+        "_sync_point",
+        "ambient",
+        "around",
+        "kept",
+        "recomputed",
+    )
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._call: Call | None = None
+        self._slots: list[Slot] = []
+        self._returned = False  # whether the forward has returned: no slots will be added
+        self._sync_point: SyncPoint | None = None
+        self._lock = _RLock()
+        self.ambient: deque[Ambient] = deque()
+        """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
+        self.recomputed: deque[Fresh] = deque()
+        """At most one element, passed from replay to backward: the tensors that the replay saved."""
+        self.around: Around | None = None
+        """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
+        self.kept: Kept | None = None
+        """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call = Call(function, args, kwargs, self._options)
+        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack)
+        self._returned = True
+        if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
+            self._call, self._slots, self.kept = None, [], None
+            self.ambient.clear()
+        return outputs
+
+    @property
+    def saved(self) -> int:
+        """How many tensors the forward has saved so far."""
+        return len(self._slots)
+
+    @property
+    def seen(self) -> ModuleState | None:
+        """The parameters and buffers that the call found on its modules."""
+        return None if self._call is None else self._call.seen
+
+    @property
+    def generators(self) -> list[Generator]:
+        """The generators whose states a replay sets."""
+        return [generator for generator, _ in self.ambient[0][1]]
+
+    def replays(self, generator: Generator, _: Tensor) -> bool:
+        """Whether the running replay has set the state of ``generator``."""
+        return any(generator is replayed for replayed in self.generators)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the replay is compared with the forward."""
+        return self._options.determinism_check != "none"
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the replay is done, or there is nothing to replay."""
+        return self._returned and self._call is None
+
+    @property
+    def function(self) -> Function | None:
+        """The function that the replay will run; None when the replay is done."""
+        return None if self._call is None else self._call.function
+
+    def recompute(self) -> None:
+        """Run the replay. Idempotent: the first caller does the work, others wait for it and find it done."""
+        with self._lock:
+            call, slots = self._call, self._slots
+            if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
+                return
+            if self.around is None:
+                self.recomputed.append(self._replay(call, slots))
+            else:
+                with self.around(self.recomputed):
+                    self.recomputed.append(self._replay(call, slots))
+            if call.devices:
+                self._sync_point = SyncPoint(call.devices)  # before slots are filled, which are read without the lock
+            if self._returned:
+                self._call = self.kept = None
+                self.ambient.clear()
+            for observer in observers:
+                observer(name_of(call.function))
+
+    def let_go(self) -> None:
+        """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
+        with self._lock:
+            if not self.recomputed:
+                return
+            for slot, (tensor, version) in zip(self._slots, self.recomputed.popleft()):
+                if slot.tensor is None:
+                    slot.version, slot.tensor = version, tensor
+            if self._call is None:
+                self._slots = []
+
+    def _pack(self, tensor: Tensor) -> Slot:
+        slot = Slot(tensor, self._options.determinism_check == "values")
+        self._slots.append(slot)
+        return slot
+
+    def _unpack(self, slot: Slot) -> Tensor:
+        if slot.tensor is None:
+            self.recompute()
+            self.let_go()
+        tensor = slot.take()
+        if self._sync_point is not None:
+            self._sync_point.wait_before_using((tensor,))
+        return tensor
+
+    def _same(self, tensor: Tensor) -> Tensor:
+        # The unpack hook of a replay: a method, so that the frame can be found from the hooks in force.
+        return tensor
+
+    def _replay(self, call: Call, slots: list[Slot]) -> Fresh:
+        """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions."""
+        total = len(slots)
+        checked = self._options.determinism_check != "none"
+        # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
+        stops = self._options.early_stop or not self._returned
+        fresh: Fresh = []
+        different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = len(fresh)
+            if place < total:
+                # detach(): the tensor would keep the graph of the replay alive.
+                kept = tensor if tensor.is_leaf else tensor.detach()
+                if checked and not slots[place].accepts(tensor):
+                    different.append(slots[place].compare(tensor))
+                    raise _error(call, slots, place, different)
+                fresh.append((kept, tensor._version))
+                if place + 1 < total or not stops:
+                    return kept
+            elif checked and not stops:
+                different.append(describe(tensor))
+                raise _error(call, slots, place, different)
+            raise Stop
+
+        look_through(pack)
+        if self.kept is not None:
+            self.kept.begin(fresh)
+        try:
+            call.replay(self.ambient[0], pack, self._same)
+        except Exception:
+            if different or len(fresh) < total or not stops:
+                if self.kept is not None:
+                    self.kept.begin(None)
+                raise
+            # Otherwise the function caught Stop and raised this instead: everything is recomputed.
+        if self.kept is not None and not different:
+            self.kept.end(call.function, checked)
+        if different or len(fresh) < total:  # the function caught the error, or ended before its time
+            raise _error(call, slots, len(fresh), different)
+        return fresh
+
+
+def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> RecomputationError:
+    nothing = "nothing, it had ended"
+    forward = describe(slots[place]) if place < len(slots) else nothing
+    return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
+
+
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._same)
+look_through(Frame._pack)

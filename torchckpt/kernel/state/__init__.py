@@ -1,0 +1,10 @@
+"""The state that a replay must find as the forward found it.
+
+    boundary          the arguments
+    module_state      parameters and buffers, lent to the replay
+    layout, norms     where modules hold them; running statistics, updated once
+    ambient           settings and random numbers
+    streams           devices, and work on other streams to wait for
+    determinism       the errors of a replay that differs
+"""
+__all__: list[str] = []

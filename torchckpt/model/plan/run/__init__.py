@@ -1,0 +1,8 @@
+"""Plans for steps that are run: from what was measured, and beside it.
+
+    fit_measured      a plan for all that a step takes
+    extra_memory      what a step takes above what regions hold
+    gradient_sums     weight gradients in the order in which they are added up
+    measured          steps of a plan, beside it
+"""
+__all__: list[str] = []

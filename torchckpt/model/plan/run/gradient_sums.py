@@ -1,0 +1,68 @@
+"""Sums: keep the weight gradients of a stage in the order of the schedule, because rounding depends on that order.
+
+A plan moves weight gradients. Those of one stage are added up, so among themselves, and among the whole backwards of
+the stage, they keep the order that the schedule gives them: one that comes too late for that is done earlier, and one
+that comes too early is done later.
+"""
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torchckpt.model.plan.result import PipelinePlan
+from torchckpt.model.schedule.action import Action, Kind
+from torchckpt.model.schedule.orders import Visit
+
+__all__ = ["summed_as_given"]
+
+_SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+
+
+def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
+    """``plan``, with weight gradients in the order in which its schedule adds them up.
+
+    Args:
+        tied: whether stages of a rank share parameters; their gradients then go into one sum. Default: False.
+    """
+    given = plan.problem.schedule
+    ranks = tuple(tuple(_ordered(*pair, tied)) for pair in zip(plan.schedule.ranks, given.ranks))
+    return plan if ranks == plan.schedule.ranks else replace(plan, schedule=replace(plan.schedule, ranks=ranks))
+
+
+def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> Iterator[Action]:
+    """Of one rank."""
+    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # by stage, or of all, what is still to be added up
+    for stage, kind, i in given:
+        if kind in _SUMS:
+            turns[0 if tied else stage].append((stage, i))
+    early: set[Action] = set()  # weight gradients that have to wait for their turn
+    done: set[Action] = set()
+    begun: set[Visit] = set()
+    for action in planned:
+        stage, kind, i = action
+        if kind not in _SUMS:
+            begun |= {(stage, i)} if kind is Kind.INPUT_GRAD else set()
+            yield action
+            continue
+        turn = turns[0 if tied else stage]
+        while kind is Kind.BACKWARD and turn[0] != (stage, i) and turn[0] in begun:
+            yield _weights(turn[0])
+            done.add(_weights(turn.popleft()))
+        if action in done:
+            continue
+        if turn[0] != (stage, i):  # its turn is after a backward that is still to come
+            if kind is Kind.BACKWARD:
+                yield Action(stage, Kind.INPUT_GRAD, i)
+                begun.add((stage, i))
+            early.add(_weights((stage, i)))
+            continue
+        yield action
+        turn.popleft()
+        while turn and _weights(turn[0]) in early:
+            yield _weights(turn[0])
+            done.add(_weights(turn.popleft()))
+
+
+def _weights(visit: Visit) -> Action:
+    return Action(visit[0], Kind.WEIGHT_GRAD, visit[1])

@@ -1,0 +1,279 @@
+"""Search: choose the blocks to keep, and how ranks decide, so that the step is short.
+
+The search chooses two things for each rank: for how many blocks of each visit it reserves memory at the backward
+(recomputing early takes memory in which other blocks could be kept), and how long weight gradients may wait. It first
+tries the same choice for all ranks. It then changes the best one by local search: some consecutive visits of one rank
+at a time, most often on the critical path. It ends early when a step is proven to be the shortest.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+from typing import TypeVar
+
+from torchckpt.model.plan.search.dispatch import SimulatedStep, Strategy, dispatch
+from torchckpt.model.plan.stage.holding import DROP_ORDERS, Holding
+from torchckpt.model.plan.stage.lane import CHOICES, Lane, Reserve
+from torchckpt.model.schedule.program import Program
+
+__all__ = ["Found", "search"]
+
+_T = TypeVar("_T")
+
+_QUICK = (Strategy(), Strategy(thorough=True), Strategy(thorough=True, near=True))
+_PATIENT = (
+    Strategy(patience=0.25),
+    Strategy(patience=0.5),
+    Strategy(thorough=True, patience=0.5),
+    Strategy(patience=1.0),
+)
+_ROUNDS = 3
+"""Steps that are played one after the other, each with what the one before it has shown to be about to arrive."""
+_WORK, _FEWEST = 300_000, 150
+"""Actions that are played; so many steps of the schedule, at least."""
+_PARTS = 8
+"""Into which the blocks of a stage are parted, to try how many of them are early."""
+_OVERHEAD = 20
+"""The fixed cost of one try, in actions."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Found:
+    """One way to play the step."""
+
+    reserves: tuple[Reserve, ...]
+    held: tuple[list[Holding], ...]
+    """Per rank and visit."""
+    manner: Strategy
+    played: SimulatedStep
+
+    @property
+    def recompute_seconds(self) -> float:
+        return sum(own.late_seconds[0] for rank in self.held for own in rank)
+
+    def with_rank(self, rank: int, reserve: Reserve, held: list[Holding]) -> Found:
+        """Before it is played."""
+        reserves = (*self.reserves[:rank], reserve, *self.reserves[rank + 1 :])
+        return replace(self, reserves=reserves, held=(*self.held[:rank], held, *self.held[rank + 1 :]))
+
+
+def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool = False) -> Found:
+    """The shortest step that was found.
+
+    Args:
+        program: the program of the schedule without its weight gradients.
+        lanes: one for each rank. Each budget is large enough to recompute everything.
+        target_seconds: a lower bound of the step; the search ends when it is reached.
+        keep_all: keep every block, and choose only when weight gradients are done. Default: False.
+    """
+    return _Search(program, lanes, target_seconds, keep_all).run()
+
+
+class _Search:
+    def __init__(self, program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool) -> None:
+        self.program, self.lanes, self.keep_all = program, lanes, keep_all
+        self.target_seconds = target_seconds * (1 + _ROUNDING)
+        self.random = Random(0)
+        self.work = max(_WORK, _FEWEST * sum(map(len, lanes)))
+        """Actions that may be played."""
+        blocks = {own.stage.blocks for lane in lanes for own in lane.holdings}
+        self.is_equal = all(len(set(own)) <= 1 for own in blocks)
+        self.most_blocks = max(map(len, blocks), default=0)
+        self.is_split = any(any(lane.is_split) for lane in lanes)
+        held = [lane.all_kept() if keep_all else lane.all_dropped() for lane in lanes]
+        reserves = [lane.reserve(0, 0, DROP_ORDERS[0], CHOICES[0]) for lane in lanes]
+        self.best = self._played(tuple(reserves), tuple(held), Strategy())
+
+    def run(self) -> Found:
+        if not self.keep_all:
+            self._try_alike()
+        if self.is_split:
+            self._try_patience()
+        if self.keep_all:
+            return self.best
+        start, share = self._halfway("even", Strategy(thorough=True)), self.work // 4
+        if not self.is_done:
+            self._descend(start, self.work - share)
+        self._descend(self.best, self.work - share)
+        for choice, manner in (("last", Strategy(thorough=True)), ("even", Strategy())):
+            if not self.is_done:
+                self._climb(self._halfway(choice, manner), self.work - share // 2)
+        self._climb(self.best, 0)
+        return self._frugal()
+
+    @property
+    def is_done(self) -> bool:
+        return self.work <= 0 or self.best.played.step_seconds <= self.target_seconds
+
+    def _played(
+        self,
+        reserves: tuple[Reserve, ...],
+        held: tuple[list[Holding], ...],
+        manner: Strategy,
+        before: SimulatedStep | None = None,
+        limit_seconds: float = float("inf"),
+    ) -> Found:
+        expected = before.arrived if before and manner.patience else None
+        played = dispatch(self.program, self.lanes, held, manner, expected, limit_seconds)
+        self.work -= _OVERHEAD + sum(map(len, played.done))
+        return Found(reserves, held, manner, played)
+
+    def _offer(self, found: Found) -> None:
+        if found.played.haste < self.best.played.haste:
+            self.best = found
+
+    def _try_alike(self) -> None:
+        """All ranks and all visits alike."""
+        for early, wait, order, choice in self._alike():
+            reserves = tuple(lane.reserve(early, wait, order, choice) for lane in self.lanes)
+            held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
+            kept = tuple(own for own in held if own is not None)
+            for manner in _QUICK if len(kept) == len(held) else ():
+                if self.is_done:
+                    return
+                self._offer(self._played(reserves, kept, manner))
+
+    def _alike(self) -> Iterator[tuple[int, int, str, str]]:
+        most = self.most_blocks
+        reserved = [(early, 0) for early in sorted({0, most // 2, most})]
+        reserved += [(most, wait) for wait in (1, 3) if self.is_split]
+        rules = [("first", "last"), ("first", "even")]
+        if not self.is_equal:
+            rules += [("cheap", "last"), ("cheap", "even"), ("cheap", "cheap")]
+        for early, wait in reserved:
+            for order, choice in rules:
+                yield early, wait, order, choice
+
+    def _try_patience(self) -> None:
+        start = self.best
+        for manner in _PATIENT:
+            found = start
+            for _ in range(_ROUNDS):
+                if self.is_done:
+                    return
+                found = self._played(start.reserves, start.held, manner, found.played)
+                self._offer(found)
+
+    def _descend(self, current: Found, until: int) -> Found:
+        """Rank by rank, the reserve that makes the shortest step, all visits of the rank alike."""
+        most = self.most_blocks
+        earlies = sorted({round(most * part / _PARTS) for part in range(_PARTS + 1)})
+        for rank, lane in enumerate(self.lanes):
+            for early, choice in product(earlies, CHOICES[:2]):
+                if self.is_done or self.work <= until:
+                    return current
+                reserve = lane.reserve(early, 0, DROP_ORDERS[0], choice)
+                held = lane.keep(reserve)
+                if held is None or held == current.held[rank]:
+                    continue
+                limit = current.played.step_seconds * (1 + _ROUNDING)
+                other = current.with_rank(rank, reserve, held)
+                found = self._played(other.reserves, other.held, other.manner, current.played, limit)
+                self._offer(found)
+                if found.played.haste < current.played.haste:
+                    current = found
+        return current
+
+    def _halfway(self, choice: str, manner: Strategy) -> Found:
+        """All ranks alike, half of the blocks there when a backward starts: another place to start from."""
+        reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
+        held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
+        return self._played(reserves, tuple(own for own in held if own is not None), manner)
+
+    def _climb(self, current: Found, until: int) -> None:
+        """Change it again and again, until so much work is left; go on from what is as good."""
+        path = current.played.critical()
+        while not self.is_done and self.work > until:
+            changed = self._changed(current, path)
+            if changed is None:
+                self.work -= _OVERHEAD
+            elif changed.held == current.held and changed.manner == current.manner:
+                self.work -= _OVERHEAD
+                current = changed
+            else:
+                limit = current.played.step_seconds * (1 + _ROUNDING)
+                found = self._played(changed.reserves, changed.held, changed.manner, current.played, limit)
+                self._offer(found)
+                if found.played.haste <= current.played.haste:
+                    current, path = found, found.played.critical()
+
+    def _changed(self, current: Found, path: Sequence[tuple[int, int]]) -> Found | None:
+        """``current`` with one change that is not played yet; None if it cannot be."""
+        random = self.random
+        if random.random() < 0.08:
+            return replace(current, manner=random.choice(_QUICK + _PATIENT))
+        rank, visit = self._place(path)
+        lane = self.lanes[rank]
+        if not lane.visits:
+            return None
+        reserve = self._other(lane, current.reserves[rank], visit)
+        held = lane.keep(reserve)
+        return None if held is None else current.with_rank(rank, reserve, held)
+
+    def _place(self, path: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """A rank and a visit, most often on the critical path."""
+        if self.random.random() < 0.7:
+            return self.random.choice(path)
+        rank = self.random.randrange(len(self.lanes))
+        return rank, self.random.randrange(max(1, len(self.lanes[rank].visits)))
+
+    def _other(self, lane: Lane, reserve: Reserve, visit: int) -> Reserve:
+        """Another reserve for a stretch of visits around ``visit``, or another choice of what is dropped."""
+        random, visits = self.random, len(lane.visits)
+        length = random.choice((1, 1, 2, 4, 8, visits))
+        first = max(0, visit - random.choice((0, 0, length - 1)))
+        stretch = range(first, min(visits, first + length))
+        kind = random.random()
+        if kind < 0.15:
+            return replace(reserve, choice=random.choice(CHOICES[:2] if self.is_equal else CHOICES))
+        if kind < 0.3 and not self.is_equal:
+            return replace(reserve, order=_set(reserve.order, stretch, random.choice(DROP_ORDERS)))
+        if kind < (0.4 if self.is_equal else 0.55):
+            return replace(reserve, drops=self._other_drops(reserve.drops, stretch, lane))
+        if kind < 0.8 or not self.is_split:
+            early = self._other_early(reserve.early, stretch, lane)
+            return replace(reserve, early=early, wait=_set(reserve.wait, stretch, 0))
+        return replace(reserve, wait=_set(reserve.wait, stretch, random.choice((1, 1, 2, 3, 4))))
+
+    def _other_drops(self, drops: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
+        """So many more or fewer for all of the stretch, or none."""
+        by = self.random.choice((1, 1, 2, -1, -1, -self.most_blocks, self.most_blocks))
+        found = list(drops)
+        for visit in stretch:
+            found[visit] = min(lane.holdings[visit].droppable, max(0, drops[visit] + by))
+        return tuple(found)
+
+    def _other_early(self, early: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
+        """So many for all of the stretch, or so many more or fewer."""
+        random, most = self.random, self.most_blocks
+        goal = random.choice((0, most, random.randint(0, most), None))
+        by = random.choice((-2, -1, 1, 2))
+        found = list(early)
+        for visit in stretch:
+            wanted = early[visit] + by if goal is None else goal
+            found[visit] = min(lane.holdings[visit].blocks, max(0, wanted))
+        return tuple(found)
+
+    def _frugal(self) -> Found:
+        """The best, with ranks that keep more where that does not make the step longer."""
+        best = self.best
+        limit = best.played.step_seconds * (1 + _ROUNDING)
+        order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")
+        for rank, lane in enumerate(self.lanes):
+            reserve = lane.reserve(0, 0, order, choice)
+            held = lane.keep(reserve)
+            if held is None:
+                continue
+            other = best.with_rank(rank, reserve, held)
+            if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
+                found = self._played(other.reserves, other.held, other.manner, best.played)
+                if found.played.step_seconds <= limit:
+                    best = found
+        return best
+
+
+def _set(values: tuple[_T, ...], stretch: range, value: _T) -> tuple[_T, ...]:
+    return (*values[: stretch.start], *[value] * len(stretch), *values[stretch.stop :])

@@ -1,0 +1,121 @@
+"""Holding: what one visit, a micro-batch on a stage, has in memory when some of its blocks are dropped.
+
+A dropped block is recomputed *early*, by an ``R`` before the gradient is there, or *late*, inside the backward. Which
+of the dropped blocks are early is not chosen: they are the last ones. A backward goes from the last block to the first,
+so what it recomputes late it recomputes in room that later blocks have left.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torchckpt.model.plan.stage.stage import Stage
+
+__all__ = ["DROP_ORDERS", "Holding", "Holdings", "use_bytes"]
+
+DROP_ORDERS = ("first", "cheap", "small", "large")
+"""Which block is dropped before which: the first of the stage, the one that is recomputed fastest for its bytes, the
+one that frees the fewest bytes, the one that frees the most. All the same where blocks are equal."""
+
+
+class Holding:
+    """One choice of blocks that are dropped. Lists are indexed by how many of them are early."""
+
+    __slots__ = ("dropped", "early_bytes", "early_seconds", "held_bytes", "kept", "late_seconds", "use_bytes")
+
+    def __init__(self, stage: Stage, dropped: tuple[int, ...]) -> None:
+        blocks = stage.blocks
+        self.dropped = dropped
+        self.kept = len(blocks) - len(dropped)
+        self.held_bytes = stage.saved_bytes - sum(blocks[at].freed_bytes for at in dropped)
+        """From the forward to the backward."""
+        self.early_bytes: list[float] = []
+        """What ``R`` adds."""
+        self.early_seconds: list[float] = []
+        self.late_seconds: list[float] = []
+        self.use_bytes: list[float] = []
+        """At the highest point of a whole backward."""
+        for early in range(len(dropped) + 1):
+            late, back = dropped[: len(dropped) - early], dropped[len(dropped) - early :]
+            self.early_bytes.append(sum(blocks[at].freed_bytes for at in back))
+            self.early_seconds.append(sum(blocks[at].recompute_seconds for at in back))
+            self.late_seconds.append(sum(blocks[at].recompute_seconds for at in late))
+            self.use_bytes.append(use_bytes(stage, late))
+
+    def reserved_bytes(self, blocks: int) -> float:
+        """At the backward, where so many blocks are there when it starts, kept or early."""
+        return self.use_bytes[min(len(self.dropped), max(0, blocks - self.kept))]
+
+
+def use_bytes(stage: Stage, late: Collection[int]) -> float:
+    """At the highest point of a whole backward that recomputes ``late``.
+
+    >>> stage = Stage((Block(boundary_bytes=0.25),) * 2)
+    >>> use_bytes(stage, ()), use_bytes(stage, (0,)), use_bytes(stage, (0, 1))
+    (2.0, 1.25, 1.25)
+    """
+    blocks = stage.blocks
+    start = stage.saved_bytes - sum(blocks[at].freed_bytes for at in late)
+    freed, extra = stage.after.saved_bytes, 0.0
+    for at in range(len(blocks) - 1, -1, -1):
+        if at in late:
+            extra = max(extra, blocks[at].freed_bytes - freed)
+            freed += blocks[at].boundary_bytes
+        else:
+            freed += blocks[at].saved_bytes
+    return start + extra
+
+
+class Holdings:
+    """Of one stage, every choice that was asked for, made once."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.blocks = len(stage.blocks)
+        self.full_bytes = stage.saved_bytes
+        self.forward_seconds = stage.forward_seconds
+        self.input_grad_seconds = stage.input_grad_seconds
+        self.weight_grad_seconds = stage.weight_grad_seconds
+        self.backward_seconds = stage.input_grad_seconds + stage.weight_grad_seconds
+        self.orders = _drop_orders(stage)
+        self._made: dict[tuple[int, ...], Holding] = {}
+        self.levels = {
+            name: [self.without(order[:count]) for count in range(len(order) + 1)]
+            for name, order in self.orders.items()
+        }
+        """By drop order, what is held after so many drops."""
+        self.droppable = len(self.orders[DROP_ORDERS[0]])
+        """Blocks that free something if they are dropped."""
+        blocks = stage.blocks
+        self.densities = {
+            name: [density(blocks[at].recompute_seconds, blocks[at].freed_bytes) for at in order]
+            for name, order in self.orders.items()
+        }
+
+    def without(self, dropped: Sequence[int]) -> Holding:
+        key = tuple(sorted(dropped))
+        if key not in self._made:
+            self._made[key] = Holding(self.stage, key)
+        return self._made[key]
+
+
+def density(seconds: float, amount_bytes: float) -> float:
+    """What a byte of memory saves."""
+    return seconds / amount_bytes if amount_bytes else float("inf")
+
+
+def _drop_orders(stage: Stage) -> dict[str, tuple[int, ...]]:
+    blocks = stage.blocks
+    places = [at for at, block in enumerate(blocks) if block.freed_bytes]
+
+    def by_density(at: int) -> float:
+        return density(blocks[at].recompute_seconds, blocks[at].freed_bytes)
+
+    def by_bytes(at: int) -> float:
+        return blocks[at].freed_bytes
+
+    return {
+        "first": tuple(places),
+        "cheap": tuple(sorted(places, key=by_density)),
+        "small": tuple(sorted(places, key=by_bytes)),
+        "large": tuple(sorted(places, key=by_bytes, reverse=True)),
+    }

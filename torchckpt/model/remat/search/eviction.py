@@ -1,0 +1,280 @@
+"""Eviction: repeats added until a schedule fits its budget, the best value for the memory first."""
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from torchckpt.model.remat.step.incremental import Stages
+
+__all__ = ["Closure", "Eviction", "EvictionScore"]
+
+_LONGEST = 64
+"""Operations in a row that one eviction may plan to repeat: beyond it, later evictions add them one by one."""
+
+_WORK = 40
+"""Per operation, before a sweep gives up: there is no room, and repeat is piled on repeat."""
+
+
+@dataclass(frozen=True)
+class EvictionScore:
+    """What makes a good victim: seconds to bring it back / (bytes ** ``size`` * stages without it ** ``length``).
+
+    Belady evicts what is needed last, DTR (Kirisame et al., 2021) weighs cost, size and staleness; which exponents are
+    best depends on the graph, so a planner tries some. A victim whose return does not fit either counts as ``put_off``
+    times worse. ``noise`` multiplies the score of a storage. Without ``gradients``, nothing that the backward writes is
+    dropped: to bring that back takes much of the backward.
+    """
+
+    size: float = 1.0
+    length: float = 0.5
+    put_off: float = 1.0
+    gradients: bool = True
+    noise: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True)
+class Closure:
+    """The repeats that bring a storage back, and what they are worth at the stage that asks."""
+
+    score: float
+    repeats: tuple[int, ...]
+
+
+class Eviction:
+    """Sweeps over the stages; where memory is over the budget, storages that are only waiting are dropped.
+
+    A dropped storage is brought back in the stage of its next use. What that repeat reads lives until then or, if that
+    scores better, is brought back as well; a later stage may drop it, so a drop is revised as long as the sweep lasts.
+    """
+
+    def __init__(
+        self, stages: Stages, budget_bytes: int, taste: EvictionScore, kept: frozenset[int] = frozenset()
+    ) -> None:
+        self.stages, self.tables = stages, stages.tables
+        self.budget_bytes, self.taste = budget_bytes, taste
+        self.kept = kept if taste.gradients else kept | self.tables.gradients
+        self.heap: list[tuple[float, int, int]] = []
+        self.put_off: set[int] = set()
+
+    def run(self, most_cost: float = math.inf) -> bool:
+        """Whether it fits now. Gives up when the repeats cost more than ``most_cost``, or after much work."""
+        stages, during, budget = self.stages, self.stages.during, self.budget_bytes
+        fits, hopeless = True, -1
+        most_work = stages.work + _WORK * (self.tables.count + 100)
+        stage = during.over(0, budget)
+        self._scan(stage)
+        while stage < self.tables.count:
+            if stages.cost > most_cost or stages.work > most_work:
+                return False
+            self.put_off = set()
+            low = self._evict(stage)
+            if low is None:
+                fits, hopeless = False, stage
+            elif low < stage and during.most(max(low, hopeless + 1), stage) > budget:
+                stage = during.over(max(low, hopeless + 1), budget)
+                self._scan(stage)
+            if during.at(stage) <= budget or stage == hopeless:
+                passed, stage = stage, during.over(stage + 1, budget)
+                self._pass(passed, stage)
+        return fits and stages.peak_bytes <= budget
+
+    def _scan(self, stage: int) -> None:
+        """Everything that waits across ``stage``."""
+        self.heap = []
+        if stage < self.tables.count:
+            entries = (self._entry(storage, stage) for storage in self.tables.recoverable)
+            self.heap = [entry for entry in entries if entry is not None]
+            heapify(self.heap)
+
+    def _pass(self, passed: int, stage: int) -> None:
+        """What was touched from ``passed`` on, and before ``stage``, may wait across the latter."""
+        tables = self.tables
+        if stage == tables.count:
+            return
+        touched: set[int] = set()
+        for between in range(passed, stage):
+            touched.update(tables.first_touches[between])
+            for position in self.stages.repeats[between]:
+                touched.update(tables.again_reads[position], tables.again_writes[position])
+        for storage in touched & tables.recoverable:
+            self._push(storage, stage)
+
+    def _push(self, storage: int, stage: int) -> None:
+        entry = self._entry(storage, stage)
+        if entry is not None:
+            heappush(self.heap, entry)
+
+    def _entry(self, storage: int, stage: int) -> tuple[float, int, int] | None:
+        end = self._waits(storage, stage)
+        if end < 0 or storage in self.kept:
+            return None
+        closure = self._closure(storage, end, stage)
+        return None if closure is None else (closure.score, storage, end)
+
+    def _waits(self, storage: int, stage: int) -> int:
+        """The stage that next touches it, if it is alive in ``stage`` without being touched; else -1."""
+        touches = self.stages.touches[storage]
+        index = bisect_left(touches, stage)
+        if index in (0, len(touches)):
+            return -1
+        end = touches[index]
+        return -1 if end == stage or end in self.stages.births[storage] else end
+
+    def _evict(self, stage: int) -> int | None:
+        """Drop the best victim; the first stage whose memory changed, or None if there is none."""
+        while self.heap:
+            score, storage, end = heappop(self.heap)
+            now = self._waits(storage, stage)
+            if now < 0:
+                continue
+            closure = self._closure(storage, now, stage)
+            if closure is None:
+                continue
+            stale = closure.score > score * 1.0001 or now != end
+            if stale and storage not in self.put_off and self.heap and closure.score > self.heap[0][0]:
+                heappush(self.heap, (closure.score, storage, now))
+                continue
+            before, mark = self.stages.during.at(now), len(self.stages.log)
+            low = self._apply(closure, now, stage)
+            if storage in self.put_off or self.stages.during.at(now) <= max(before, self.budget_bytes):
+                return low
+            self.stages.back(mark)
+            self.put_off.add(storage)
+            heappush(self.heap, (closure.score * self.taste.put_off, storage, now))
+        return self._squeeze(stage)
+
+    def _apply(self, closure: Closure, end: int, stage: int) -> int:
+        low = self.stages.add(end, *closure.repeats)
+        self._bring_forward(end, closure.repeats)
+        reads = {storage for position in closure.repeats for storage in self.tables.again_reads[position]}
+        for storage in reads & self.tables.recoverable:
+            self._push(storage, stage)
+        return low
+
+    def _bring_forward(self, stage: int, positions: tuple[int, ...]) -> None:
+        """Where a later repeat serves only for what ``stage`` has now, and there is room to keep it, spare that one."""
+        stages, last = self.stages, stage
+        spared: set[tuple[int, int, bool]] = set()
+        for position in positions:
+            for storage in self.tables.again_writes[position]:
+                later = self._next_birth(storage, stage)
+                if later is not None and position in stages.repeats[later] and self._room(storage, stage, later):
+                    spared.add((later, position, False))
+                    last = max(last, later)
+        mark = len(stages.log)
+        while spared:
+            low = stages.change(sorted(spared))
+            if stages.during.most(max(low, stage), last + 1) <= self.budget_bytes:
+                return
+            stages.back(mark)
+            spared = set(sorted(spared)[: len(spared) // 2])
+
+    def _next_birth(self, storage: int, stage: int) -> int | None:
+        touches = self.stages.touches[storage]
+        index = bisect_left(touches, stage + 1)
+        return touches[index] if index < len(touches) and touches[index] in self.stages.births[storage] else None
+
+    def _room(self, storage: int, stage: int, later: int) -> bool:
+        room = self.budget_bytes - self.tables.sizes[storage]
+        return self.stages.during.most(stage + 1, later) <= room
+
+    def _closure(self, storage: int, end: int, stage: int) -> Closure | None:
+        """The best-scoring set of repeats that brings ``storage`` back in ``end``, to have it gone in ``stage``.
+
+        What a repeat reads and is not there either lives on until then, across ``stage`` perhaps, or is repeated too.
+        """
+        tables = self.tables
+        writer = tables.writer[storage]
+        self.stages.work += 1
+        if end < tables.earliest[writer]:
+            return None
+        found, cost, gain = [writer], tables.price[writer], self._gain(writer, end, stage)
+        if gain <= 0:  # nothing but storages of no size
+            return None
+        power = self.taste.size
+        value = (end - self.stages.before(storage, end)) ** self.taste.length
+        if self.taste.noise:
+            value *= self.taste.noise(storage)
+        held: dict[int, float] = {}
+        net = gain - self._hold(writer, end, stage, held, found)
+        best, number = 1e300, 0
+        while True:
+            if net > 0 and cost / (net ** power * value) < best:
+                best, number = cost / (net ** power * value), len(found)
+            if not held or len(found) >= _LONGEST or cost / (gain ** power * value) >= best:
+                break
+            victim = min(held, key=held.__getitem__)
+            if held[victim] == math.inf:
+                break
+            position = tables.writer[victim]
+            cost += self._price(victim, position, end)
+            found.append(position)
+            for output in tables.again_writes[position]:
+                if held.pop(output, None) is not None:
+                    net += tables.sizes[output]
+            net -= self._hold(position, end, stage, held, found)
+        return Closure(best, tuple(found[:number])) if number else None
+
+    def _hold(self, position: int, end: int, stage: int, held: dict[int, float], found: list[int]) -> int:
+        """Add to ``held`` what a repeat of ``position`` in ``end`` makes live across ``stage``; the bytes of that."""
+        tables, more = self.tables, 0
+        for storage in tables.again_reads[position]:
+            touches = self.stages.touches[storage]
+            index = bisect_left(touches, end)
+            if index < len(touches) and (touches[index] == end or touches[index] not in self.stages.births[storage]):
+                continue
+            writer = tables.writer[storage]
+            if storage in held or writer in found or touches[index - 1] >= stage:
+                continue
+            size = tables.sizes[storage]
+            more += size
+            may = storage in tables.recoverable and storage not in self.kept and end >= tables.earliest[writer]
+            held[storage] = tables.price[writer] / size if may and size else math.inf
+        return more
+
+    def _gain(self, writer: int, end: int, stage: int) -> int:
+        """Bytes gone in ``stage`` if ``writer`` repeats in ``end``."""
+        gain = 0
+        for storage in self.tables.again_writes[writer]:
+            waits = self._waits(storage, stage)
+            if waits >= end and (waits == end or self.stages.alive(storage, end)):
+                gain += self.tables.sizes[storage]
+        return gain
+
+    def _price(self, storage: int, position: int, end: int) -> float:
+        """Nothing, if it comes back later anyway and may as well come now."""
+        later = self._next_birth(storage, end)
+        if later is not None and position in self.stages.repeats[later] and self._room(storage, end, later):
+            return 0.0
+        return self.tables.price[position]
+
+    def _squeeze(self, stage: int) -> int | None:
+        """Nothing only waits: drop what is touched in ``stage`` itself, but not all through it."""
+        before, mark = self.stages.during.at(stage), len(self.stages.log)
+        for target, position in self._squeezable(stage):
+            low = self.stages.add(target, position)
+            if self.stages.during.at(stage) < before:
+                return low
+            self.stages.back(mark)
+        return None
+
+    def _squeezable(self, stage: int) -> list[tuple[int, int]]:
+        """Repeats there of what enters ``stage``, later ones of what leaves it; cheapest for its bytes first."""
+        tables, stages = self.tables, self.stages
+        found: set[tuple[int, int]] = set()
+        touched = set(tables.first_touches[stage])
+        for position in stages.repeats[stage]:
+            touched.update(tables.again_reads[position], tables.again_writes[position])
+        for storage in touched & tables.recoverable - self.kept:
+            position, touches = tables.writer[storage], stages.touches[storage]
+            index = bisect_left(touches, stage + 1)
+            if index < len(touches) and touches[index] not in stages.births[storage]:
+                found.add((touches[index], position))
+            if stage not in stages.births[storage]:
+                found.add((stage, position))
+        worth = (sum(tables.sizes[s] for s in tables.again_writes[position]) or 1e-9 for _, position in sorted(found))
+        rated = sorted((tables.price[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
+        return [(t, p) for _, t, p in rated if t >= tables.earliest[p] and p not in stages.repeats[t]]

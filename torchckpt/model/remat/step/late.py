@@ -1,0 +1,135 @@
+"""Late recomputation: a set of storages to keep, lowered to a schedule."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from torchckpt.model.remat.step.dataflow import Dataflow, Schedule
+
+__all__ = ["Home", "Region", "late"]
+
+Region = tuple[str, ...]
+"""The names of regions, each inside the one before; empty outside of all."""
+
+
+class Home(NamedTuple):
+    """For a dropped storage: the region in which it is made, and the enclosing region that reads it, else the same."""
+
+    inside: Region
+    around: Region
+
+
+def late(
+    flow: Dataflow, kept: Set[int], homes: Mapping[int, Home] | None = None, regions: Sequence[Region] = ()
+) -> Schedule:
+    """Drop what is not in ``kept`` after its last use in the forward; bring it back right before its first use after.
+
+    Only what an operation of the backward needs is brought back, each operation at most once, in the order of the
+    forward. Hoisted to the start of the backward, the same set would be alive all at once, and nothing saved. Results,
+    and what no repeat writes, are kept in any case.
+
+    Args:
+        homes: of storages that are dropped more than one region deep. What is brought back for a region dies after the
+            last operation of the backward in there; and before the first in the region inside that makes it, which
+            brings it back for itself. All that leaves a region comes back at once. So an operation ``d`` regions deep
+            runs ``d + 1`` times (Griewank 1992). Default: none is.
+        regions: of each operation, the regions that it is in. Default: none is in one.
+    """
+    stays = flow.given | flow.results | (kept | (frozenset(flow.writer) - flow.recoverable))
+    schedule = list(range(flow.forward))
+    there = {storage for index in schedule for storage in flow.operations[index].writes if storage in stays}
+    there |= flow.given
+    nest = _Nest(flow, homes or {}, regions, stays)
+    for index in range(flow.forward, len(flow.operations)):
+        there -= nest.gone(index)
+        again = _missing(flow, index, there, nest)
+        schedule += [*again, index]
+        there |= nest.stay(index, (storage for repeat in again for storage in flow.operations[repeat].repeat.writes))
+        there.update(flow.operations[index].writes)
+    return schedule
+
+
+class _Nest:
+    """Which storages are there, of those more than one region deep, and for which region."""
+
+    def __init__(
+        self, flow: Dataflow, homes: Mapping[int, Home], regions: Sequence[Region], stays: Set[int]
+    ) -> None:
+        self._homes, self._held = homes, dict[int, Region]()
+        self._spans = _spans(regions, range(flow.forward, len(flow.operations)))
+        wanted = _needed(flow, stays) if homes else set()
+        self._leaving: dict[Region, list[int]] = {}
+        for storage, (inside, around) in homes.items():
+            if inside != around and storage in wanted:
+                self._leaving.setdefault(inside, []).append(storage)
+
+    def gone(self, index: int) -> set[int]:
+        """What dies before the operation at ``index``."""
+        found = {storage for storage, region in self._held.items() if self._ends(storage, region, index)}
+        self._held = {storage: region for storage, region in self._held.items() if storage not in found}
+        return found
+
+    def stay(self, index: int, back: Iterable[int]) -> set[int]:
+        """Of what has come back before the operation at ``index``, what is not for that one alone."""
+        found = set()
+        for storage in back:
+            inside, around = self._homes.get(storage, ((), ()))
+            region = inside if self._is_in(inside, index) or inside == around else around
+            if self._is_in(region, index) or (region != inside and self._is_ahead(region, index)):
+                found.add(storage)
+                if inside:
+                    self._held[storage] = region
+        return found
+
+    def beside(self, storage: int, index: int) -> Sequence[int]:
+        """What leaves the region that makes ``storage``, if the operation at ``index`` is not in there."""
+        inside, _ = self._homes.get(storage, ((), ()))
+        return () if self._is_in(inside, index) else self._leaving.get(inside, ())
+
+    def _ends(self, storage: int, region: Region, index: int) -> bool:
+        inside = self._homes[storage].inside
+        if region == inside:
+            return not self._is_in(inside, index)
+        return self._is_in(inside, index) or not (self._is_in(region, index) or self._is_ahead(region, index))
+
+    def _is_ahead(self, region: Region, index: int) -> bool:
+        """Whether it is an outermost region and comes yet: what leaves it was needed before it, with all inside."""
+        return len(region) <= 1 and (not region or index <= self._spans.get(region, (0, 0))[1])
+
+    def _is_in(self, region: Region, index: int) -> bool:
+        first, last = self._spans.get(region, (0, 0))
+        return not region or first <= index <= last
+
+
+def _spans(regions: Sequence[Region], indices: range) -> dict[Region, tuple[int, int]]:
+    """Of each region the first and the last of these operations that are in it."""
+    found: dict[Region, tuple[int, int]] = {}
+    for index in indices if regions else ():
+        for depth in range(1, len(regions[index]) + 1):
+            region = regions[index][:depth]
+            found[region] = found.get(region, (index, index))[0], index
+    return found
+
+
+def _needed(flow: Dataflow, stays: Set[int]) -> set[int]:
+    """What the backward reads of what does not stay, and what is read to make that."""
+    wanted = [storage for operation in flow.operations[flow.forward :] for storage in operation.reads]
+    found = set[int]()
+    while wanted:
+        storage = wanted.pop()
+        if storage not in stays and storage not in found and flow.writer[storage] < flow.forward:
+            found.add(storage)
+            wanted.extend(flow.operations[flow.writer[storage]].repeat.reads)
+    return found
+
+
+def _missing(flow: Dataflow, index: int, there: Set[int], nest: _Nest) -> list[int]:
+    """The operations to repeat before ``index`` can run, in the order of the forward."""
+    wanted, found = list(flow.operations[index].reads), set()
+    while wanted:
+        storage = wanted.pop()
+        if storage not in there and (writer := flow.writer[storage]) not in found:
+            found.add(writer)
+            wanted.extend(flow.operations[writer].repeat.reads)
+            wanted.extend(nest.beside(storage, index))
+    return sorted(found)

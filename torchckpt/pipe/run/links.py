@@ -1,0 +1,129 @@
+"""Links: copies of a micro-batch from one place to the next, on copy streams.
+
+``Wait`` and ``Copy`` are autograd Functions. Their backward does the same in the other direction. Each runs on the
+stream that is current when it is called, and so does its backward.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from torchckpt.kernel.state.ambient import accelerator_type
+
+__all__ = ["Place", "copy", "on", "wait"]
+
+
+class Place(NamedTuple):
+    """A device and its compute stream, which is None on a device without streams, such as the CPU."""
+
+    device: torch.device
+    compute: torch.Stream | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Place:
+        """``device`` with its current stream."""
+        return cls(device, torch.accelerator.current_stream(device) if device.type == accelerator_type() else None)
+
+    def side_stream(self) -> torch.Stream | None:
+        return None if self.compute is None else torch.Stream(self.device)
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
+    """Inside the block, ``stream`` is current, and so is its device."""
+    return nullcontext() if stream is None else _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
+        yield
+
+
+def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
+    return torch.accelerator.device_index(stream.device_index)
+
+
+def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Make the stream ``after`` wait for ``before``, and return ``tensors`` as new tensors. In the backward, the engine
+    makes the readers of their gradients wait for the stream that is current now."""
+    return _tensors(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
+
+
+def copy(
+    source: Place,
+    leaves_on: torch.Stream | None,
+    target: Place,
+    enters_on: torch.Stream | None,
+    tensors: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Copy ``tensors`` to ``target``, on the two streams. The backward copies their gradients to ``source``."""
+    outward, back = (source, leaves_on, target, enters_on), (target, enters_on, source, leaves_on)
+    return _tensors(Copy.apply(outward, back, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
+
+
+def _tensors(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _outputs(ctx: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # By default, all outputs of a Function require grad.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(output for input, output in zip(inputs, outputs) if not input.requires_grad))
+    return outputs
+
+
+_Stream: TypeAlias = torch.Stream | None
+_Way: TypeAlias = tuple[Place, _Stream, Place, _Stream]
+
+
+class Wait(Function):
+    # In the backward the engine waits: the next node's stream for this node's, which was current in the forward.
+    @staticmethod
+    def forward(ctx: Any, before: _Stream, after: _Stream, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if before is not None and after is not None:
+            after.wait_stream(before)
+        return _outputs(ctx, inputs, tuple(tensor.detach() for tensor in inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *grads
+
+
+class Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, outward: _Way, back: _Way, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return _outputs(ctx, inputs, tuple(_moved(tensor, *outward) for tensor in inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if grad is None else _moved(grad, *ctx.back) for grad in grads)
+
+
+def _moved(
+    tensor: Tensor, source: Place, leaves_on: torch.Stream | None, target: Place, enters_on: torch.Stream | None
+) -> Tensor:
+    with on(leaves_on), on(enters_on):
+        moved = _transfer(tensor, target.device)
+    # The allocator knows the streams that made these tensors; it must also know those that read them.
+    _record(tensor, leaves_on)
+    _record(moved, target.compute)
+    return moved
+
+
+def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        # With create_graph=True (double backward) the gradient needs a graph through this.
+        return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor.detach()
+    # A copy to or from the CPU must block: the CPU does not wait for streams.
+    return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
+
+
+def _record(tensor: Tensor, stream: torch.Stream | None) -> None:
+    if stream is not None and tensor.device == stream.device:
+        tensor.record_stream(stream)

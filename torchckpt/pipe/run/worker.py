@@ -1,0 +1,98 @@
+"""Workers: one thread for each device, which launches the work of that device. They exist for one forward."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import TypeAlias
+
+import torch
+
+from torchckpt.kernel.flags import is_checkpointing, is_recomputing, thread
+from torchckpt.kernel.private import (
+    DeviceContext,
+    dispatch_modes_are_active,
+    function_modes,
+    hooks_in_force,
+    profiler_is_on,
+)
+from torchckpt.kernel.state.ambient import settings, within
+
+__all__ = ["Run", "in_caller", "is_bound_to_caller", "workers"]
+
+Task: TypeAlias = Callable[[], None]
+Run: TypeAlias = Callable[[list[tuple[int, Task]]], None]
+"""Runs pairs (worker number, task). The tasks must not depend on each other."""
+
+
+def in_caller(tasks: list[tuple[int, Task]]) -> None:
+    """Run the tasks here, in order."""
+    for _, task in tasks:
+        task()
+
+
+def is_bound_to_caller() -> bool:
+    """Whether this thread is in a state that other threads cannot share, so that all stages must run in it.
+
+    Such states are: saved-tensor hooks (they see tensors in one order), a region, a scope that a schedule has set,
+    torch's modes other than a default device, and a profiler."""
+    return (
+        hooks_in_force(False) is not None
+        or is_checkpointing()
+        or is_recomputing()
+        or thread.scope is not None
+        or dispatch_modes_are_active() > 0
+        or not all(isinstance(mode, DeviceContext) for mode in function_modes())  # type: ignore[no-untyped-call]  # torch
+        or profiler_is_on()
+    )
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Run]:
+    """Start ``count`` threads, each of which runs its tasks in order, until the end of the block.
+
+    Tasks see the caller's grad mode, autocast, default dtype and device, and context variables. If tasks raise, the
+    first exception is raised in the caller, with its traceback, after all tasks of the same call have ended. If the
+    caller is interrupted, it does not wait for the threads: each ends after its current task.
+    """
+    as_in_caller = _ambient()
+    threads = [ThreadPoolExecutor(1, f"torchckpt worker {n}") for n in range(count)]
+    idle = True
+
+    def run(tasks: list[tuple[int, Task]]) -> None:
+        nonlocal idle
+        idle = False
+        started = [threads[worker].submit(copy_context().run, as_in_caller, task) for worker, task in tasks]
+        try:
+            wait(started)
+            idle = True
+            while started:
+                _raise_from(started.pop(0))
+        finally:
+            started.clear()  # a cycle otherwise: the exception holds this frame, and the future the exception
+
+    try:
+        yield run
+    finally:
+        for thread in threads:
+            thread.shutdown(wait=idle, cancel_futures=True)
+
+
+def _raise_from(future: Future[None]) -> None:
+    exception = future.exception()
+    try:
+        if exception is not None:
+            raise exception
+    finally:
+        del future, exception
+
+
+def _ambient() -> Callable[[Task], None]:
+    then, graded = settings(), torch.is_grad_enabled()
+
+    def run(task: Task) -> None:
+        with within(then), torch.set_grad_enabled(graded):
+            task()
+
+    return run
