@@ -143,7 +143,11 @@ def test_imports_go_down(module):
             ["model.schedule.orders imports kernel.flags"],
         ),
         ("kernel.region.frame", "from torchckpt.pipe import Pipe", ["kernel.region.frame imports pipe"]),
-        ("kernel.region.frame", "def f():\n    import torchckpt.pipe.lane", ["kernel.region.frame imports pipe.lane"]),
+        (
+            "kernel.region.frame",
+            "def f():\n    import torchckpt.pipe.run.lane",
+            ["kernel.region.frame imports pipe.run.lane"],
+        ),
         ("kernel.region.frame", "from torchckpt import testing", ["kernel.region.frame imports testing"]),
         ("kernel.region.frame", "from torchckpt import checkpoint", ["kernel.region.frame imports __init__"]),
         ("kernel.region.frame", "import torchckpt", ["kernel.region.frame imports __init__"]),

@@ -79,7 +79,7 @@ def test_names():
             pipe,
             ["Balance", "DeferredBatchNorm", "NoChunk", "Pipe", "WithDevice", "balance_by_bytes", "balance_by_time"],
         ),
-        (pipe.skip, ["StageSkips", "Name", "Namespace", "Skips", "pop", "stash"]),
+        (pipe.skip, ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]),
         (
             testing,
             ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"],
@@ -120,7 +120,7 @@ SIGNATURES = {
     ),
     "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'CheckpointHandle'",
     "checkpoint_layers": (
-        "(model: 'nn.Module', layers: 'Selector | Sequence[Selector]', *, every: 'int' = 1, "
+        "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector]', *, every: 'int' = 1, "
         f"{OPTIONS}early_stop: 'bool' = True) -> 'LayersHandle'"
     ),
     "Checkpointing": (

@@ -113,7 +113,7 @@ EDGES = ("fork", "join", "recompute", "checkpoint", "_fork", "_join", "_apply")
 
 def mutations() -> list[Mutation]:
     """All, in the order of the files and their lines."""
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [one for path in paths for one in mutations_of(str(path.relative_to(ROOT)), path.read_bytes())]
 
 

@@ -60,7 +60,8 @@ def test_a_missing_wait_would_show(sim, monkeypatch):
         expected = program(seed).run("never")
         with monkeypatch.context() as patch, adversely(sim, seed):
             for user in ("pipeline", "step"):
-                patch.setattr(f"torchckpt.pipe.{user}.wait", lambda before, after, tensors: wait(None, None, tensors))
+                name = f"torchckpt.pipe.run.{user}.wait"
+                patch.setattr(name, lambda before, after, tensors: wait(None, None, tensors))
             return all(map(torch.equal, program(seed).run("always"), expected))
 
     assert not all(map(leaves_the_same, range(4)))

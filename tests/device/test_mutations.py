@@ -51,7 +51,7 @@ def test_those_of_the_library():
         "wait", "event", "record_stream", "stream", "stream context", "device context", "edge",
     }
     assert "current.wait_event(event)" in {one.what for one in every if one.path == "torchckpt/kernel/state/streams.py"}
-    assert "fork(one, *own)" in {one.what for one in every if one.path == "torchckpt/pipe/run/lane.py"}
+    assert "fork(output, *own)" in {one.what for one in every if one.path == "torchckpt/pipe/run/lane.py"}
     for one in every:
         ast.parse(mutated((ROOT / one.path).read_bytes(), one))
 

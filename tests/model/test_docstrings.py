@@ -13,15 +13,15 @@ NAMES = {name: getattr(model, name) for name in model.__all__}
 
 MODULES = [
     "",
-    ".bound",
+    ".place.bound",
     ".device",
-    ".exempt",
-    ".named",
-    ".partition",
-    ".placement",
-    ".schedules",
-    ".simulator",
-    ".table",
+    ".schedule.free_to_keep",
+    ".schedule.named",
+    ".place.partition",
+    ".place.placement",
+    ".schedule.schedules",
+    ".simulate.simulator",
+    ".schedule.csv_format",
 ]
 
 

@@ -30,7 +30,7 @@ def penalty(copies: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None
             tensors = plain(transfer, target)
             return links.copy(transfer.place, None, target, None, tensors) if tensors else tensors
 
-        monkeypatch.setattr(torchckpt.pipe.pipeline, "moved", moved)
+        monkeypatch.setattr(torchckpt.pipe.run.pipeline, "moved", moved)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     (gradient,) = torch.autograd.grad(pipe(x).square().sum(), x, create_graph=True)
     gradient.square().sum().backward()

@@ -111,7 +111,8 @@ def test_a_missing_wait_would_show_on_one_device(monkeypatch):
         expected = awake(monkeypatch, one)
         with monkeypatch.context() as patch, asleep(monkeypatch, seed):
             for user in ("pipeline", "step"):
-                patch.setattr(f"torchckpt.pipe.{user}.wait", lambda before, after, tensors: wait(None, None, tensors))
+                name = f"torchckpt.pipe.run.{user}.wait"
+                patch.setattr(name, lambda before, after, tensors: wait(None, None, tensors))
             return all(map(torch.equal, one.run("always"), expected))
 
     assert not all(map(leaves_the_same, range(6)))

@@ -195,7 +195,8 @@ def test_inputs_that_are_changed(function, inputs, named, what):
 def test_torch_that_lacks_something(monkeypatch, inner):
     lacking = Feature("graph", "2.11", ("torch:no_such_name",), "")
     monkeypatch.setattr("torchckpt.graph.trace.capture.GRAPH", lacking)
-    monkeypatch.setattr(sys.modules["torchckpt.graph.backend"], "GRAPH" if inner == "eager" else "INDUCTOR", lacking)
+    name = "GRAPH" if inner == "eager" else "INDUCTOR"
+    monkeypatch.setattr(sys.modules["torchckpt.graph.run.backend"], name, lacking)
     assert str(refused(torch.sin, leaf(3))).startswith("graph needs what torch 2.11 to ")
     with pytest.raises(CaptureError, match="without torch:no_such_name"):
         graph.backend(inner=inner)

@@ -70,7 +70,7 @@ def optimum(
     Example:
         Three tanh in a row, of one byte each. The first is read at last, and made again for that:
 
-        >>> from torchckpt.model.remat.dataflow import Dataflow, Operation
+        >>> from torchckpt.model.remat.step.dataflow import Dataflow, Operation
         >>> forward = [Operation("tanh", (i,), (i + 1,), 1.0) for i in range(3)]
         >>> backward = [Operation("tanh_dx", (3 - i, i + 3), (i + 4,), 1.0) for i in range(3)]
         >>> backward[0] = Operation("tanh_dx", (3,), (4,), 1.0)

@@ -81,7 +81,7 @@ def fit(
         tell: called now and then with a progress text. Default: no progress is shown.
 
     Example:
-        >>> from torchckpt.model.remat.dataflow import Dataflow, Operation
+        >>> from torchckpt.model.remat.step.dataflow import Dataflow, Operation
         >>> forward = Operation("a", (0,), (1,), 1.0), Operation("b", (1,), (2,), 1.0)
         >>> backward = Operation("db", (1, 2), (3,), 1.0), Operation("da", (0, 1, 3), (4,), 1.0)
         >>> flow = Dataflow((*forward, *backward), (9, 4, 9, 2, 2), 2, frozenset({0}), frozenset({4}))
