@@ -1,4 +1,4 @@
-"""RegionOptions: says which regions of one forward keep their activations, and which are recomputed early."""
+"""Region options: says which regions of one forward keep their activations, and which are recomputed early."""
 from __future__ import annotations
 
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Live schedules: converts a schedule object of ``torch.distributed.pipelining`` to a ``torchckpt.model.Schedule``."""
+"""Torch schedules: converts a schedule object of ``torch.distributed.pipelining`` to a ``torchckpt.model.Schedule``."""
 from __future__ import annotations
 
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe

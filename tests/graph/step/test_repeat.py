@@ -11,7 +11,7 @@ from tests.graph.traced import joint_of
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
 from torchckpt.errors import CaptureError
-from torchckpt.graph.step.repeat import again_of, forget_statistics, outputs_of, runs_once
+from torchckpt.graph.step.repeat import forget_statistics, outputs_of, repeat_of, runs_once
 from torchckpt.model.remat.step.late import late
 
 aten = torch.ops.aten
@@ -42,9 +42,9 @@ def test_runs_once(node, once):
 
 
 def test_nothing_takes_the_place_of_a_plain_operation_or_a_draw():
-    assert again_of(call(aten.sin.default)) is None
-    assert again_of(call(aten.bernoulli.default)) is None
-    assert again_of(call(aten.native_dropout.default, 0.5, False)) is None
+    assert repeat_of(call(aten.sin.default)) is None
+    assert repeat_of(call(aten.bernoulli.default)) is None
+    assert repeat_of(call(aten.native_dropout.default, 0.5, False)) is None
 
 
 def test_outputs_by_their_places():

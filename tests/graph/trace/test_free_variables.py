@@ -13,7 +13,7 @@ from torch import nn
 from tests.graph.eager import compare
 from tests.graph.traced import Function
 from torchckpt import graph
-from torchckpt.graph.trace.free_variables import Outside
+from torchckpt.graph.trace.free_variables import FreeVariables
 
 SCALE, UNREAD, COUNT, ACTIVATION = 2.0, 1, 0, torch.sin
 OPTIONS = {"scale": 2.0, "layer": object()}
@@ -174,7 +174,7 @@ def test_warning_says_which_global_always_changes(monkeypatch):
 
 def test_code_of_libraries_is_not_looked_into():
     model = nn.Sequential(nn.Linear(3, 3), nn.MultiheadAttention(4, 2), nn.LSTM(3, 3), nn.BatchNorm1d(3))
-    assert Outside(model).now() == ()
+    assert FreeVariables(model).now() == ()
 
 
 def test_hooks_are_code_of_the_forward(monkeypatch, traces):

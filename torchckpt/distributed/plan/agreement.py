@@ -1,4 +1,4 @@
-"""Agree: exchanges values between all processes of a job, and checks that they are equal."""
+"""Agreement: exchanges values between all processes of a job, and checks that they are equal."""
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Given: checks the ``budget`` and ``plan`` arguments of ``recompute_ahead``."""
+"""Arguments: checks the ``budget`` and ``plan`` arguments of ``recompute_ahead``."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

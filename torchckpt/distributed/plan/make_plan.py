@@ -1,4 +1,4 @@
-"""Make: rank 0 makes the plan from the measurements of all processes, and sends it to all."""
+"""Make plan: rank 0 makes the plan from the measurements of all processes, and sends it to all."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

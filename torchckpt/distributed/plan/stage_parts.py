@@ -1,4 +1,4 @@
-"""Parts: the bytes and seconds of each region of a stage for one micro-batch, measured while all is recomputed."""
+"""Stage parts: the bytes and seconds of each region of a stage, for one micro-batch, measured with all recomputed."""
 from __future__ import annotations
 
 from collections import defaultdict, deque

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
-from torchckpt.graph.derive.primal import Marks, Subject
+from torchckpt.graph.derive.primal import Marks, Primal
 from torchckpt.graph.private.functional import Functional, backward_of, functional
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import require
@@ -43,7 +43,7 @@ Ask = Callable[[Traced], Sequence["Tensor | None"]]
 
 @dataclass(frozen=True)
 class Derivative:
-    """A functional graph that takes the inputs and then ``more``; the subject's state becomes its attributes.
+    """A functional graph that takes the inputs and then ``more``; the primal's state becomes its attributes.
 
     It returns the tensors among the call's outputs, new values of ``buffers``, and the gradients.
     """
@@ -69,9 +69,9 @@ class Derivative:
 
 
 def derivative_of(
-    subject: Subject, required: Set[str], marks: Marks, ask: Ask, more: Sequence[Tensor] = ()
+    primal: Primal, required: Set[str], marks: Marks, ask: Ask, more: Sequence[Tensor] = ()
 ) -> Derivative:
-    """Trace a call of ``subject`` on its inputs, then ``ask`` for gradients.
+    """Trace a call of ``primal`` on its inputs, then ``ask`` for gradients.
 
     Args:
         required: names of inputs and state that require a gradient, beside tensors with ``requires_grad=True``.
@@ -82,33 +82,33 @@ def derivative_of(
         CaptureError: the call depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     require(GRAPH)
-    names = [*subject.state, *subject.inputs]
+    names = [*primal.state, *primal.inputs]
     found: list[Any] = []
 
     def run(*tensors: Tensor) -> list[Tensor | None]:
-        state = dict(zip(subject.state, tensors))
-        inputs = dict(zip(subject.inputs, tensors[len(state) :]))
+        state = dict(zip(primal.state, tensors))
+        inputs = dict(zip(primal.inputs, tensors[len(state) :]))
         marks.forget()
         with marks:
-            leaves, structure = pytree.tree_flatten(subject(list(inputs.values()), state, marks))
+            leaves, structure = pytree.tree_flatten(primal(list(inputs.values()), state, marks))
             leaves = [marks.unmarked(leaf) for leaf in leaves]
         found[:] = leaves, structure
         gradients = ask(Traced(leaves, inputs, state, marks.found, tensors[len(names) :]))
         return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *gradients]
 
-    given = {**subject.state, **subject.inputs}
+    given = {**primal.state, **primal.inputs}
     tensors = [*given.values(), *more]
     requires_grad = [tensor.requires_grad or name in required for name, tensor in given.items()]
-    with explained(), subject.left_as_it_is():
+    with explained(), primal.left_as_it_is():
         traced = functional(run, tensors, [*requires_grad, *(False for _ in more)])
     constants, structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1]
     found.clear()
     marks.forget()
     traced.witness.refuse_left()
-    _refuse_mutated(names, subject, traced)
+    _refuse_mutated(names, primal, traced)
     buffers = tuple(names[place] for place in traced.mutated)
     outputs = constants.count(Tensor)
-    return Derivative(_lifted(traced.module, subject, outputs, len(buffers)), buffers, outputs, constants, structure)
+    return Derivative(_lifted(traced.module, primal, outputs, len(buffers)), buffers, outputs, constants, structure)
 
 
 def gradients_of(
@@ -125,8 +125,8 @@ def gradients_of(
     return [next(made) if tensor.requires_grad else None for tensor in tensors]
 
 
-def _refuse_mutated(names: Sequence[str], subject: Subject, traced: Functional) -> None:
-    changed = [names[place] for place in traced.mutated if names[place] in subject.inputs]
+def _refuse_mutated(names: Sequence[str], primal: Primal, traced: Functional) -> None:
+    changed = [names[place] for place in traced.mutated if names[place] in primal.inputs]
     if changed:
         raise CaptureError(str(Fault(
             "a call that is differentiated leaves its inputs as they are", f"{changed[0]} is changed in place",
@@ -134,15 +134,15 @@ def _refuse_mutated(names: Sequence[str], subject: Subject, traced: Functional) 
         )))
 
 
-def _lifted(module: fx.GraphModule, subject: Subject, outputs: int, buffers: int) -> fx.GraphModule:
+def _lifted(module: fx.GraphModule, primal: Primal, outputs: int, buffers: int) -> fx.GraphModule:
     """``module`` with the state as attributes, named inputs, and new values of buffers right after the outputs."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    attributes: dict[str, Any] = dict(subject.state)
-    places = iter([*subject.state, *subject.inputs])
+    attributes: dict[str, Any] = dict(primal.state)
+    places = iter([*primal.state, *primal.inputs])
     for node in module.graph.nodes:
         if node.op == "placeholder":
             name = next(places, node.name)
-            nodes[node] = graph.get_attr(name) if name in subject.state else graph.placeholder(name)
+            nodes[node] = graph.get_attr(name) if name in primal.state else graph.placeholder(name)
             nodes[node].meta = dict(node.meta)
         elif _is_save(node):
             nodes[node] = nodes[node.all_input_nodes[0]]

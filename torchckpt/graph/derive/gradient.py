@@ -13,7 +13,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.adjoint import chooser_of, planned
 from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
-from torchckpt.graph.derive.primal import Marks, Subject, is_real
+from torchckpt.graph.derive.primal import Marks, Primal, is_real
 
 __all__ = ["gradient"]
 
@@ -61,9 +61,9 @@ def gradient(
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     chooser = chooser_of(_CALLER, checkpoints)
-    subject = Subject(_CALLER, fn, example)
-    wanted = _wanted(require_grads, subject)
-    marks = Marks({name for name in wanted if isinstance(name, str)} - set(subject.inputs))
+    primal = Primal(_CALLER, fn, example)
+    wanted = _wanted(require_grads, primal)
+    marks = Marks({name for name in wanted if isinstance(name, str)} - set(primal.inputs))
 
     def ask(traced: Traced) -> list[Tensor | None]:
         found = _Found(traced, wanted)
@@ -73,19 +73,19 @@ def gradient(
         made = gradients_of([target], [torch.ones_like(target)], tensors)
         return [_zeros(tensor) if grad is None else grad for tensor, grad in zip(tensors, made)]
 
-    given = {**subject.inputs, **subject.state}
-    required = {name for name in given if name in wanted} | (set(subject.inputs) if marks.wanted else set())
-    derivative = derivative_of(subject, {name for name in required if is_real(given[name])}, marks, ask)
+    given = {**primal.inputs, **primal.state}
+    required = {name for name in given if name in wanted} | (set(primal.inputs) if marks.wanted else set())
+    derivative = derivative_of(primal, {name for name in required if is_real(given[name])}, marks, ask)
     return planned(derivative, chooser)
 
 
-def _wanted(require_grads: Sequence[int | str] | None, subject: Subject) -> list[object]:
+def _wanted(require_grads: Sequence[int | str] | None, primal: Primal) -> list[object]:
     """``require_grads`` with positions of inputs replaced by names. Invalid entries stay, and are reported later."""
-    names = list(subject.inputs)
+    names = list(primal.inputs)
     if require_grads is None:
-        real = [name for name, tensor in subject.inputs.items() if is_real(tensor)]
+        real = [name for name, tensor in primal.inputs.items() if is_real(tensor)]
         if not real:
-            works = f'require_grads=["{next(iter(subject.state), "weight")}"], a parameter of a module, or a mark'
+            works = f'require_grads=["{next(iter(primal.state), "weight")}"], a parameter of a module, or a mark'
             raise_faults(_CALLER, [Fault("an input is floating, or require_grads names a value", f"{names}", works)])
         return list(real)
     listed = [require_grads] if isinstance(require_grads, (int, str)) else require_grads

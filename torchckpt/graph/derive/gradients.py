@@ -11,7 +11,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.adjoint import chooser_of, planned
 from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
-from torchckpt.graph.derive.primal import Marks, Subject
+from torchckpt.graph.derive.primal import Marks, Primal
 
 __all__ = ["gradients"]
 
@@ -55,9 +55,9 @@ def gradients(
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     chooser = chooser_of(_CALLER, _without_inputs(checkpoints, tensors))
-    subject = Subject(_CALLER, fn, tensors)
+    primal = Primal(_CALLER, fn, tensors)
     arriving = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [])
-    required = {name for name, tensor in subject.inputs.items() if tensor.is_floating_point() or tensor.is_complex()}
+    required = {name for name, tensor in primal.inputs.items() if tensor.is_floating_point() or tensor.is_complex()}
 
     def ask(traced: Traced) -> list[Tensor | None]:
         outputs = [leaf for leaf in traced.leaves if isinstance(leaf, Tensor)]
@@ -68,7 +68,7 @@ def gradients(
         return gradients_of(outputs, starts, list(traced.inputs.values()))
 
     more = [one for one in arriving if one is not None]
-    derivative = derivative_of(subject, required, Marks(), ask, more)
+    derivative = derivative_of(primal, required, Marks(), ask, more)
     made = planned(derivative, chooser, outputs=False)(*tensors, *more)
     return made[0] if isinstance(inputs, Tensor) else type(inputs)(made)  # type: ignore[call-arg]
 

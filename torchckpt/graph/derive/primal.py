@@ -1,4 +1,4 @@
-"""Subject: the function or module that is differentiated, its named inputs, and its parameters and buffers."""
+"""Primal: the function or module that is differentiated, its named inputs, and its parameters and buffers."""
 from __future__ import annotations
 
 import inspect
@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.mark.annotations import Tracing, mark_of
 from torchckpt.graph.mark.names import named_modules
-from torchckpt.graph.trace.side_effects import leaving_no_tensors
+from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.graph.trace.unsupported import check_bare
 
-__all__ = ["Marks", "Subject", "is_real"]
+__all__ = ["Marks", "Primal", "is_real"]
 
 
 def is_real(value: object) -> bool:
@@ -59,7 +59,7 @@ class Marks(Tracing):
         super().forget()
 
 
-class Subject:
+class Primal:
     """A function or module of tensors, which can be called with other inputs and state in place of its own.
 
     Args:
@@ -94,7 +94,7 @@ class Subject:
 
     def left_as_it_is(self) -> AbstractContextManager[None]:
         """Trace calls inside this context: at its end, a module's attributes are as they were before."""
-        return leaving_no_tensors(self._function) if isinstance(self._function, nn.Module) else nullcontext()
+        return restoring_modules(self._function) if isinstance(self._function, nn.Module) else nullcontext()
 
     def __call__(self, inputs: Sequence[Tensor], state: dict[str, Tensor], marks: Marks) -> Any:
         """Call the function on ``inputs``, with ``state`` in place of its parameters and buffers."""

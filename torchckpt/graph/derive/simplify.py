@@ -10,13 +10,13 @@ that arrives and ``'`` for ``T``, the rules ``T(T(a)) -> a`` and ``T(a @ b) -> T
     A' @ B'     B' @ G'   G' @ A'
 
 The rules are those of the simplifier behind TVM Relax's ``Gradient`` pass. Unlike it, this one never computes a product
-twice (it lock a product, that is, swaps and transposes its factors, only where the one reader is a transpose), never
+twice (it turns a product, that is, swaps and transposes its factors, only where the one reader is a transpose), never
 adds a transpose, handles the ``view`` and ``expand`` nodes around a batched product, and reuses a transpose that the
 graph already has.
 
 A turned product is a different kernel call, which may round differently. On a CPU (MKL, oneDNN; ``mm`` and ``bmm``, 12
 sizes from 1 to 512, plain and transposed operands) all of 144 turned products were bit-equal in bfloat16 and in
-float16, 143 in float32, and 75 in float64; the others differed by rounding. ``exact=True`` lock no product, and all
+float16, 143 in float32, and 75 in float64; the others differed by rounding. ``exact=True`` turns no product, and all
 values stay bit-equal.
 """
 from __future__ import annotations
@@ -92,13 +92,13 @@ class _Simplifier:
     """Tries the rules on every node, last first, until none applies; an attempt that is refused is undone."""
 
     def __init__(self, graph: fx.Graph, exact: bool) -> None:
-        self.graph, self.exact, self.lock = graph, exact, False
+        self.graph, self.exact, self.turns = graph, exact, False
         self.mode = _mode_of(graph)
         self.made: list[fx.Node] = []
 
     def run(self) -> None:
         self._run()  # a turned product must not read a transpose that is about to be cancelled
-        self.lock = not self.exact
+        self.turns = not self.exact
         self._run()
 
     def _run(self) -> None:
@@ -165,7 +165,7 @@ class _Simplifier:
 
     def _may_turn(self, way: _Way) -> bool:
         """Whether the core is a product with one reader, and turning it adds at most one transpose."""
-        return self.lock and way.alone and _operands(way.core) is not None and self._taken(way.core) <= 1
+        return self.turns and way.alone and _operands(way.core) is not None and self._taken(way.core) <= 1
 
     def _taken(self, product: fx.Node) -> int:
         """How many transposes the operands of a turned product add; negative where some are cancelled."""

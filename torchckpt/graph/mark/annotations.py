@@ -1,4 +1,4 @@
-"""Notes: write and read the marks, regions and modules that are noted on the nodes of a traced graph.
+"""Annotations: write and read the marks, regions and modules that are noted on the nodes of a traced graph.
 
 Notes are in ``node.meta["custom"]``. :func:`torch.fx.traceback.annotate` puts them there, and AOTAutograd copies them
 to the backward of each annotated operation. Dynamo records modules itself, in ``node.meta["nn_module_stack"]``.

@@ -15,7 +15,7 @@ from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.trace.capture import Capture
 from torchckpt.graph.trace.guard import argument_names, places_of
-from torchckpt.graph.trace.side_effects import leaving_no_tensors
+from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.model.remat.plan import Plan
 
@@ -37,7 +37,7 @@ class Call:
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
         chooser.inputs = frozenset(data)
-        with leaving_no_tensors(model):
+        with restoring_modules(model):
             self._capture = Capture(self._function, _distinct(tensors), data, chooser.cost, chooser, chooser.replay)
         self._capture.witness.refuse_left()
         self.plan: Plan | None = getattr(chooser, "plan", None)

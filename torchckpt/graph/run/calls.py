@@ -19,7 +19,7 @@ from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import Stopwatch, log
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.run.call import Call, CompiledCall, state_of, tensors_of
-from torchckpt.graph.trace.free_variables import Outside
+from torchckpt.graph.trace.free_variables import FreeVariables
 from torchckpt.graph.trace.guard import changed, guard_of, warn_of_retraces
 from torchckpt.graph.trace.reason import reason_of
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
@@ -77,7 +77,7 @@ class Calls:
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
         self._latest: Call | CompiledCall | None = None
-        self._outside: Outside | None = None
+        self._outside: FreeVariables | None = None
         self._ignored = set[tuple[str, str]]()  # attributes that the forward itself sets
 
     @property
@@ -152,7 +152,7 @@ class Calls:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         check_bare(self._caller, self.model)
         state = state_of(self.model)
-        self._outside = outside = Outside(self.model)  # search again: objects may have been replaced
+        self._outside = outside = FreeVariables(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
         known = guard.without(self.model, self._ignored) if self._ignored else guard
         reason, watch = reason_of(self.model, tuple(self.known), known, args, kwargs), Stopwatch()

@@ -77,7 +77,7 @@ class Emitter:
         self._ran.add(index)
         if node is None:
             return
-        again = None if first else self.joint.agains.get(index)
+        again = None if first else self.joint.repeats.get(index)
         if again is not None:
             made = dict(zip(again.writes, again.emit(self.graph, self.resolve)))
         else:

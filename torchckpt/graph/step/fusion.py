@@ -1,7 +1,7 @@
 """Fusion: a joint graph as a compiler runs it, with pointwise operations computed inside their only reader.
 
 A pointwise operation whose result has a single reader is computed where it is read. It needs no storage, and a repeat
-of the reader repeats it too. So the two become one operation here; ``expanded`` lock a schedule of such merged
+of the reader repeats it too. So the two become one operation here; ``expanded`` turns a schedule of such merged
 operations into one of all operations.
 """
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Fusion:
         for place, taken in _in_place(joint, self._kept, operations).items():
             workspace_bytes = operations[place].workspace_bytes - flow.sizes_bytes[taken]
             operations[place] = replace(operations[place], workspace_bytes=workspace_bytes)
-        agains = {place: joint.agains[index] for place, index in enumerate(self._kept) if index in joint.agains}
+        repeats = {place: joint.repeats[index] for place, index in enumerate(self._kept) if index in joint.repeats}
         nodes = tuple(joint.nodes[index] for index in self._kept)
         made = replace(flow, operations=tuple(operations), forward=forward)
-        self.joint = replace(joint, flow=made, nodes=nodes, agains=agains)
+        self.joint = replace(joint, flow=made, nodes=nodes, repeats=repeats)
 
     def expanded(self, schedule: Schedule) -> Schedule:
         """The schedule of the original joint graph that a schedule of the merged ``joint`` stands for."""

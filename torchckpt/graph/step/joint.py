@@ -3,7 +3,7 @@
 Storages take memory, not tensors: several views share one storage. So every node of the graph is one of three things:
 an operation, which writes storages; a view, which writes none and is made again wherever it is read; or one output of
 an operation. :class:`~torchckpt.model.remat.step.dataflow.Dataflow` describes the operations, and
-:mod:`~torchckpt.graph.step.emit` lock a schedule of them into graphs.
+:mod:`~torchckpt.graph.step.emit` turns a schedule of them into graphs.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchckpt.graph.private.operators import note_branches
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_inputs, uncompiled
 from torchckpt.graph.step.costs import Cost, CostOf
-from torchckpt.graph.step.repeat import Again, again_of, as_eager_runs, forget_statistics, runs_once
+from torchckpt.graph.step.repeat import Repeat, as_eager_runs, forget_statistics, repeat_of, runs_once
 from torchckpt.graph.step.rng import record_states, refuse_generators
 from torchckpt.model.remat.step.dataflow import Dataflow, Operation
 
@@ -35,7 +35,7 @@ class Joint:
 
     Args:
         nodes: the node of each operation; None for the arrival of the gradients of the outputs.
-        agains: by operation, the substitute that a repeat runs.
+        repeats: by operation, the substitute that a repeat runs.
         storages: by tensor node, its storage; a sparse tensor has one for each of its parts.
         views: the nodes that write no storage.
         changed: the inputs that have a new value after the forward.
@@ -45,7 +45,7 @@ class Joint:
     forward_outputs: int
     flow: Dataflow
     nodes: tuple[fx.Node | None, ...]
-    agains: dict[int, Again]
+    repeats: dict[int, Repeat]
     storages: dict[fx.Node, frozenset[int]]
     views: frozenset[fx.Node]
     tangents: tuple[fx.Node, ...]
@@ -72,8 +72,8 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: CostOf, replay:
     if replay:
         record_states(module.graph)
     builder = _Builder(module.graph, forward_outputs, cost)
-    flow, agains = builder.flow()
-    return Joint(module, forward_outputs, flow, builder.order, agains, builder.storages, frozenset(builder.views),
+    flow, repeats = builder.flow()
+    return Joint(module, forward_outputs, flow, builder.order, repeats, builder.storages, frozenset(builder.views),
                  tuple(builder.tangents), frozenset(builder.changed))
 
 
@@ -100,9 +100,9 @@ class _Builder:
         self.forward = len(first)
         self.order: tuple[fx.Node | None, ...] = (*first, *arrival, *(n for n in self.writes if n not in forward))
 
-    def flow(self) -> tuple[Dataflow, dict[int, Again]]:
-        agains = {index: again for index, node in enumerate(self.order) if node and (again := again_of(node))}
-        operations = [self._operation(node, agains.get(index)) for index, node in enumerate(self.order)]
+    def flow(self) -> tuple[Dataflow, dict[int, Repeat]]:
+        repeats = {index: again for index, node in enumerate(self.order) if node and (again := repeat_of(node))}
+        operations = [self._operation(node, repeats.get(index)) for index, node in enumerate(self.order)]
         self._keep_order(operations)
         there = [node for node in self.storages if node.op in ("placeholder", "get_attr")]
         given = self._roots_of(there) - self._roots_of(self.tangents)
@@ -111,7 +111,7 @@ class _Builder:
         staying = self.tangents if GRADIENTS_STAY else []
         results = self._roots_of([*lasting, *self.gradients, *staying]) - given
         sizes = tuple(self.sizes)
-        return Dataflow(tuple(operations), sizes, self.forward, given, results, passing - results), agains
+        return Dataflow(tuple(operations), sizes, self.forward, given, results, passing - results), repeats
 
     def _keep_order(self, operations: list[Operation]) -> None:
         """Let each operation that runs once read a token of the one before: so they keep their order."""
@@ -124,7 +124,7 @@ class _Builder:
                 operations[index] = replace(operation, reads=reads, writes=writes)
                 before = (token,)
 
-    def _operation(self, node: fx.Node | None, again: Again | None) -> Operation:
+    def _operation(self, node: fx.Node | None, again: Repeat | None) -> Operation:
         if node is None:
             return Operation(TANGENTS, (), self._reads_of(self.tangents), 0.0, repeatable=False)
         cost = self._costs[node]
@@ -138,7 +138,7 @@ class _Builder:
     def _runs_once(self, node: fx.Node) -> bool:
         return runs_once(node) or self._costs[node].draws
 
-    def _repeat(self, name: str, again: Again) -> Operation:
+    def _repeat(self, name: str, again: Repeat) -> Operation:
         """The costs of a repeat, from what ``again`` emits into a new graph. Intermediate values count as workspace."""
         graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 

@@ -1,4 +1,4 @@
-"""Again: what runs when an operation is repeated, where it must not run a second time as it is.
+"""Repeat: what runs when an operation is repeated, where it must not run a second time as it is.
 
 A repeated dropout multiplies by the mask that it saved. A repeated batch norm does not update its running statistics
 again. Other random operations run once, unless the generator's state was saved: a second draw gives other numbers.
@@ -29,7 +29,7 @@ from torchckpt.graph.private.operators import (
 from torchckpt.graph.private.runtime import without_modes
 from torchckpt.graph.step.rng import draws, generator_state, replayed, state_of
 
-__all__ = ["Again", "again_of", "as_eager_runs", "forget_statistics", "runs_once", "under_autograd"]
+__all__ = ["Repeat", "as_eager_runs", "forget_statistics", "repeat_of", "runs_once", "under_autograd"]
 
 Resolve = Callable[[Any], Any]
 """Maps an argument in the joint graph to the same argument in the emitted graph."""
@@ -39,7 +39,7 @@ _DROPOUT_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
 
 
 @dataclass(frozen=True)
-class Again:
+class Repeat:
     """The nodes that a repeat reads, the nodes that it writes, and a function that adds the repeat to a graph."""
 
     reads: tuple[fx.Node, ...]
@@ -57,7 +57,7 @@ def runs_once(node: fx.Node) -> bool:
     return target is generator_state or has_effect(target) or draws(node) or is_collective(target) or is_mutable(target)
 
 
-def again_of(node: fx.Node) -> Again | None:
+def repeat_of(node: fx.Node) -> Repeat | None:
     """What a repeat of ``node`` runs instead; None if it runs ``node`` itself, or if there is no substitute."""
     outputs = outputs_of(node)
     if node.target is BATCH_NORM and node.args[5]:
@@ -152,7 +152,7 @@ def outputs_of(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
-def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Again:
+def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Repeat:
     """Scale and shift by the saved mean and deviation where both were kept: they are small, and costly to compute.
 
     Otherwise run the whole batch norm again, without an update of its running statistics. On a CPU, the kernel for
@@ -176,14 +176,14 @@ def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Again:
         return (_like(graph.call_function(operator.getitem, (made, 0)), outputs[0]),)
 
     reads = (data, weight, bias, mean, deviation)
-    return Again(tuple(value for value in reads if isinstance(value, fx.Node)), (outputs[0],), emit)
+    return Repeat(tuple(value for value in reads if isinstance(value, fx.Node)), (outputs[0],), emit)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
 
 
-def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
+def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Repeat:
     data, weight, bias, _, _, training, momentum, eps = node.args
     arguments = (data, weight, bias, training, momentum, eps)
 
@@ -192,10 +192,10 @@ def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Again:
         made.meta["val"] = node.meta["val"][:3]
         return tuple(_like(graph.call_function(operator.getitem, (made, out.args[1])), out) for out in outputs)
 
-    return Again(tuple(value for value in arguments if isinstance(value, fx.Node)), outputs, emit)
+    return Repeat(tuple(value for value in arguments if isinstance(value, fx.Node)), outputs, emit)
 
 
-def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
+def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Repeat:
     data, probability = node.args[:2]
     scale = _scale(1.0 - cast(float, probability), node.meta["val"][0])
 
@@ -204,7 +204,7 @@ def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Again:
         scaled = graph.call_function(torch.ops.aten.mul_.Tensor, (_like(masked, output), scale))
         return (_like(scaled, output),)
 
-    return Again((data, mask), (output,), emit)  # type: ignore[arg-type]
+    return Repeat((data, mask), (output,), emit)  # type: ignore[arg-type]
 
 
 def _scale(share: float, like: torch.Tensor) -> float:
@@ -215,7 +215,7 @@ def _scale(share: float, like: torch.Tensor) -> float:
         return torch.ones((), dtype=like.dtype).div_(share).item()
 
 
-def _draw(node: fx.Node, state: fx.Node, outputs: dict[int, fx.Node]) -> Again:
+def _draw(node: fx.Node, state: fx.Node, outputs: dict[int, fx.Node]) -> Repeat:
     device = state.args[0]
 
     def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
@@ -225,7 +225,7 @@ def _draw(node: fx.Node, state: fx.Node, outputs: dict[int, fx.Node]) -> Again:
             return (made,)
         return tuple(_like(graph.call_function(operator.getitem, (made, p)), part) for p, part in outputs.items())
 
-    return Again((state, *node.all_input_nodes), tuple(outputs.values()) or (node,), emit)
+    return Repeat((state, *node.all_input_nodes), tuple(outputs.values()) or (node,), emit)
 
 
 def _like(made: fx.Node, node: fx.Node) -> fx.Node:

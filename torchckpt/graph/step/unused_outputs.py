@@ -1,4 +1,4 @@
-"""Unread outputs: find out, for each backward, which outputs no loss has read.
+"""Unused outputs: find out, for each backward, which outputs no loss has read.
 
 AOTAutograd replaces missing gradients of outputs by zeros. Eager skips the operations that depend only on them: a
 parameter that no loss depends on has the gradient None, and an optimizer applies no weight decay to it.
@@ -16,10 +16,10 @@ from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.trace import backward_node, retainable, tangent_places
 from torchckpt.graph.step.joint import Joint, reached
 
-__all__ = ["Unread"]
+__all__ = ["UnusedOutputs"]
 
 
-class Unread:
+class UnusedOutputs:
     """Which gradients of outputs are missing in a backward, and which outputs each gradient depends on."""
 
     def __init__(self, joint: Joint) -> None:

@@ -22,7 +22,7 @@ from torchckpt.graph.step.costs import CostOf
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.partial import Backward, Partial
-from torchckpt.graph.step.unused_outputs import Unread
+from torchckpt.graph.step.unused_outputs import UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.model.remat.step.dataflow import Schedule
@@ -97,7 +97,7 @@ class Capture:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
         self.joint = joint_of(module, num_fwd_outputs, self._cost, self._replay)
-        self._unread = Unread(self.joint)
+        self._unread = UnusedOutputs(self.joint)
         schedule = self._choose(self.joint)
         boundary = simulate(self.joint.flow, schedule).boundary
         forward, backward = emit(self.joint, schedule, boundary)

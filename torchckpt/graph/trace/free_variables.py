@@ -1,4 +1,4 @@
-"""Outside: the globals, closure variables and object fields that the code of a forward reads outside of its modules.
+"""Free variables: the globals, closure variables and object fields that a forward reads outside of its modules.
 
 The bytecode is searched once, and not run, for the names that it loads as globals and as attributes. Their values are
 read at each call. A name that the code may read counts as read, so a call may be traced anew without need.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchckpt.graph.trace.guard import Itself, constant_of
 from torchckpt.modules import OF_EVERY_MODULE
 
-__all__ = ["Outside"]
+__all__ = ["FreeVariables"]
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "torchckpt", "numpy"})
 _MOST_PARTS = 64
@@ -37,7 +37,7 @@ class _Place(NamedTuple):
     read: Callable[[], Any]
 
 
-class Outside:
+class FreeVariables:
     """The values outside of ``model`` that its forward may read."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Left: restore the attributes that a traced forward changed on its modules."""
+"""Side effects: restore the attributes that a traced forward changed on its modules."""
 from __future__ import annotations
 
 import collections
@@ -14,11 +14,11 @@ from torchckpt.graph.trace.guard import CONSTANTS
 from torchckpt.modules import OF_EVERY_MODULE
 from torchckpt.tensors import tensors_in
 
-__all__ = ["leaving_no_tensors"]
+__all__ = ["restoring_modules"]
 
 
 @contextmanager
-def leaving_no_tensors(model: nn.Module) -> Iterator[None]:
+def restoring_modules(model: nn.Module) -> Iterator[None]:
     """Trace a forward of ``model`` inside this context; remove the tensors without data that it stores on modules.
 
     Two cases are no error. Recurrent layers have a list of their parameters, in which

@@ -1,4 +1,4 @@
-"""Wrapped: refuse modules whose forward does more than compute, which a trace would silently leave out."""
+"""Unsupported: refuse modules whose forward does more than compute, which a trace would silently leave out."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Kept: the calls of ``keep`` in one forward of a region, in order, and how far its replay has come."""
+"""Record: the calls of ``keep`` in one forward of a region, in order, and how far its replay has come."""
 from __future__ import annotations
 
 from collections.abc import Sequence

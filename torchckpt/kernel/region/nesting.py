@@ -1,4 +1,4 @@
-"""Level: where in regions a call is, by the saved-tensor hooks that its thread has entered."""
+"""Nesting: where in regions a call is, by the saved-tensor hooks that its thread has entered."""
 from __future__ import annotations
 
 from collections.abc import Sequence

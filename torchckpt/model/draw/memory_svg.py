@@ -1,4 +1,4 @@
-"""Draw memory: the bytes of the ranks over the time of a step, in a panel of a Gantt chart."""
+"""Memory SVG: the bytes of the ranks over the time of a step, in a panel of a Gantt chart."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Look: the colours and the lettering that pictures share."""
+"""Style: the colours and the lettering that pictures share."""
 from __future__ import annotations
 
 from torchckpt.model.draw.canvas import Canvas

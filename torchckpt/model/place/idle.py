@@ -1,4 +1,4 @@
-"""Room: the idle seconds of each rank in a step, between its first and its last possible work."""
+"""Idle: the idle seconds of each rank in a step, between its first and its last possible work."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Table: schedules as CSV, in the format of torch.distributed.pipelining: a row per rank, a cell per action.
+"""CSV format: schedules as CSV, in the format of torch.distributed.pipelining: a row per rank, a cell per action.
 
 An empty cell is a bubble. Actions that torch adds for communication (``0SEND_F1``, ``0WAIT_SEND_F1``, ``0UNSHARD`` and
 the like) are skipped. A pair that may overlap, ``(0F3;7B0)OVERLAP_F_B``, is read as two actions, one after the other.

@@ -1,4 +1,4 @@
-"""Exempt: micro-batches whose activations can be kept for free, because dropping them would not lower peak memory."""
+"""Free to keep: micro-batches whose activations can be kept, because dropping them would not lower the peak."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Clock: the order in which GPipe runs the forwards of ``m`` micro-batches through ``p`` stages."""
+"""Clock cycles: the order in which GPipe runs the forwards of ``m`` micro-batches through ``p`` stages."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Fitted: a plan for a budget that covers all memory of a step, not only the activations.
+"""Fit measured: a plan for a budget that covers all memory of a step, not only the activations.
 
 A measured step shows, for each action, the bytes of gradients, messages in transit, losses, and temporary memory. The
 planner gets the rest of the budget for activations. These bytes are not all alive at once, so several reserves for them

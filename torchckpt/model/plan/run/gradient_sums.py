@@ -1,4 +1,4 @@
-"""Sums: keep the weight gradients of a stage in the order of the schedule, because rounding depends on that order.
+"""Gradient sums: weight gradients of a stage in the order of the schedule, since rounding depends on that order.
 
 A plan moves weight gradients. Those of one stage are added up, so among themselves, and among the whole backwards of
 the stage, they keep the order that the schedule gives them: one that comes too late for that is done earlier, and one

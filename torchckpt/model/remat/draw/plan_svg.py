@@ -1,4 +1,4 @@
-"""Draw: the memory of one step as SVG, with and without recompute, and what is recomputed when.
+"""Plan SVG: the memory of one step as SVG, with and without recompute, and what is recomputed when.
 
  [1] what recompute buys, in words
  [2] title, budget, recompute

@@ -1,4 +1,4 @@
-"""Tables: a dataflow as flat lists, for a planner that asks the same questions a million times."""
+"""Flat: a dataflow as flat lists, for a planner that asks the same questions a million times."""
 from __future__ import annotations
 
 from collections.abc import Sequence, Set

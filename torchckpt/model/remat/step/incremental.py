@@ -1,4 +1,4 @@
-"""Stages: a schedule that changes by one repeat at a time, and knows its memory at every moment.
+"""Incremental: a schedule that changes by one repeat at a time, and knows its memory at every moment.
 
 Stage t is the first run at position t and, before it, the repeats that it takes. A storage is *touched* in a stage that
 reads or writes it, and *born* in one that writes it. Between two touches it is alive, unless it is born in the latter:

@@ -1,4 +1,4 @@
-"""Steps: what is alive inside of one stage, its repeats and its first run, as repeats are added and removed."""
+"""Stage memory: what is alive inside of one stage, its repeats and its first run, as repeats are added and removed."""
 from __future__ import annotations
 
 from bisect import insort
