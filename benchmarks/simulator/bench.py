@@ -24,7 +24,7 @@ from torchckpt.model.place.placement import ahead, with_recompute
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.schedules import one_f_one_b
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 COSTS, LINK = StageCosts(), Link(latency_seconds=0.25)
 BUDGET_SECONDS = 2.0

@@ -9,7 +9,7 @@ from torchckpt.distributed import record as module
 from torchckpt.distributed.record import KEPT_STEPS, Record, gather
 from torchckpt.distributed.sizes import Size
 from torchckpt.model import Action, Kind, Segments, gpipe
-from torchckpt.model.simulate.measured import Span
+from torchckpt.model.simulation.measured import Span
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

@@ -8,8 +8,8 @@ from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.schedules import dualpipe_v, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
-from torchckpt.model.simulate.simulator import simulate
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.simulator import simulate
+from torchckpt.model.simulation.timeline import Timeline
 
 COSTS = StageCosts(forward_seconds=1, input_grad_seconds=1, weight_grad_seconds=1, recompute_seconds=1, saved_bytes=1)
 

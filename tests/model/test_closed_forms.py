@@ -7,7 +7,7 @@ from tests.model.closed_forms import BOUNDARY, CELLS, Cell, greedy
 from torchckpt.model.place.bound import bound
 from torchckpt.model.place.placement import ahead, arrival, with_recompute
 from torchckpt.model.schedule.schedules import gpipe, one_f_one_b
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")
 A, c = 1.0, BOUNDARY

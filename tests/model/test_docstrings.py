@@ -20,7 +20,7 @@ MODULES = [
     ".place.partition",
     ".place.placement",
     ".schedule.schedules",
-    ".simulate.simulator",
+    ".simulation.simulator",
     ".schedule.csv_format",
 ]
 

@@ -10,7 +10,7 @@ from torchckpt.model.draw import axis, gantt, svg, trace, units
 from torchckpt.model.place import placement
 from torchckpt.model.report import report
 from torchckpt.model.schedule import schedules
-from torchckpt.model.simulate import simulator, timeline
+from torchckpt.model.simulation import simulator, timeline
 
 MODULES = [axis, gantt, report, svg, timeline, trace, units]
 

@@ -12,7 +12,7 @@ from tests.model.random_steps import needs, random_step
 from torchckpt.model.place.bound import bound
 from torchckpt.model.place.placement import ahead, with_recompute, without_recompute
 from torchckpt.model.schedule.costs import Link
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 NEAR = 1e-9
 SEEDS = range(1000)

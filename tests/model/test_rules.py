@@ -16,7 +16,7 @@ from torchckpt.model.schedule.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 SMALL = [cell for cell in CELLS if cell.p <= 8]
 small_cells = pytest.mark.parametrize("cell", SMALL, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")

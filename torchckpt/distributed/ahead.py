@@ -34,7 +34,7 @@ from torchckpt.kernel.region.scope import Scope
 from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
 from torchckpt.model.report.comparison import Comparison, compare
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulate.measured import measured_timeline
+from torchckpt.model.simulation.measured import measured_timeline
 
 __all__ = ["MEASURED_STEPS", "RecomputeAhead"]
 

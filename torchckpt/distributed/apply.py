@@ -18,7 +18,7 @@ from torchckpt.model import Link, Schedule, StageCosts
 from torchckpt.model.plan.stage.limit import Bytes
 from torchckpt.model.schedule.free_to_keep import free_to_keep
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulate.inputs import per_boundary, per_stage
+from torchckpt.model.simulation.inputs import per_boundary, per_stage
 
 __all__ = ["recompute_ahead"]
 

@@ -16,7 +16,7 @@ from torchckpt.distributed.sizes import Size
 from torchckpt.kernel.clock import Clock, Stamp
 from torchckpt.model import Action, Link, Schedule, Segments, StageCosts
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulate.measured import Span, measured_costs, replays_apart
+from torchckpt.model.simulation.measured import Span, measured_costs, replays_apart
 
 __all__ = ["Gathered", "Record", "gather"]
 

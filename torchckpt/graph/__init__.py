@@ -9,12 +9,12 @@ A user begins with :func:`rematerialize`. A reader of the code begins with ``joi
 """
 from __future__ import annotations
 
+from torchckpt.graph.annotate.marks import mark, region, sequential
 from torchckpt.graph.derive.gradient import gradient
 from torchckpt.graph.derive.gradients import gradients
 from torchckpt.graph.derive.inspect import separators, simulate
 from torchckpt.graph.derive.simplify import simplify
 from torchckpt.graph.frontier import Frontier, frontier
-from torchckpt.graph.mark.marks import mark, region, sequential
 from torchckpt.graph.run.backend import backend
 from torchckpt.graph.run.in_place import RematerializeHandle, rematerialize_
 from torchckpt.graph.run.rematerialize import rematerialize

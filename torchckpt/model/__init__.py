@@ -25,8 +25,8 @@ from torchckpt.model.schedule.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulate.simulator import simulate
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.simulator import simulate
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = [
     "NAMES",

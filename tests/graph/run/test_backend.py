@@ -15,8 +15,8 @@ from tests.helpers import assert_equal
 from tests.models import MODELS
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
+from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.choose.choose import Chooser
-from torchckpt.graph.mark.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.run.backend import Backend, backend
 from torchckpt.model.remat.search.planner import fit
 from torchckpt.model.remat.step.late import late

@@ -10,7 +10,7 @@ from torchckpt.model.place.bound import Supply, bound
 from torchckpt.model.place.placement import ahead, none, with_recompute
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedules import gpipe, interleaved_one_f_one_b, one_f_one_b, zero_bubble
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")
 

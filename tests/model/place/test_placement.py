@@ -11,7 +11,7 @@ from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedule import Segments
 from torchckpt.model.schedule.schedules import dualpipe_v, gpipe, one_f_one_b, zbv, zero_bubble
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 
 def orders(schedule):

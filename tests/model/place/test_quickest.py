@@ -16,7 +16,7 @@ from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.orders import Visit
 from torchckpt.model.schedule.program import compile_program
 from torchckpt.model.schedule.schedules import one_f_one_b
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 
 def step(schedule, costs, link):

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.simulate.test_measured import spans_of
+from tests.model.simulation.test_measured import spans_of
 from torchckpt.model.place.bound import bound
 from torchckpt.model.place.placement import ahead, arrival, partial, with_recompute
 from torchckpt.model.report.comparison import compare
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedules import interleaved_one_f_one_b, one_f_one_b
-from torchckpt.model.simulate.measured import Span, measured_timeline
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.measured import Span, measured_timeline
+from torchckpt.model.simulation.simulator import simulate
 
 MS = 2**-10  # nearly, and exact in binary
 COSTS = StageCosts(16 * MS, 16 * MS, 16 * MS, 16 * MS, saved_bytes=64e6, boundary_bytes=4e6)

@@ -23,7 +23,7 @@ from torchckpt.model.schedule.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 6), (3, 3), (3, 6), (3, 9), (4, 8), (4, 12), (5, 10)]
 NAMED = [

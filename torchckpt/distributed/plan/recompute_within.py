@@ -45,7 +45,7 @@ from torchckpt.model.plan.run.measured import PlannedStep, with_memory_of
 from torchckpt.model.plan.search.replay import Level
 from torchckpt.model.plan.stage.limit import Bytes
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulate.measured import Span, measured_timeline
+from torchckpt.model.simulation.measured import Span, measured_timeline
 from torchckpt.modules import is_compiled
 from torchckpt.tensors import tensors_in
 

@@ -33,7 +33,7 @@ def gradient(
     >>> print(adjoint.code)
     >>> loss, (dw,) = adjoint(x, w)
 
-    Values inside a :func:`~torchckpt.graph.mark.marks.region` are not kept for the derivatives, but computed again
+    Values inside a :func:`~torchckpt.graph.annotate.marks.region` are not kept for the derivatives, but computed again
     when a
     derivative needs them. The rules are those of the ``Gradient`` pass of TVM Relax and of ``annotation.checkpoint`` of
     TVM Relay. All values are equal to eager autograd's, bit for bit. The module records nothing for autograd.

@@ -40,7 +40,7 @@ def gradients(
         checkpoints: the values to keep for the backward. ``"memory"``: about the square root of the values that
             separate inputs from outputs; if no value does, the schedule that needs the least memory. ``"speed"``:
             outputs of convolutions and matrix products. ``"collection"``: values marked by
-            :func:`~torchckpt.graph.mark.marks.mark`. Names of marks and modules, in full, as patterns, or in part;
+            :func:`~torchckpt.graph.annotate.marks.mark`. Names of marks and modules, in full, as patterns, or in part;
             tensors of ``inputs`` may be among them, and are ignored. A function that takes a
             :class:`~torchckpt.graph.step.values.Value` and returns a bool. None: all values outside of regions.
             ``fn``'s outputs are not kept.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.mark.annotations import Tracing, mark_of
-from torchckpt.graph.mark.names import named_modules
+from torchckpt.graph.annotate.annotations import Tracing, mark_of
+from torchckpt.graph.annotate.names import named_modules
 from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.graph.trace.unsupported import check_bare
 

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
 from torchckpt.features import GRAPH, INDUCTOR
+from torchckpt.graph.annotate.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.choose import Chooser, Costs
 from torchckpt.graph.choose.keep import Keep
-from torchckpt.graph.mark.annotations import hide_marks, restore_marks
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.trace import require

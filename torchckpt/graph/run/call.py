@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.annotate.names import named_modules
 from torchckpt.graph.choose.choose import Chooser
-from torchckpt.graph.mark.names import named_modules
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.trace.capture import Capture

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CheckpointError, Fault, raise_faults
+from torchckpt.graph.annotate.annotations import is_tracing
 from torchckpt.graph.choose.choose import Chooser
-from torchckpt.graph.mark.annotations import is_tracing
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import Stopwatch, log
 from torchckpt.graph.run.backend import Backend

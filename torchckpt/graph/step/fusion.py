@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from torchckpt.graph.mark.annotations import mark_of
+from torchckpt.graph.annotate.annotations import mark_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.model.remat.step.dataflow import Dataflow, Operation, Schedule
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from torchckpt.graph.mark.annotations import mark_of, module_of, regions_of
+from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.model.remat.step.late import Home, Region
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
-from torchckpt.graph.mark.annotations import Tracing
+from torchckpt.graph.annotate.annotations import Tracing
 from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness

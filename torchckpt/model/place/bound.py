@@ -24,7 +24,7 @@ from torchckpt.model.schedule.action import Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.validity import check_schedule
-from torchckpt.model.simulate.inputs import per_boundary, per_stage
+from torchckpt.model.simulation.inputs import per_boundary, per_stage
 
 __all__ = ["Bound", "Supply", "bound"]
 
@@ -81,14 +81,14 @@ def bound(
 
     Args:
         schedule: a schedule with recomputes. Only their number matters; their positions do not.
-        costs, link: as in :func:`~torchckpt.model.simulate.simulator.simulate`.
+        costs, link: as in :func:`~torchckpt.model.simulation.simulator.simulate`.
         any_order: bound all orders of forwards and backwards, too. Only the stages on each rank, the number of
             micro-batches, split or whole backwards, and the number of recomputes are taken from ``schedule``. Both
             ``plain_seconds`` and ``step_seconds`` then hold for every order. Their difference does not bound the
             overhead of one given order, which may have more room than the best order. Default: False.
 
     Raises:
-        ArgumentError: as :func:`~torchckpt.model.simulate.simulator.simulate`.
+        ArgumentError: as :func:`~torchckpt.model.simulation.simulator.simulate`.
     """
     check_schedule(_CALLER, schedule)
     stages, wrong_costs = per_stage(costs, schedule.stages)

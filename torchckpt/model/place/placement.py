@@ -15,7 +15,7 @@ from torchckpt.model.schedule.orders import Visit
 from torchckpt.model.schedule.program import compile_program
 from torchckpt.model.schedule.schedule import Schedule, Segments
 from torchckpt.model.schedule.validity import check_order, check_schedule
-from torchckpt.model.simulate.inputs import per_boundary, per_stage
+from torchckpt.model.simulation.inputs import per_boundary, per_stage
 
 __all__ = ["Policy", "ahead", "arrival", "none", "partial", "with_recompute", "without_recompute"]
 

@@ -12,7 +12,7 @@ from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.counts import whole
 from torchckpt.model.schedule.orders import Visit
 from torchckpt.model.schedule.schedule import Schedule, Segments
-from torchckpt.model.simulate.inputs import per_boundary, per_stage
+from torchckpt.model.simulation.inputs import per_boundary, per_stage
 
 __all__ = ["Exemption", "Policy", "ahead", "arrival", "chosen", "faults_of", "none", "partial"]
 
@@ -66,8 +66,8 @@ def ahead(
         k: a rank recomputes only what one of its next ``k`` backwards needs. With 1, the peak of memory is no higher
             than at arrival.
         exempt, only: as in :func:`arrival`.
-        costs, link: as in :func:`~torchckpt.model.simulate.simulator.simulate`. With ``costs``, several placements are
-            simulated and the one with the shortest step is taken; its step is never longer than without ``costs``.
+        costs, link: as in :func:`~torchckpt.model.simulation.simulator.simulate`. With ``costs``, several placements
+            are simulated and the one with the shortest step is taken; its step is never longer than without ``costs``.
             Without ``costs``, each recompute runs right before a backward, ``k - 1`` backwards ahead of its own.
     """
     return Policy(k=k, exempt=exempt, only=only, costs=costs, link=link)

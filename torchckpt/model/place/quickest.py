@@ -16,7 +16,7 @@ from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.program import Instruction, Program
 from torchckpt.model.schedule.run import run
 from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.simulate.critical import critical_path
+from torchckpt.model.simulation.critical import critical_path
 
 __all__ = ["quickest_places"]
 

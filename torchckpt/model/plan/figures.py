@@ -8,7 +8,7 @@ from torchckpt.model.plan.problem import Problem, static_bytes
 from torchckpt.model.plan.rules import Rule, everything, same_blocks
 from torchckpt.model.plan.search.replay import Choices, replay
 from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["PlanFigures"]
 

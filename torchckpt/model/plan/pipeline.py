@@ -40,7 +40,7 @@ def plan_pipeline(
         stages: what each stage consists of.
         budget: bytes for activations, of every rank or one for each: a number, a size such as ``"60GB"``, or ``"50%"``
             of the peak of the rank that holds most when everything is kept.
-        link: seconds of a message, or the links of :func:`~torchckpt.model.simulate.simulator.simulate`.
+        link: seconds of a message, or the links of :func:`~torchckpt.model.simulation.simulator.simulate`.
 
         balance: also move blocks between stages, each with its parameters, where that makes the step shorter.
 

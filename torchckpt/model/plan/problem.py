@@ -19,13 +19,13 @@ from torchckpt.model.schedule.costs import Link
 from torchckpt.model.schedule.program import Program, compile_program
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.validity import check_schedule
-from torchckpt.model.simulate.inputs import per_boundary
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.inputs import per_boundary
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["Links", "Problem", "problem_of", "static_bytes"]
 
 Links: TypeAlias = "float | Link | Sequence[Link]"
-"""Seconds of a message, or what :func:`~torchckpt.model.simulate.simulator.simulate` takes."""
+"""Seconds of a message, or what :func:`~torchckpt.model.simulation.simulator.simulate` takes."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torchckpt.model.place.bound import bound
 from torchckpt.model.place.placement import with_recompute, without_recompute
 from torchckpt.model.place.policy import arrival
 from torchckpt.model.schedule.costs import Link, StageCosts
-from torchckpt.model.simulate.simulator import simulate
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.simulator import simulate
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["Comparison", "compare"]
 

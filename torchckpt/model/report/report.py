@@ -16,8 +16,8 @@ from torchckpt.model.place.policy import Policy, ahead, arrival, none
 from torchckpt.model.schedule.action import Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.simulate.simulator import simulate
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.simulator import simulate
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["AS_GIVEN", "POLICIES", "Report", "Row", "in_words", "policy_named", "report"]
 
@@ -150,7 +150,7 @@ def report(
 
     Args:
         schedule: if it has recomputes already, they are the first row; the other rows start from it without them.
-        costs, link: as in :func:`~torchckpt.model.simulate.simulator.simulate`.
+        costs, link: as in :func:`~torchckpt.model.simulation.simulator.simulate`.
         names: see :func:`policy_named`.
 
     Raises:

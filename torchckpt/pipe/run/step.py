@@ -48,7 +48,7 @@ from torchckpt.model import (
     simulate,
     with_recompute,
 )
-from torchckpt.model.simulate.measured import Span, measured_timeline
+from torchckpt.model.simulation.measured import Span, measured_timeline
 from torchckpt.pipe.in_place import Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage

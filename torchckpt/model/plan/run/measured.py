@@ -10,7 +10,7 @@ from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.search.replay import memory_of
 from torchckpt.model.plan.show.text import by_stage, units_of
 from torchckpt.model.schedule.run import Run
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["PlannedStep", "with_memory_of"]
 

@@ -13,8 +13,8 @@ from torchckpt.model.schedule.orders import Visit
 from torchckpt.model.schedule.program import Program, compile_program
 from torchckpt.model.schedule.run import Run, run
 from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.simulate.simulator import events_of, messages_of
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.simulator import events_of, messages_of
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["Choice", "Choices", "Level", "levels", "memory_of", "replay", "without_weight_grads"]
 

@@ -19,8 +19,8 @@ from torchckpt.model.schedule.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulate.measured import Span, measured_costs, measured_timeline, replays_apart
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.measured import Span, measured_costs, measured_timeline, replays_apart
+from torchckpt.model.simulation.simulator import simulate
 
 F, B, I, W, R = Kind  # noqa: E741  # the letters of the notation
 

@@ -18,10 +18,10 @@ from torchckpt.model.schedule.program import compile_program
 from torchckpt.model.schedule.run import Run, run
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.validity import check_order, located, stuck
-from torchckpt.model.simulate.critical import critical_path
-from torchckpt.model.simulate.inputs import per_boundary, per_stage
-from torchckpt.model.simulate.memory import curves
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.critical import critical_path
+from torchckpt.model.simulation.inputs import per_boundary, per_stage
+from torchckpt.model.simulation.memory import curves
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["events_of", "messages_of", "simulate"]
 
@@ -49,7 +49,7 @@ def simulate(
 
     Returns:
         The timeline. Events are in the order of ranks, and of actions on each; messages in the order of the actions
-        that sent them. For what memory counts, see :func:`~torchckpt.model.simulate.memory.curves`.
+        that sent them. For what memory counts, see :func:`~torchckpt.model.simulation.memory.curves`.
 
     Raises:
         ArgumentError: costs or links are missing, negative or not numbers; the schedule cannot run.

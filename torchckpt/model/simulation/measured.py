@@ -17,8 +17,8 @@ from torchckpt.model.schedule.orders import Visit
 from torchckpt.model.schedule.program import recomputed_keys, travel_seconds
 from torchckpt.model.schedule.run import Run
 from torchckpt.model.schedule.schedule import Schedule, Segments
-from torchckpt.model.simulate.memory import curves
-from torchckpt.model.simulate.timeline import Timeline
+from torchckpt.model.simulation.memory import curves
+from torchckpt.model.simulation.timeline import Timeline
 
 __all__ = ["Span", "Step", "measured_costs", "measured_timeline", "replays_apart"]
 

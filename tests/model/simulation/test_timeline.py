@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.model.simulate.test_measured import spans_of
+from tests.model.simulation.test_measured import spans_of
 from tests.model.steps import EMPTY, measured, several_stages_a_rank, step
 from torchckpt.model import Timeline
 from torchckpt.model.draw.svg import svg
 from torchckpt.model.draw.units import Units
 from torchckpt.model.figures import TimelineFigures
 from torchckpt.model.schedule.costs import Link, StageCosts
-from torchckpt.model.simulate.measured import measured_timeline
+from torchckpt.model.simulation.measured import measured_timeline
 
 MS = Units("ms", 1e-3, "GB", 1e9)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.mark.annotations import alias, inside_region, is_tracing, marked
+from torchckpt.graph.annotate.annotations import alias, inside_region, is_tracing, marked
 
 __all__ = ["Region", "mark", "region", "sequential"]
 

@@ -14,7 +14,7 @@ from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.csv_format import from_csv
 from torchckpt.model.schedule.schedules import gpipe, interleaved_one_f_one_b, one_f_one_b, zero_bubble
-from torchckpt.model.simulate.simulator import simulate
+from torchckpt.model.simulation.simulator import simulate
 
 COSTS = StageCosts(1.0, 1.0, 1.0, 1.0, saved_bytes=10, boundary_bytes=1)
 

@@ -10,7 +10,7 @@ from tests.helpers import in_threads, leaf
 from torchckpt import graph
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark, region, sequential
-from torchckpt.graph.mark.marks import Region
+from torchckpt.graph.annotate.marks import Region
 from torchckpt.kernel.flags import thread
 
 
@@ -194,7 +194,7 @@ def test_segments_are_about_as_long(functions, segments, cut, x):
             return super().__enter__()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchckpt.graph.mark.marks.Region", Counted)
+        patch.setattr("torchckpt.graph.annotate.marks.Region", Counted)
         sequential([count] * functions, segments, x, last=True)
     assert counts == cut
 
