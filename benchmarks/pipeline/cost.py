@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planned import BOUNDARY_BYTES, CASES, RESULTS, SAVED_BYTES
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+from benchmarks.pipeline.planned import BOUNDARY_BYTES, CASES, RESULTS, SAVED_BYTES
 from torchckpt.model import ahead, named_schedule, with_recompute
 from torchckpt.model.draw.axis import Axis
 from torchckpt.model.draw.canvas import Canvas

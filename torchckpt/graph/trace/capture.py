@@ -157,7 +157,7 @@ def explained() -> Iterator[None]:
             _raise("a call is traced on tensors that have no data", error,
                    "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
         if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-            _raise("control flow that depends on tensors is one that torch can trace with its derivatives", error,
+            _raise("torch must be able to trace and differentiate control flow that depends on tensors", error,
                    "torch.cond(), or a loop of Python whose number of rounds is known")
         raise
 
