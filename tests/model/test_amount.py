@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
+from tests.numpy_numbers import np
 from torchckpt.model.amount import Amount, read, trouble
 
 

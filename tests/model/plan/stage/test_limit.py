@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from math import inf, nan
 
-import numpy as np
 import pytest
 
 from tests.model.plan.published import gpt
 from tests.model.plan.recount import recount
+from tests.numpy_numbers import np
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.model import one_f_one_b, zero_bubble
 from torchckpt.model.plan import plan_bound, plan_pipeline
