@@ -54,7 +54,8 @@ def test_no_message_pours_out_a_value(wrong):
         wrong()
     lines = str(caught.value).splitlines()
     assert all(line.startswith(("  received: ", "  works:    ")) for line in lines if line.startswith(" "))
-    assert len(lines) <= 7 and max(map(len, lines)) < 160
+    assert len(lines) <= 7
+    assert max(map(len, lines)) < 160
 
 
 def test_a_class_is_called_one():
