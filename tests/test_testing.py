@@ -328,3 +328,9 @@ def test_what_cannot_be_checked(function, modules, text):
         assert_transparent(function, leaf(2), modules=modules)
     works = "\n  works:    assert_transparent(block, x, modules=[block])"
     assert str(caught.value) == f"assert_transparent(): {text}{works}"
+
+
+def test_modules_may_be_any_iterable():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for modules in (model, model.modules(), iter([model]), {model}):
+        assert_transparent(lambda x: model(x), leaf(4, 2), modules=modules)

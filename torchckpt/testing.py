@@ -103,8 +103,9 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         ArgumentError: ``function`` is not callable, or ``modules`` holds something that is no module.
         AssertionError: the message lists everything that differs.
     """
-    raise_faults("assert_transparent()", _call_faults(function, modules))
-    owners = (function, getattr(function, "__self__", None), *modules)
+    listed = [*modules] if isinstance(modules, Iterable) else None
+    raise_faults("assert_transparent()", _call_faults(function, modules, listed))
+    owners = (function, getattr(function, "__self__", None), *(listed or ()))
     watched = _buffers_of(owner for owner in owners if isinstance(owner, nn.Module))
     before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
     generators = generators_of(accelerators_among(args, kwargs), ())
@@ -136,16 +137,16 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         raise AssertionError(f"checkpoint({name_of(function)}) is not the plain call; different: {different}")
 
 
-def _call_faults(function: object, modules: object) -> Iterator[Fault]:
-    works = "assert_transparent(block, x, modules=[block])"
+def _call_faults(function: object, modules: object, listed: list[nn.Module] | None) -> Iterator[Fault]:
+    rule, works = "modules is a list of modules", "assert_transparent(block, x, modules=[block])"
     if not callable(function):
         yield Fault("the function must be callable", kind(function), works)
-    if not isinstance(modules, Sequence):
-        yield Fault("modules is a list of modules", kind(modules), works)
-    else:
-        strangers = [kind(one) for one in modules if not isinstance(one, nn.Module)]
-        if strangers:
-            yield Fault("modules is a list of modules", f"a list that holds {', '.join(strangers)}", works)
+    if listed is None:
+        yield Fault(rule, kind(modules), works)
+        return
+    strangers = [kind(one) for one in listed if not isinstance(one, nn.Module)]
+    if strangers:
+        yield Fault(rule, f"a list that holds {', '.join(strangers)}", works)
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str, Tensor]]:
