@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.helpers import in_thread
-from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+from torchckpt import ArgumentError, Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
 from torchckpt.testing import assert_transparent, count_recomputes, flops, saved_bytes
 
 
@@ -297,3 +297,40 @@ def test_buffers_of_two_modules_of_one_class_are_watched_apart():
 def test_error_of_the_function_passes_through():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         assert_transparent(nn.Linear(3, 3), leaf(2, 4))
+
+
+# messages -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_counted_can_be_printed():
+    with count_recomputes() as recomputes:
+        checkpoint(block, leaf(2)).sum().backward()
+    assert repr(recomputes) == """<Recomputes: 1, {"'block'": 1}>"""
+    with flops() as counted:
+        leaf(2, 3) @ leaf(3, 4)
+    assert repr(counted) == f"<Flops: {counted.total}>"
+    with saved_bytes() as saved:
+        kept = leaf(2).sin()
+    assert repr(saved) == f"<SavedBytes: {saved.total}>" == "<SavedBytes: 8>"
+    del kept
+
+
+@pytest.mark.parametrize(
+    ("function", "modules", "text"),
+    [
+        (torch.ones(2), (), "the function must be callable\n  received: Tensor"),
+        (block, nn.Linear(2, 2), "modules is a list of modules\n  received: Linear"),
+        (block, [nn.Linear], "modules is a list of modules\n  received: a list that holds the class Linear"),
+    ],
+)
+def test_what_cannot_be_checked(function, modules, text):
+    with pytest.raises(ArgumentError) as caught:
+        assert_transparent(function, leaf(2), modules=modules)
+    works = "\n  works:    assert_transparent(block, x, modules=[block])"
+    assert str(caught.value) == f"assert_transparent(): {text}{works}"
+
+
+def test_modules_may_be_any_iterable():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for modules in (model, model.modules(), iter([model]), {model}):
+        assert_transparent(lambda x: model(x), leaf(4, 2), modules=modules)

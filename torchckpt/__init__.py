@@ -72,6 +72,24 @@ _HOMES = {
     "keep": "kernel",
 }
 
+_ELSEWHERE = {
+    "NoChunk": "pipe",
+    "backend": "graph",
+    "balance_by_bytes": "pipe",
+    "balance_by_time": "pipe",
+    "count_recomputes": "testing",
+    "frontier": "graph",
+    "mark": "graph",
+    "pipeline_costs": "plan",
+    "plan_pipeline": "model.plan",
+    "recompute_ahead": "distributed",
+    "region": "graph",
+    "rematerialize": "graph",
+    "rematerialize_": "graph",
+    "saved_bytes": "testing",
+}
+"""Names of other modules that are looked for here. They stay there; the error says where."""
+
 if not TYPE_CHECKING:
 
     def __getattr__(name):
@@ -79,7 +97,9 @@ if not TYPE_CHECKING:
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            home = _ELSEWHERE.get(name)
+            hint = f"; it is {__name__}.{home}.{name}" if home else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 

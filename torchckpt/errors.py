@@ -77,3 +77,22 @@ def raise_faults(caller: str, faults: Iterable[Fault]) -> None:
         return
     head = f"{caller}: " if len(listed) == 1 else f"{caller}: {len(listed)} faults\n"
     raise ArgumentError(head + "\n".join(map(str, listed)))
+
+
+def brief(value: object) -> str:
+    """``value`` as text for a message: one line of at most 120 characters. A tensor is its shape, a class its name.
+
+    >>> brief(int), brief("6 GiB")
+    ('the class int', "'6 GiB'")
+    """
+    if isinstance(value, type):
+        return kind(value)
+    if hasattr(value, "shape") and hasattr(value, "requires_grad"):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split()) if "\n" in repr(value) else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def kind(value: object) -> str:
+    """What ``value`` is, for a message: the name of its class, or "the class Linear" where it is a class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchckpt.errors import Fault, kind, raise_faults
 from torchckpt.kernel.region.checkpointing import checkpoint
 from torchckpt.kernel.region.frame import observers
 from torchckpt.kernel.saved import SavedBytes, saved_bytes
@@ -38,6 +39,9 @@ class Recomputes:
 
     def __init__(self) -> None:
         self.by_region: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<Recomputes: {self.total}, {dict(self.by_region)}>"
 
     @property
     def total(self) -> int:
@@ -63,6 +67,9 @@ class Flops:
 
     def __init__(self, counter: FlopCounterMode) -> None:
         self._counter = counter
+
+    def __repr__(self) -> str:
+        return f"<Flops: {self.total}>"
 
     @property
     def total(self) -> int:
@@ -93,9 +100,12 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         modules: further modules whose buffers to compare, besides ``function`` itself or the module of the method.
 
     Raises:
+        ArgumentError: ``function`` is not callable, or ``modules`` holds something that is no module.
         AssertionError: the message lists everything that differs.
     """
-    owners = (function, getattr(function, "__self__", None), *modules)
+    listed = [*modules] if isinstance(modules, Iterable) else None
+    raise_faults("assert_transparent()", _call_faults(function, modules, listed))
+    owners = (function, getattr(function, "__self__", None), *(listed or ()))
     watched = _buffers_of(owner for owner in owners if isinstance(owner, nn.Module))
     before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
     generators = generators_of(accelerators_among(args, kwargs), ())
@@ -125,6 +135,18 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     different = ", ".join(name for name in {**plain, **region} if not _equal(plain.get(name), region.get(name)))
     if different:
         raise AssertionError(f"checkpoint({name_of(function)}) is not the plain call; different: {different}")
+
+
+def _call_faults(function: object, modules: object, listed: list[nn.Module] | None) -> Iterator[Fault]:
+    rule, works = "modules is a list of modules", "assert_transparent(block, x, modules=[block])"
+    if not callable(function):
+        yield Fault("the function must be callable", kind(function), works)
+    if listed is None:
+        yield Fault(rule, kind(modules), works)
+        return
+    strangers = [kind(one) for one in listed if not isinstance(one, nn.Module)]
+    if strangers:
+        yield Fault(rule, f"a list that holds {', '.join(strangers)}", works)
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str, Tensor]]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
 from torchckpt.distributed import RecomputeAhead, recompute_ahead
-from torchckpt.errors import ArgumentError, RegionError
+from torchckpt.errors import ArgumentError, RegionError, kind
 from torchckpt.model import Link, StageCosts
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -40,12 +40,12 @@ def test_it_returns_a_schedule_of_its_own():
 
 @pytest.mark.parametrize("one", [None, 3, "Schedule1F1B", nn.Linear(2, 2), RecomputeAhead], ids=str)
 def test_what_is_no_schedule(one):
-    assert error_of(one) == fault("a schedule of torch.distributed.pipelining", type(one).__name__, WORKS)
+    assert error_of(one) == fault("the first argument is a schedule of torch.distributed.pipelining", kind(one), WORKS)
 
 
 def test_a_stage_is_no_schedule():
     (stage, _) = stages_of("ScheduleInterleaved1F1B", Blocks)
-    assert error_of(stage) == fault("a schedule of torch.distributed.pipelining", "Stage", WORKS)
+    assert error_of(stage) == fault("the first argument is a schedule of torch.distributed.pipelining", "Stage", WORKS)
 
 
 def test_twice():

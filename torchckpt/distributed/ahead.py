@@ -260,7 +260,7 @@ def _said(error: BaseException) -> str:
 
 def _timeline(measured: Gathered) -> Timeline:
     schedule, steps, costs, links, segments = measured
-    return measured_timeline(schedule, steps[-1], costs, links, segments)
+    return measured_timeline(schedule, steps[-1], costs, links, segments, in_bytes=True)
 
 
 def _early_alone(costs: StageCosts, part: Segments) -> StageCosts:

@@ -13,7 +13,7 @@ from torchckpt.distributed.plan.arguments import Plan, check_budget, plan_for, u
 from torchckpt.distributed.plan.recompute_within import RecomputeWithin
 from torchckpt.distributed.private import Live, stages_of
 from torchckpt.distributed.torch_schedules import schedule_of
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, kind, raise_faults
 from torchckpt.model import Link, Schedule, StageCosts
 from torchckpt.model.plan.stage.limit import Bytes
 from torchckpt.model.schedule.free_to_keep import free_to_keep
@@ -142,7 +142,7 @@ def _schedule_faults(schedule: object) -> Iterator[Fault]:
     if isinstance(schedule, RecomputeAhead):
         yield Fault("a schedule recomputes ahead once", "what recompute_ahead() returned", "schedule.step(x, target=y)")
     elif not isinstance(schedule, (PipelineScheduleSingle, PipelineScheduleMulti)):
-        yield Fault("a schedule of torch.distributed.pipelining", type(schedule).__name__, _WORKS)
+        yield Fault("the first argument is a schedule of torch.distributed.pipelining", kind(schedule), _WORKS)
 
 
 def _segments_faults(segments: object) -> Iterator[Fault]:

@@ -20,6 +20,9 @@ class SavedBytes:
     def __init__(self) -> None:
         self._storages: dict[StorageWeakRef, int] = {}  # not by address: a freed address may be used again
 
+    def __repr__(self) -> str:
+        return f"<SavedBytes: {self.total}>"
+
     @property
     def total(self) -> int:
         return sum(self._storages.values())

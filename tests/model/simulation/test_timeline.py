@@ -72,6 +72,14 @@ def test_a_measured_step_is_in_milliseconds() -> None:
     assert "2 MB" in str(measured_timeline(paper.schedule, spans, large, [Link()]))
 
 
+@pytest.mark.parametrize(("saved", "peak"), [(704.0, "704 B"), (20480.0, "20.48 kB"), (2e6, "2 MB")])
+def test_bytes_are_written_as_bytes_however_few(saved: float, peak: str) -> None:
+    paper = step(2, 2)
+    costs = [replace(StageCosts(), saved_bytes=saved)] * 2
+    text = str(measured_timeline(paper.schedule, spans_of(paper), costs, [Link()], in_bytes=True))
+    assert [line.endswith(peak) for line in text.splitlines()[-2:]] == [True, True]
+
+
 def test_units_are_no_part_of_what_a_step_is() -> None:
     timeline = step(2, 2)
     assert replace(timeline, units=MS) == timeline

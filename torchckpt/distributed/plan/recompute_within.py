@@ -312,7 +312,7 @@ class RecomputeWithin(RecomputeAhead):
 def _planned_timeline(plan: PipelinePlan, measured: Gathered) -> Timeline:
     schedule, steps, _, links, _ = measured
     costs = [stage.costs() for stage in plan.problem.stages]
-    return with_memory_of(plan, measured_timeline(schedule, steps[-1], costs, links))
+    return with_memory_of(plan, measured_timeline(schedule, steps[-1], costs, links, in_bytes=True))
 
 
 def _forwards_and_backwards(schedule: Schedule) -> list[list[Action]]:

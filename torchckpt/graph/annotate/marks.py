@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.graph.annotate.annotations import alias, inside_region, is_tracing, marked
 
 __all__ = ["Region", "mark", "region", "sequential"]
@@ -95,7 +95,7 @@ def region(what: str | F) -> Region | F:
     if isinstance(what, str):
         return inside_region(what) if torch.compiler.is_dynamo_compiling() else Region(what)  # type: ignore[return-value]
     if not callable(what):
-        raise_faults("region()", [Fault("region() takes a callable or a name", repr(what), "graph.region(block)(x)")])
+        raise_faults("region()", [Fault("region() takes a callable or a name", brief(what), "graph.region(block)(x)")])
     return _wrapped(what, getattr(what, "__name__", type(what).__name__))
 
 

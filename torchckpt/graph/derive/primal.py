@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.graph.annotate.annotations import Tracing, mark_of
 from torchckpt.graph.annotate.names import named_modules
 from torchckpt.graph.trace.side_effects import restoring_modules
@@ -76,13 +76,13 @@ class Primal:
         faults = []
         if not callable(function):
             works = f"graph.{caller[:-1]}fn, x)"
-            faults.append(Fault("the first argument is a function or a module", repr(function), works))
+            faults.append(Fault("the first argument is a function or a module", brief(function), works))
         for place, value in enumerate(example):
             if not isinstance(value, Tensor):
                 works = "lambda x: fn(x, 3), which closes over the value that is not a tensor"
                 if isinstance(value, (tuple, list, dict)):
                     works = "lambda a, b: fn((a, b)), with each tensor as an input of its own"
-                faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {value!r}", works))
+                faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {brief(value)}", works))
         raise_faults(caller, faults)
         if isinstance(function, nn.Module):
             check_bare(caller, function)

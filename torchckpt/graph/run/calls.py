@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CheckpointError, Fault, raise_faults
+from torchckpt.errors import CheckpointError, Fault, brief, raise_faults
 from torchckpt.graph.annotate.annotations import is_tracing
 from torchckpt.graph.choose.choose import Chooser
 from torchckpt.graph.private.runtime import is_transformed
@@ -44,7 +44,7 @@ def module_faults(function: str, model: object) -> list[Fault]:
         works = f"graph.{function}(nn.Sequential(*layers), inputs); or each layer by itself"
     elif callable(model):
         works += ", of a module whose forward calls the function"
-    return [Fault("the first argument is a module", f"{model!r:.200}", works)]
+    return [Fault("the first argument is a module", brief(model), works)]
 
 
 def option_faults(engine: str, rng: str, example: object) -> list[Fault]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, kind, raise_faults
 from torchckpt.kernel.module.module import checkpoint_module, module_faults
 from torchckpt.kernel.region.options import Options, checked, shown
 from torchckpt.typing import ContextFunction, DeterminismCheck
@@ -173,7 +173,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 def _model_faults(model: object) -> Iterator[Fault]:
     if not isinstance(model, nn.Module):
-        yield Fault("the model must be an nn.Module", type(model).__name__, _WORKS)
+        yield Fault("the model must be an nn.Module", kind(model), _WORKS)
 
 
 def _every_faults(every: object) -> Iterator[Fault]:

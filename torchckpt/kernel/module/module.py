@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchckpt.errors import Fault
+from torchckpt.errors import Fault, kind
 from torchckpt.kernel.module.mixin import COMPILED, Mixin, plain_forward, put, take
 from torchckpt.kernel.private import compiler_of
 from torchckpt.kernel.region.checkpointing import run
@@ -136,7 +136,7 @@ def module_faults(module: object) -> list[Fault]:
     """Why ``module`` cannot be checkpointed."""
     works = "for layer in model.layers: checkpoint_module(layer)"
     if not isinstance(module, nn.Module):
-        return [Fault("the module must be an nn.Module", type(module).__name__, f"{works}; or checkpoint(function, x)")]
+        return [Fault("the module must be an nn.Module", kind(module), f"{works}; or checkpoint(function, x)")]
     name = type(module).__name__
     if _OPTIONS in module.__dict__:
         return [Fault("a module is checkpointed once", f"{name}, checkpointed already", "handle.remove() first")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchckpt.model.schedule.action import Action
 from torchckpt.model.schedule.schedule import Schedule
 
-__all__ = ["Units", "aligned", "label", "number", "percent", "row_name", "units_for"]
+__all__ = ["Units", "aligned", "label", "number", "percent", "row_name", "units_for", "units_of_bytes"]
 
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARE = 1e5
@@ -47,7 +47,16 @@ def units_for(most_bytes: float, memory: str = "A") -> Units:
     """
     if most_bytes < _BARE:
         return Units(memory=memory)
-    amount, name = next(pair for pair in _BYTES if most_bytes >= pair[0])
+    return units_of_bytes(most_bytes)
+
+
+def units_of_bytes(most_bytes: float) -> Units:
+    """Bytes, however few, and milliseconds.
+
+    >>> units_of_bytes(704).of_memory(704), units_of_bytes(20480).of_memory(20480)
+    ('704 B', '20.48 kB')
+    """
+    amount, name = next((pair for pair in _BYTES if most_bytes >= pair[0]), (1.0, "B"))
     return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
 
 

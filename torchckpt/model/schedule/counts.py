@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchckpt.errors import Fault
+from torchckpt.errors import Fault, brief
 
 __all__ = ["at_least", "nearest", "whole"]
 
@@ -12,7 +12,7 @@ def whole(name: str, value: object) -> list[Fault]:
     """A fault unless ``value`` is an integer of 1 or more."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return []
-    return [Fault(f"{name} is an integer >= 1", f"{name}={value!r}", f"{name}=1")]
+    return [Fault(f"{name} is an integer >= 1", f"{name}={brief(value)}", f"{name}=1")]
 
 
 def at_least(schedule: str, name: str, value: int, other_name: str, other: int, factor: int = 1) -> list[Fault]:

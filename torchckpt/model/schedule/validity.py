@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.program import compile_program
@@ -53,7 +53,7 @@ def check_schedule(caller: str, schedule: Schedule, where: Callable[[Misplaced],
 def check_order(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
     """As :func:`check_schedule`, but without the check for ranks that wait for each other."""
     if not isinstance(schedule, Schedule):
-        raise_faults(caller, [Fault("a schedule is a Schedule", repr(schedule), "one_f_one_b(4, 8)")])
+        raise_faults(caller, [Fault("a schedule is a Schedule", brief(schedule), "one_f_one_b(4, 8)")])
     raise_faults(caller, [*_shape(schedule)] or located(misplaced(schedule), where))
 
 

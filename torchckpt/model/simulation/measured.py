@@ -9,7 +9,7 @@ from statistics import median
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.model.draw.units import Units, units_for
+from torchckpt.model.draw.units import Units, units_for, units_of_bytes
 from torchckpt.model.figures import Event, Message
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
@@ -72,6 +72,7 @@ def measured_timeline(
     costs: Sequence[StageCosts],
     links: Sequence[Link],
     segments: tuple[Segments, ...] = (),
+    in_bytes: bool = False,
 ) -> Timeline:
     """``step`` as a timeline, which begins with its first action.
 
@@ -83,6 +84,7 @@ def measured_timeline(
         links: per pair of neighbouring stages.
         segments: per stage, for the curve of memory, if not those of ``schedule``: what is recomputed inside backwards
             and stands together here was alive one region at a time.
+        in_bytes: the memory of ``costs`` is in bytes, and is written so, however little it is.
     """
     zero = min((span.start_seconds for spans in step for span in spans), default=0.0)
     events = tuple(
@@ -98,13 +100,13 @@ def measured_timeline(
     )
     played = _played(schedule, step, zero)
     memory = curves(replace(schedule, segments=segments) if segments else schedule, costs, played)
-    return Timeline(schedule, events, messages, memory, units=_units(memory))
+    return Timeline(schedule, events, messages, memory, units=_units(memory, in_bytes))
 
 
-def _units(memory: Sequence[Sequence[tuple[float, float]]]) -> Units:
+def _units(memory: Sequence[Sequence[tuple[float, float]]], in_bytes: bool) -> Units:
     """Of a clock: milliseconds, whatever memory counts in."""
     most = max((amount for curve in memory for _, amount in curve), default=0.0)
-    return replace(units_for(most), time="ms", seconds=1e-3)
+    return units_of_bytes(most) if in_bytes else replace(units_for(most), time="ms", seconds=1e-3)
 
 
 def _played(schedule: Schedule, step: Step, zero: float) -> Run:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from torchckpt.errors import Fault
+from torchckpt.errors import Fault, brief
 from torchckpt.model.schedule.costs import StageCosts
 
 __all__ = ["Block", "Fixed", "Stage", "restaged", "stage_faults"]
@@ -121,8 +121,8 @@ def stage_faults(stages: object, count: int) -> list[Fault]:
     rule = f"stages are a list of Stage, one for each of the schedule's {count}"
     works = f"[Stage((Block(),) * 8)] * {count}"
     if not isinstance(stages, Sequence) or isinstance(stages, str):
-        return [Fault(rule, repr(stages), works)]
-    strangers = [f"stages[{at}]={one!r}" for at, one in enumerate(stages) if not isinstance(one, Stage)]
+        return [Fault(rule, brief(stages), works)]
+    strangers = [f"stages[{at}]={brief(one)}" for at, one in enumerate(stages) if not isinstance(one, Stage)]
     if len(stages) != count:
         strangers.append(f"{len(stages)} of {count}")
     if strangers:

@@ -1,0 +1,79 @@
+"""How messages write what they received, and where a name is that was looked for in another module."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchckpt
+from torchckpt import ArgumentError, checkpoint_layers, checkpoint_module, graph
+from torchckpt.distributed import recompute_ahead
+from torchckpt.errors import brief, kind
+from torchckpt.model import one_f_one_b
+from torchckpt.model.plan import Block, Stage, plan_pipeline
+from torchckpt.pipe import balance_by_time
+
+X, LAYERS = torch.ones(64, 64), nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+STAGES = [Stage((Block(),) * 8)] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (X, "a tensor of shape (64, 64)"),
+        (nn.Linear, "the class Linear"),
+        (nn.Sequential(nn.ReLU()), "Sequential( (0): ReLU() )"),
+        ("1f1b", "'1f1b'"),
+        ("a\nb", "'a\\nb'"),
+        (None, "None"),
+        ("a" * 200, "'" + "a" * 116 + "..."),
+    ],
+    ids=str,
+)
+def test_what_was_received_is_one_short_line(value, text):
+    assert brief(value) == text
+
+
+def test_the_kind_of_a_class_is_not_type():
+    assert [kind(nn.Linear), kind(nn.ReLU()), kind(3)] == ["the class Linear", "ReLU", "int"]
+
+
+WRONG = {
+    "rematerialize": lambda: graph.rematerialize(X, LAYERS),
+    "region": lambda: graph.region(X),
+    "gradient": lambda: graph.gradient(X, LAYERS),
+    "plan_pipeline": lambda: plan_pipeline(STAGES, one_f_one_b(4, 8), budget="50%"),
+    "stages": lambda: plan_pipeline(one_f_one_b(4, 8), STAGES[0], budget="50%"),
+    "partitions": lambda: balance_by_time(LAYERS, 2, X),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_no_message_pours_out_a_value(wrong):
+    with pytest.raises(ArgumentError) as caught:
+        wrong()
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(("  received: ", "  works:    ")) for line in lines if line.startswith(" "))
+    assert len(lines) <= 7
+    assert max(map(len, lines)) < 160
+
+
+def test_a_class_is_called_one():
+    with pytest.raises(ArgumentError, match="received: the class Linear"):
+        checkpoint_module(nn.Linear)
+    with pytest.raises(ArgumentError, match="received: the class Linear"):
+        checkpoint_layers(nn.Linear, "*")
+    with pytest.raises(ArgumentError, match="received: the class Schedule1F1B"):
+        recompute_ahead(torch.distributed.pipelining.Schedule1F1B)
+
+
+def test_a_name_of_another_module_is_shown_its_place():
+    for name, home in torchckpt._ELSEWHERE.items():
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; it is torchckpt.{home}.{name}$"):
+            getattr(torchckpt, name)
+        place = torchckpt
+        for part in home.split("."):
+            place = getattr(place, part)
+        assert name in place.__all__
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        torchckpt.nothing  # noqa: B018
