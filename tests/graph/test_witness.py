@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 
 import pytest
@@ -12,6 +13,13 @@ from tests.graph.eager import compare
 from tests.helpers import assert_equal
 from torchckpt import graph
 from torchckpt.errors import CaptureError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_frozen():
+    """The garbage collector does not say of frozen objects what they hold."""
+    gc.unfreeze()
+
 
 LIST, DEEP = [], {"in": {}}
 THREAD = threading.local()
