@@ -29,7 +29,7 @@ from torchckpt.kernel import flags, private
 from torchckpt.kernel.region.scope import Scope
 from torchckpt.pipe.run.worker import in_caller, workers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Nothing(TorchFunctionMode):
