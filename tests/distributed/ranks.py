@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def on_ranks(function: Callable[[int], Any], folder: Any, ranks: int = 2, timeou
 
     ``function`` is one of a module. Whatever a rank raises is raised here.
     """
-    processes = mp.spawn(_work, (function, str(folder), ranks), nprocs=ranks, join=False)
+    processes = started(_work, (function, str(folder), ranks), ranks)
     try:
         done = [processes.join(timeout=timeout) for _ in range(ranks)]  # each returns when one more rank has ended
         assert any(done), "the ranks are stuck"
@@ -45,6 +46,16 @@ def on_ranks(function: Callable[[int], Any], folder: Any, ranks: int = 2, timeou
                 process.kill()
             process.join()
     return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def started(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> mp.ProcessContext:
+    """``ranks`` processes that run ``function(rank, *args)``.
+
+    On Linux they are forks of a process that has only imported torch, since that import takes each rank seconds.
+    """
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    mp.set_forkserver_preload(["pytest", "tests.distributed.stages", "torch.distributed.fsdp"])
+    return mp.start_processes(function, args, nprocs=ranks, join=False, start_method=method)
 
 
 def attempted(function: Callable[..., Any], *args: Any) -> Any:

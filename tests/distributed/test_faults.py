@@ -7,14 +7,15 @@ import os
 import re
 import time
 import warnings
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from tests.distributed.ranks import started
 from tests.settings import with_gloo
 from torchckpt import checkpoint_module, is_recomputing
 from torchckpt.distributed import recompute_ahead
@@ -79,43 +80,44 @@ def failure(rank: int, case: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, case: str, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # torch prints the whole schedule
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    for case in CASES:
-        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        where = f"file://{folder}/{case}"
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS, timeout=timeout)
-        began = time.monotonic()
-        raised = failure(rank, case)
-        torch.save((*raised, time.monotonic() - began), f"{folder}/{case}{rank}.pt")
-        while case == "stays" and not all(os.path.exists(f"{folder}/{case}{other}.pt") for other in range(RANKS)):
-            time.sleep(0.05)  # the faulty rank is alive, and silent
-        dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    where = f"file://{folder}/{case}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS, timeout=timeout)
+    began = time.monotonic()
+    raised = failure(rank, case)
+    torch.save((*raised, time.monotonic() - began), f"{folder}/{case}{rank}.pt")
+    while case == "stays" and not all(os.path.exists(f"{folder}/{case}{other}.pt") for other in range(RANKS)):
+        time.sleep(0.05)  # the faulty rank is alive, and silent
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
-    """By case and rank. No process outlives this."""
+    """By case and rank. No process outlives this. A case is mostly a wait, so all run at the same time."""
     folder = str(tmp_path_factory.mktemp("faults"))
-    processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False).processes
+    processes = {case: started(work, (case, folder), RANKS).processes for case in CASES}
     try:
-        for process in processes:
+        for process in chain(*processes.values()):
             process.join(timeout=300)
-        assert [process.exitcode for process in processes] == [17 if rank == FAULTY else 0 for rank in range(RANKS)]
+        for case, ranks in processes.items():
+            died = [17 if case == "dies" and rank == FAULTY else 0 for rank in range(RANKS)]
+            assert [process.exitcode for process in ranks] == died
     finally:
-        for process in processes:
+        for process in chain(*processes.values()):
             if process.is_alive():
                 process.kill()
             process.join()
-    found = {}
-    for case in CASES:
-        for rank in range(RANKS):
-            if (case, rank) != ("dies", FAULTY):
-                found[case, rank] = torch.load(f"{folder}/{case}{rank}.pt", weights_only=False)
-    return found
+    return {
+        (case, rank): torch.load(f"{folder}/{case}{rank}.pt", weights_only=False)
+        for case in CASES
+        for rank in range(RANKS)
+        if (case, rank) != ("dies", FAULTY)
+    }
 
 
 HEAD = "a step of the pipeline failed on rank {rank} of 3: stage {rank}, micro-batch "
