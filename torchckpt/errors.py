@@ -89,7 +89,9 @@ def brief(value: object) -> str:
         return kind(value)
     if hasattr(value, "shape") and hasattr(value, "requires_grad"):
         return f"a tensor of shape {tuple(value.shape)}"
-    text = " ".join(repr(value).split()) if "\n" in repr(value) else repr(value)
+    text = repr(value)
+    if "\n" in text:
+        text = " ".join(text.split())
     return text if len(text) <= 120 else text[:117] + "..."
 
 

@@ -2,26 +2,10 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import Function
 
-from tests.helpers import assert_equal, in_thread, leaf
+from tests.helpers import Mark, assert_equal, in_thread, leaf
 from torchckpt.kernel.dependency import fork, join
 from torchckpt.kernel.phony import phony
-
-
-class Mark(Function):
-    """Passes a tensor through, and writes its name and whether the gradient was defined into the log."""
-
-    @staticmethod
-    def forward(ctx, input, name, events):
-        ctx.set_materialize_grads(False)
-        ctx.name, ctx.events = name, events
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.events.append(ctx.name if grad is not None else f"{ctx.name} (undefined)")
-        return grad, None, None
 
 
 def order(device, with_edge):

@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torchckpt.command.shared import Unusable, kind_of
@@ -67,13 +68,13 @@ def built(place: str, command: str) -> Made:
     found = _called(place, _attribute_at(place), command)
     what, *others = found if isinstance(found, tuple) and 2 <= len(found) <= 3 else (found,)
     modules = _modules_of(what)
-    if modules is None and not _is_module(what):
+    if modules is None and not _is("nn.Module", what):
         raise _unfit(place, command, found)
     loss = others[1] if len(others) == 2 else None
-    if loss is not None and (not callable(loss) or _is_tensor(loss)):
+    if loss is not None and (not callable(loss) or _is("Tensor", loss)):
         rule = "what a target returns third is the loss, a function; several arguments of a call are a tuple"
         raise Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
-    return Made(modules, what if _is_module(what) else None, others[0] if others else None, loss, bool(others))
+    return Made(modules, what if _is("nn.Module", what) else None, others[0] if others else None, loss, bool(others))
 
 
 def model_at(place: str) -> tuple[Any, Any]:
@@ -82,7 +83,7 @@ def model_at(place: str) -> tuple[Any, Any]:
     if not made.has_example:
         raise Unusable(f"fit needs an example of a call; received: {place}, {kind_of(made.model or made.modules)}; "
                        f"works: {_WORKS['fit']}")
-    if made.model is not None and callable(made.model) and not _is_module_list(made.model):
+    if made.model is not None and not _is("nn.ModuleList", made.model):
         return made.model, made.example
     from torchckpt.command.chain import Chain
 
@@ -149,7 +150,7 @@ def _nearest(wanted: str, inside: Any) -> str:
 
 
 def _called(place: str, found: Any, command: str) -> Any:
-    if _is_module(found):
+    if _is("nn.Module", found):
         return found
     if not callable(found):
         rule = "a target is a function without arguments"
@@ -163,28 +164,15 @@ def _called(place: str, found: Any, command: str) -> Any:
 
 
 def _modules_of(what: Any) -> list[Any] | None:
-    from torch import nn
-
-    listed = isinstance(what, (nn.Sequential, nn.ModuleList, list, tuple))
-    return list(what) if listed and all(map(_is_module, what)) and len(what) else None
+    listed = isinstance(what, (list, tuple)) or _is("nn.Sequential", what) or _is("nn.ModuleList", what)
+    return list(what) if listed and len(what) and all(_is("nn.Module", one) for one in what) else None
 
 
-def _is_module(found: Any) -> bool:
-    from torch import nn
+def _is(name: str, found: Any) -> bool:
+    """Whether ``found`` is of the class of torch with this name. Imports torch."""
+    import torch
 
-    return isinstance(found, nn.Module)
-
-
-def _is_module_list(found: Any) -> bool:
-    from torch import nn
-
-    return isinstance(found, nn.ModuleList)
-
-
-def _is_tensor(found: Any) -> bool:
-    from torch import Tensor
-
-    return isinstance(found, Tensor)
+    return isinstance(found, attrgetter(name)(torch))
 
 
 def _unfit(place: str, command: str, found: Any, rule: str = "a target returns a module, or a list of modules, "

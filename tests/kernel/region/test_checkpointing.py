@@ -5,27 +5,11 @@ import functools
 
 import pytest
 import torch
-from torch.autograd import Function
 
-from tests.helpers import Block, assert_equal, assert_transparent, by_hand, doing, leaf, plain
+from tests.helpers import Block, Mark, assert_equal, assert_transparent, by_hand, doing, leaf, plain
 from torchckpt import Checkpointing, checkpoint, is_recomputing
 from torchckpt.errors import ArgumentError
 from torchckpt.testing import count_recomputes
-
-
-class Mark(Function):
-    """An identity that writes its name down in the backward."""
-
-    @staticmethod
-    def forward(ctx, input, name, events):
-        ctx.set_materialize_grads(False)
-        ctx.name, ctx.events = name, events
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.events.append(f"backward of {ctx.name}")
-        return grad, None, None
 
 
 def noted(events, name="region"):
@@ -33,7 +17,7 @@ def noted(events, name="region"):
 
     def function(x):
         events.append(f"replay of {name}" if is_recomputing() else f"forward of {name}")
-        return Mark.apply(x.exp(), name, events)
+        return Mark.apply(x.exp(), f"backward of {name}", events)
 
     return function
 
@@ -42,8 +26,8 @@ def test_replay_comes_where_recompute_stands(device):
     #   x -> region -> link -> recompute() -> head
     events = []
     region = Checkpointing(noted(events), leaf(3, device=device))
-    hidden = Mark.apply(region.checkpoint(), "link", events)
-    loss = Mark.apply(region.recompute(hidden), "head", events).sum()
+    hidden = Mark.apply(region.checkpoint(), "backward of link", events)
+    loss = Mark.apply(region.recompute(hidden), "backward of head", events).sum()
     loss.backward()
     assert events == [
         "forward of region",
@@ -56,8 +40,8 @@ def test_replay_comes_where_recompute_stands(device):
 
 def test_replay_comes_with_the_first_unpack_where_nothing_places_it(device):
     events = []
-    hidden = Mark.apply(checkpoint(noted(events), leaf(3, device=device)), "link", events)
-    Mark.apply(hidden, "head", events).sum().backward()
+    hidden = Mark.apply(checkpoint(noted(events), leaf(3, device=device)), "backward of link", events)
+    Mark.apply(hidden, "backward of head", events).sum().backward()
     assert events == [
         "forward of region",
         "backward of head",
@@ -70,7 +54,7 @@ def test_replay_comes_with_the_first_unpack_where_nothing_places_it(device):
 def test_prefetch_comes_before_the_backward(device):
     events = []
     region = Checkpointing(noted(events), leaf(3, device=device))
-    loss = Mark.apply(region.recompute(region.checkpoint()), "head", events).sum()
+    loss = Mark.apply(region.recompute(region.checkpoint()), "backward of head", events).sum()
     region.prefetch()
     loss.backward()
     assert events == [
@@ -88,7 +72,7 @@ def test_replays_of_two_regions_one_ahead_of_the_other(device):
     a = Checkpointing(noted(events, "a"), leaf(3, device=device))
     b = Checkpointing(noted(events, "b"), a.checkpoint())
     hidden = a.recompute(b.recompute(b.checkpoint()))
-    Mark.apply(hidden, "head", events).sum().backward()
+    Mark.apply(hidden, "backward of head", events).sum().backward()
     assert events == [
         *("forward of a", "forward of b"),
         "backward of head",
@@ -103,10 +87,11 @@ def test_every_output_carries_the_place_of_the_replay(device, used):
 
     def function(x):
         events.append(doing())
-        return Mark.apply(x.exp(), "output 0", events), Mark.apply(x.sin(), "output 1", events)
+        return Mark.apply(x.exp(), "backward of output 0", events), Mark.apply(x.sin(), "backward of output 1", events)
 
     region = Checkpointing(function, leaf(3, device=device))
-    linked = [Mark.apply(output, f"link {place}", events) for place, output in enumerate(region.checkpoint())]
+    outputs = region.checkpoint()
+    linked = [Mark.apply(output, f"backward of link {place}", events) for place, output in enumerate(outputs)]
     region.recompute(linked)[used].sum().backward()
     assert events == ["forward", "replay", f"backward of link {used}", f"backward of output {used}"]
 

@@ -133,8 +133,8 @@ class Backend:
         if plan is not None:
             self.plans.append(plan)
         if self._told:
-            number = f"graph {len(self.plans)} of torch.compile"
-            log("backend()", module, number, watch.seconds, self.planning_seconds, plan)
+            reason = partial("graph {} of torch.compile".format, len(self.plans))
+            log("backend()", module, reason, watch.seconds, self.planning_seconds, plan)
         return run
 
 

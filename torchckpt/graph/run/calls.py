@@ -155,7 +155,8 @@ class Calls:
         self._outside = outside = FreeVariables(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
         known = guard.without(self.model, self._ignored) if self._ignored else guard
-        reason, watch = reason_of(self.model, tuple(self.known), known, args, kwargs), Stopwatch()
+        reason = partial(reason_of, self.model, tuple(self.known), known, args, kwargs)
+        watch = Stopwatch()
         if self._engine == "eager":
             call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._chooser())
         else:

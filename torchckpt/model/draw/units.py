@@ -2,12 +2,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchckpt.model.schedule.action import Action
 from torchckpt.model.schedule.schedule import Schedule
 
-__all__ = ["Units", "aligned", "label", "number", "percent", "row_name", "units_for", "units_of_bytes"]
+__all__ = [
+    "Units",
+    "aligned",
+    "label",
+    "number",
+    "percent",
+    "row_name",
+    "units_for",
+    "units_of_bytes",
+    "units_of_clock",
+]
 
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARE = 1e5
@@ -48,6 +58,11 @@ def units_for(most_bytes: float, memory: str = "A") -> Units:
     if most_bytes < _BARE:
         return Units(memory=memory)
     return units_of_bytes(most_bytes)
+
+
+def units_of_clock(most: float) -> Units:
+    """Like :func:`units_for`, for times that were measured: milliseconds, whatever memory counts in."""
+    return replace(units_for(most), time="ms", seconds=1e-3)
 
 
 def units_of_bytes(most_bytes: float) -> Units:

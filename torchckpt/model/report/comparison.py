@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torchckpt.model.draw.gantt import gantt
 from torchckpt.model.draw.svg import svg
-from torchckpt.model.draw.units import Units, aligned, percent, units_for
+from torchckpt.model.draw.units import Units, aligned, percent, units_of_clock
 from torchckpt.model.place.bound import bound
 from torchckpt.model.place.placement import with_recompute, without_recompute
 from torchckpt.model.place.policy import arrival
@@ -86,7 +86,7 @@ class Comparison:
         least = self.none.step_seconds
         by = f"{abs(self.deviation) * 100:.1f} % {'longer' if self.deviation > 0 else 'shorter'} than"
         most = max((*self.measured.peak_bytes, *self.simulated.peak_bytes), default=0.0)
-        units = replace(units_for(most), time="ms", seconds=1e-3)
+        units = units_of_clock(most)
         step = replace(units, digits=3).of_time(self.measured.step_seconds)
         return svg(
             self.measured,

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.model.draw.units import Units, units_for, units_of_bytes
+from torchckpt.model.draw.units import Units, units_of_bytes, units_of_clock
 from torchckpt.model.figures import Event, Message
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.costs import Link, StageCosts
@@ -104,9 +104,8 @@ def measured_timeline(
 
 
 def _units(memory: Sequence[Sequence[tuple[float, float]]], in_bytes: bool) -> Units:
-    """Of a clock: milliseconds, whatever memory counts in."""
     most = max((amount for curve in memory for _, amount in curve), default=0.0)
-    return units_of_bytes(most) if in_bytes else replace(units_for(most), time="ms", seconds=1e-3)
+    return units_of_bytes(most) if in_bytes else units_of_clock(most)
 
 
 def _played(schedule: Schedule, step: Step, zero: float) -> Run:
