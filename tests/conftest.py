@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -27,6 +28,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=why))
 
 
+def pytest_runtest_setup(item):
+    """Tests import, too: torch's compiler alone makes as many objects as all that was there before."""
+    if len(sys.modules) > _imported[-1] + 100:
+        freeze_imports()
+
+
+_imported = [0]
+
+
+def freeze_imports():
+    """Hundreds of tests collect garbage. What is imported by now is none, and need not be looked through each time."""
+    _imported.append(len(sys.modules))
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_finish(session):
     """Make the simulated device before the first test, as autograd makes its threads at the first backward."""
     needed = any(item.get_closest_marker("accelerator") for item in session.items)
@@ -34,9 +51,7 @@ def pytest_collection_finish(session):
         load()
         if accelerator_type() != "sim":
             raise pytest.UsageError("a test module makes the library look for an accelerator when it is imported")
-    # Hundreds of tests collect garbage. What is imported by now is none, and need not be looked through each time.
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
 
 
 @pytest.fixture(params=["cpu", pytest.param(TYPE, marks=pytest.mark.accelerator)])

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +14,16 @@ from tests.helpers import assert_equal
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_frozen():
-    """The garbage collector does not say of frozen objects what they hold."""
-    gc.unfreeze()
+HERE = SimpleNamespace()
+"""What outlives a call. It is new in each test: of frozen objects the garbage collector does not say what they hold."""
 
 
-LIST, DEEP = [], {"in": {}}
-THREAD = threading.local()
+@pytest.fixture(autouse=True)
+def new():
+    HERE.list, HERE.deep, HERE.thread = [], {"in": {}}, threading.local()
+    HERE.table = functools.lru_cache(lambda size: torch.arange(float(size)))
+    yield
+    vars(HERE).clear()
 
 
 class Node:
@@ -30,8 +31,6 @@ class Node:
 
 
 class Leaving(nn.Module):
-    seen = None
-
     def __init__(self, leave):
         super().__init__()
         self.layer, self.leave = nn.Linear(4, 4), leave
@@ -44,53 +43,43 @@ class Leaving(nn.Module):
         return h.tanh()
 
 
-@functools.lru_cache
-def table(size):
-    return torch.arange(float(size))
+def leaving(place):
+    """A model of a class of its own."""
+    return type("Leaving", (Leaving,), {"seen": None})(PLACES[place])
 
 
 PLACES = {
-    "a global list": lambda model, x, h: LIST.append(h),
-    "detached": lambda model, x, h: LIST.append(h.detach()),
-    "a dict in a dict": lambda model, x, h: DEEP["in"].update(h=h),
+    "a global list": lambda model, x, h: HERE.list.append(h),
+    "detached": lambda model, x, h: HERE.list.append(h.detach()),
+    "a dict in a dict": lambda model, x, h: HERE.deep["in"].update(h=h),
     "an object two levels deep": lambda model, x, h: setattr(model.far.away, "h", h),
     "the class": lambda model, x, h: setattr(type(model), "seen", h),
-    "a thread's own": lambda model, x, h: setattr(THREAD, "h", h),
-    "a cache": lambda model, x, h: table(4),
-    "a tuple in a list": lambda model, x, h: LIST.append((1, h)),
-    "an input": lambda model, x, h: LIST.append(x),
-    "a parameter": lambda model, x, h: LIST.append(model.layer.weight),
-    "a cycle in a list": lambda model, x, h: LIST.append([LIST, h]),
+    "a thread's own": lambda model, x, h: setattr(HERE.thread, "h", h),
+    "a cache": lambda model, x, h: HERE.table(4),
+    "a tuple in a list": lambda model, x, h: HERE.list.append((1, h)),
+    "an input": lambda model, x, h: HERE.list.append(x),
+    "a parameter": lambda model, x, h: HERE.list.append(model.layer.weight),
+    "a cycle in a list": lambda model, x, h: HERE.list.append([HERE.list, h]),
 }
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    LIST.clear()
-    DEEP["in"].clear()
-    Leaving.seen = None
-    vars(THREAD).clear()
-    table.cache_clear()
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_tensor_that_is_left_is_an_error(place):
     with pytest.raises(CaptureError, match=r"leaves no tensor anywhere else[\s\S]*that outlives the call"):
-        graph.rematerialize(Leaving(PLACES[place]), torch.ones(2, 4))
+        graph.rematerialize(leaving(place), torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("place", sorted({*PLACES} - {"a parameter"}))
 def test_so_it_is_where_gradients_are_asked_for(place):
     """A parameter that a function closes over is the parameter itself."""
-    model = Leaving(PLACES[place])
+    model = leaving(place)
     with pytest.raises(CaptureError, match=r"leaves no tensor anywhere else[\s\S]*that outlives the call"):
         graph.gradient(lambda x: model(x).sum(), torch.ones(2, 4))
 
 
 def test_it_says_what_was_left_and_where():
     with pytest.raises(CaptureError, match=r"aten.addmm.default, of shape \(2, 4\), in a list that outlives the call"):
-        graph.rematerialize(Leaving(PLACES["a global list"]), torch.ones(2, 4))
+        graph.rematerialize(leaving("a global list"), torch.ones(2, 4))
 
 
 def test_what_dies_with_the_call_is_no_error():
@@ -105,7 +94,7 @@ def test_what_dies_with_the_call_is_no_error():
 
 def test_hook_that_keeps_activations():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_forward_hook(lambda module, inputs, output: LIST.append(output))
+    model[0].register_forward_hook(lambda module, inputs, output: HERE.list.append(output))
     with pytest.raises(CaptureError, match="leaves no tensor anywhere else"):
         graph.rematerialize(model, torch.ones(2, 4))
 

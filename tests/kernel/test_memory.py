@@ -54,7 +54,6 @@ def no_gc():
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def ours(objects):
