@@ -9,18 +9,19 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.distributed.ranks import script_on_ranks
 from tests.distributed.stages import not_on_old_stages
 from tests.scripts import HOME, ROOT
 
 EXAMPLE = str(ROOT / "examples/train_gpt_distributed.py")
 
 
-def run(*arguments, processes=2):
+def torchrun(*arguments, processes=2):
     """What the example prints under torchrun. Past the time, torchrun is asked to end, and ends its processes."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**HOME, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*torchrun, EXAMPLE, "--quick", *arguments], env=environment, **pipes) as started:
+    with subprocess.Popen([*command, EXAMPLE, "--quick", *arguments], env=environment, **pipes) as started:
         try:
             printed, errors = started.communicate(timeout=90)
         except BaseException:
@@ -28,6 +29,12 @@ def run(*arguments, processes=2):
             raise
     assert started.returncode == 0, errors
     return printed
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What the example prints, in less time: its processes need not import torch."""
+    return lambda *arguments: script_on_ranks(EXAMPLE, "--quick", *arguments, folder=tmp_path_factory.mktemp("ranks"))
 
 
 def losses(printed):
@@ -45,7 +52,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(out):
-    return run("--compare", "2", "--out", str(out))
+    return torchrun("--compare", "2", "--out", str(out))
 
 
 @pytest.mark.parametrize("row", ["loss of step 1", "loss of step 2"])
@@ -85,7 +92,7 @@ def test_the_picture_shows_all_recomputes_above_and_none_of_the_last_stage_below
 # within a budget -----------------------------------------------------------------------------------------------------
 
 
-def test_steps_within_a_budget_beside_the_rules(tmp_path):
+def test_steps_within_a_budget_beside_the_rules(run, tmp_path):
     printed = run("--compare", "2", "--budget", "1MB", "--out", str(tmp_path))
     assert re.search(r"^ +recompute all +the same 0 of all stages +planned$", printed, re.MULTILINE)
     (losses,) = re.findall(r"^loss of the last step +(.*)$", printed, re.MULTILINE)
@@ -98,7 +105,7 @@ def test_steps_within_a_budget_beside_the_rules(tmp_path):
     assert printed.splitlines()[-1].endswith(f" The picture of the plan is {tmp_path / 'pipeline-plan.svg'}")
 
 
-def test_training_within_a_budget(uninterrupted):
+def test_training_within_a_budget(run, uninterrupted):
     printed = run("--steps", "6", "--budget", "1MB")
     assert losses(printed) == uninterrupted
     assert re.search(r"^planned +[\d.]+ ms", printed, re.MULTILINE)
@@ -108,12 +115,12 @@ def test_training_within_a_budget(uninterrupted):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted():
+def uninterrupted(run):
     return losses(run("--recompute", "none", "--steps", "6"))
 
 
 @not_on_old_stages("the first step draws random numbers for metadata")
-def test_a_restart_goes_on_with_the_losses_of_the_uninterrupted_run(uninterrupted, tmp_path):
+def test_a_restart_goes_on_with_the_losses_of_the_uninterrupted_run(run, uninterrupted, tmp_path):
     options = "--checkpoints", str(tmp_path), "--every", "2"
     before = losses(run(*options, "--steps", "3"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0-step3.pt", "rank1-step3.pt"]

@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,16 +38,15 @@ def on_ranks(function: Callable[[int], Any], folder: Any, ranks: int = 2, timeou
 
     ``function`` is one of a module. Whatever a rank raises is raised here.
     """
-    processes = started(_work, (function, str(folder), ranks), ranks)
-    try:
-        done = [processes.join(timeout=timeout) for _ in range(ranks)]  # each returns when one more rank has ended
-        assert any(done), "the ranks are stuck"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    _finish(started(_work, (function, str(folder), ranks), ranks), timeout)
     return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def script_on_ranks(path: str, *arguments: str, folder: Any, ranks: int = 2, timeout: float = 90) -> str:
+    """What the script at ``path`` prints on ``ranks`` processes, which are as torchrun starts them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _finish(started(_script, (path, arguments, str(folder), ranks, store.port), ranks), timeout)
+    return "".join(Path(f"{folder}/{rank}.out").read_text() for rank in range(ranks))
 
 
 def started(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> mp.ProcessContext:
@@ -58,12 +59,36 @@ def started(function: Callable[..., None], args: tuple[Any, ...], ranks: int) ->
     return mp.start_processes(function, args, nprocs=ranks, join=False, start_method=method)
 
 
+def _finish(processes: mp.ProcessContext, timeout: float) -> None:
+    """Wait for the processes. None outlives this."""
+    try:
+        done = [processes.join(timeout=timeout) for _ in processes.processes]  # each returns when one more has ended
+        assert any(done), "the ranks are stuck"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
 def attempted(function: Callable[..., Any], *args: Any) -> Any:
     """What ``function(*args)`` returns, or the traceback of what it raises: a test compares it with what it expects."""
     try:
         return function(*args)
     except Exception:
         return traceback.format_exc()
+
+
+def _script(rank: int, path: str, arguments: tuple[str, ...], folder: str, ranks: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    with open(f"{folder}/{rank}.out", "w") as out, redirect_stdout(out):
+        runpy.run_path(path, run_name="__main__")
 
 
 def _work(rank: int, function: Callable[[int], Any], folder: str, ranks: int) -> None:

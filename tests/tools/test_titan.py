@@ -1,35 +1,25 @@
 """torchtitan's way: regions, then compile, then FSDP2, then a schedule, planned within a budget; two ranks."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+from tests.distributed.ranks import script_on_ranks
+from tests.scripts import ROOT
+from tests.settings import with_gloo
+
 EXAMPLE = str(ROOT / "examples/titan_llama.py")
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+pytestmark = with_gloo
 
 
-def run(*arguments, processes=2):
-    """What the example prints under torchrun. Past the time, torchrun is asked to end, and ends its processes."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*torchrun, EXAMPLE, *arguments], env=environment, **pipes) as started:
-        try:
-            printed, errors = started.communicate(timeout=300)
-        except BaseException:
-            started.terminate()
-            raise
-    assert started.returncode == 0, errors
-    return printed
+@pytest.fixture
+def run(tmp_path_factory):
+    """What the example prints."""
+    return lambda *arguments, ranks=2: script_on_ranks(
+        EXAMPLE, "--quick", *arguments, folder=tmp_path_factory.mktemp("ranks"), ranks=ranks, timeout=300
+    )
 
 
 def check(printed, ranks=(0, 1)):
@@ -43,12 +33,12 @@ def check(printed, ranks=(0, 1)):
     assert re.search(r"^0 +0 +2 +\d+ +\d", printed, re.MULTILINE)
 
 
-def test_compiled_blocks():
-    check(run("--quick", "--backend", "eager"))
+def test_compiled_blocks(run):
+    check(run("--backend", "eager"))
 
 
 @pytest.mark.slow
-def test_real_compilers_and_more_processes():
-    check(run("--quick"))
-    check(run("--quick", "--backend", "aot_eager"))
-    check(run("--quick", "--no-compile", processes=4), ranks=range(4))
+def test_real_compilers_and_more_processes(run):
+    check(run())
+    check(run("--backend", "aot_eager"))
+    check(run("--no-compile", ranks=4), ranks=range(4))
