@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import statistics
 import subprocess
 import sys
@@ -118,6 +119,15 @@ def test_everything_stands_on_one_floor():
     assert with_folders == set(FLOORS)
     for folder, floors in FLOORS.items():
         assert sorted(item for floor in floors for item in floor) == sorted(items(folder)), folder
+
+
+@pytest.mark.parametrize("folder", sorted({module.rpartition(".")[0] for module in SOURCES} - {""}))
+def test_folder_is_drawn_in_its_docstring(folder):
+    """A line is four spaces, names, and behind two spaces or more what they are. CONTRIBUTING.md draws the top."""
+    source = PACKAGE / folder.replace(".", "/") / "__init__.py"
+    text = ast.get_docstring(ast.parse(source.read_text()), clean=False) or ""
+    drawn = re.findall(r"^    ([a-z_, ]+?)  +\S", text, re.MULTILINE)
+    assert items(folder) - {"__init__"} <= set(", ".join(drawn).split(", "))
 
 
 def test_folders_have_at_most_a_dozen_files():

@@ -4,6 +4,14 @@
                           keep: marks, regions, names, policies
                           planner: a byte budget
 
+    run               what users call: ``rematerialize``, ``rematerialize_``, ``backend``
+    frontier          many budgets in one call
+    derive            derivatives as graphs
+    choose            from a budget or names to a schedule
+    trace, step       a call as a graph; a graph as a dataflow
+    annotate          marks, regions, names
+    progress, private    one line for people; private names of torch
+
 A user begins with :func:`rematerialize`. A reader of the code begins with ``joint``, then reads
 :mod:`torchckpt.model.remat`, which describes a step as operations on storages and does not need torch.
 """

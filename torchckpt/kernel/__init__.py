@@ -44,6 +44,15 @@ The single call ``checkpoint`` uses neither ``Recompute`` nor ``Checkpoint``: it
 A replay runs under the conditions of the forward. ``boundary`` gives it the same arguments, ``module_state`` the same
 parameters and buffers, ``ambient`` the same settings and random numbers, and ``norms`` throw-away copies of the running
 statistics to update.
+
+    module            modules of which every call is a region
+    region            a region: what users call, the pair, the frame
+    kept              what ``keep`` leaves for a replay
+    state             what a replay must find again
+    dependency, phony    fork and join; the tensors that they pass
+    saved, trees      bytes that autograd keeps; tensors in structures
+    flags, clock      what a thread is doing; when something happened on a device
+    private           private names of torch
 """
 from torchckpt.kernel.flags import is_checkpointing, is_recomputing
 from torchckpt.kernel.module.layers import checkpoint_layers

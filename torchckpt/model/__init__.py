@@ -2,6 +2,14 @@
 
 A *schedule* says in which order every rank does what; *costs* say how long that takes; a *timeline* is what comes out.
 
+    plan, remat       what fits a byte budget: a pipeline; one traced step
+    report            what a step costs, in words
+    place             where recomputes go, and the bound
+    simulation        a schedule, played: when
+    draw, figures     pictures; a step as data
+    schedule          who does what, in which order
+    amount, device    sizes as users write them; data sheets
+
 >>> schedule = with_recompute(one_f_one_b(4, 16), ahead(exempt="last_stage"))
 >>> simulate(one_f_one_b(4, 16)).step_seconds, bound(schedule).step_seconds, simulate(schedule).step_seconds
 (57.0, 70.0, 71.0)

@@ -1,5 +1,13 @@
 """Costs of a pipeline that is never run, for :func:`torchckpt.model.plan.plan_pipeline`.
 
+    costs             what users call: ``pipeline_costs``
+    chain             the stages, run one after the other on tensors without memory
+    count             one stage: its forward and its backwards
+    ledger, holdings  FLOPs and moved bytes by part and phase; bytes that wait for the backward
+    operation, kernels    one operator call; what an accelerator runs in its place
+    parts, static     which calls are blocks; weights, gradients, optimizer state
+    private           private names of torch
+
 >>> costs = torchckpt.plan.pipeline_costs(stages, "h100")
 >>> plan = plan_pipeline(one_f_one_b(2, 8), costs.stages, "50%", costs.link)
 """

@@ -1,6 +1,12 @@
 """Private: all names of torch that the graph level uses and that are private, or new in some release.
 
-The modules cover operators, AOTAutograd's traces, the state of torch around a trace, Dynamo's backends, and Inductor.
+    trace             a call and its derivatives as one graph
+    functional        a function of tensors as one graph without in-place operators
+    dynamo, inductor  graphs of ``torch.compile``; the compiler
+    witness           tensors that outlive a trace
+    surroundings      settings of torch during a trace
+    operating, operators    each operator call, intercepted; operators with special needs
+    runtime, parallel       what really runs during a trace; modules that are wrapped for devices
 """
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     checkpointing     what users call: ``checkpoint`` and ``Checkpointing``
     scope             what a schedule wants of the regions of a forward
     keep, nesting     what is not dropped; where in regions a call is
-    the pair          checkpoint, recompute: autograd Functions at the two ends of a region
+    checkpoint, recompute    the pair: autograd Functions at the two ends of a region
     frame             what both share: filled once, whoever asks first
-    call              the function, its arguments and its state, to be run again
-    parts             slots (places of saved tensors), options, outside_graph (for Dynamo)
+    call, slots       the function, its arguments and its state, to be run again; places of saved tensors
+    options, outside_graph   what users set; for Dynamo
 """
 __all__: list[str] = []
