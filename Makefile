@@ -65,7 +65,7 @@ $(THERE)/.test: pyproject.toml constraints.txt
 	touch $@
 
 # What needs no torch, on a Python that has pytest: make pure PYTHON=python3.10
-PURE := tests/model tests/test_command.py tests/test_results.py
+PURE := tests/model tests/command/test_command.py tests/test_results.py
 
 pure:
 	$(PYTHON) -m pytest --noconftest -k "not balance and not bad_module" $(PURE)

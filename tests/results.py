@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 PARTS = ("kernel", "pipe", "distributed", "graph", "model", "models", "command")
-_ALSO = {"test_command": "command", "test_models": "models"}
+_ALSO = {"test_models": "models"}
 _KINDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 

@@ -6,10 +6,10 @@ from tests.results import table
 FILE = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest">
 <testcase classname="tests.kernel.test_frame" name="a" />
 <testcase classname="tests.kernel.test_frame" name="b"><skipped message="no CUDA device">there</skipped></testcase>
-<testcase classname="tests.kernel.test_nesting.TestMore" name="c"><failure message="1 != 2">there</failure></testcase>
+<testcase classname="tests.kernel.test_call.TestMore" name="c"><failure message="1 != 2">there</failure></testcase>
 <testcase classname="tests.model.remat.test_plan" name="d"><error message="no fixture">there</error></testcase>
-<testcase classname="tests.test_command" name="e" /><testcase classname="tests.test_models" name="f" />
-<testcase classname="tests.test_readme" name="g" />
+<testcase classname="tests.command.test_command" name="e" /><testcase classname="tests.test_models" name="f" />
+<testcase classname="tests.pages.test_readme" name="g" />
 </testsuite></testsuites>"""
 
 

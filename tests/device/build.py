@@ -84,7 +84,7 @@ def _key(compiler: str) -> str:
     for path in _files():
         digest.update(f"{path.relative_to(SOURCE)}\n".encode() + path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (version, *FLAGS, *LIBRARIES, sysconfig.get_config_var("SOABI"), torch.__file__):
+    for part in (version, *FLAGS, *LIBRARIES, sysconfig.get_config_var("SOABI"), torch.version.git_version):
         digest.update(str(part).encode())
     return digest.hexdigest()[:16]
 

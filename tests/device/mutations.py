@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("torchckpt/kernel", "torchckpt/pipe")
 SIMULATED, ACCELERATOR = ("-m", "not slow"), ("-m", "accelerator and not slow")
 TESTS = (
-    (*SIMULATED, "tests/device/test_waits.py"),
-    (*SIMULATED, "tests/device/test_pipe.py"),
+    (*SIMULATED, "tests/device/library/test_waits.py"),
+    (*SIMULATED, "tests/device/library/test_pipe.py"),
     (
         *ACCELERATOR, "tests/kernel/state/test_streams.py", "tests/kernel/region/test_recompute.py",
-        "tests/pipe/test_accelerators.py",
+        "tests/pipe/run/test_accelerators.py",
     ),
     (*SIMULATED, "tests/pipe/run/test_worker.py"),
     (*ACCELERATOR, "tests/kernel", "tests/pipe", "tests/test_transparency.py"),

@@ -19,8 +19,8 @@ from torch.nn.functional import mse_loss
 
 import torchckpt
 from tests.accelerator import random_states
+from tests.pipe.run.test_random import Keep
 from tests.pipe.skips import Pop
-from tests.pipe.test_random import Keep
 
 __all__ = ["MODES", "Program", "adversely", "program"]
 

@@ -1,7 +1,7 @@
 """Streams: who waits for whom, and when, with recording streams on the CPU in place of an accelerator's.
 
 Everything but the streams is real: the graph, the engine, the order in which it runs the nodes. That in a backward one
-stream waits for another is the engine's doing, and is seen in ``tests/device/test_waits.py``.
+stream waits for another is the engine's doing, and is seen in ``tests/device/library/test_waits.py``.
 """
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import typing_extensions
 
 import torchckpt
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NEVER = ("__pycache__", ".venv", ".git")
 """Folders of a working tree that are no part of the source."""
 
@@ -79,7 +79,7 @@ def test_archive_has_what_the_tests_and_the_site_need(built: Path) -> None:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt"]
     wanted += ["mkdocs.yml", "docs/index.md", "examples/train_gpt.py", "benchmarks/overhead/README.md"]
-    wanted += ["tests/test_package.py", "tests/device/source/module.cpp", "website/pages.py"]
+    wanted += ["tests/pages/test_package.py", "tests/device/source/module.cpp", "website/pages.py"]
     assert [name for name in wanted if name not in names] == []
     assert [name for name in names if any(part in NEVER for part in name.split("/"))] == []
 

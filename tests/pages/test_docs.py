@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import one_rank
 from torchckpt.features import release_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 

@@ -2,7 +2,7 @@
 
 Layers, their backwards and copies sleep at random on the streams that they run on. Where stages share a device nothing
 is to be copied between them; here it is, so that one device has three streams that must wait for each other.
-``tests/device/test_adverse.py`` has more programs, for simulated devices, on which every operator may be late.
+``tests/device/machine/test_adverse.py`` has more programs, for simulated devices, on which every operator may be late.
 """
 from __future__ import annotations
 

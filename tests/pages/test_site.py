@@ -15,7 +15,7 @@ import torchckpt
 from website.docstrings import markdown
 from website.pages import linked, public
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODULES = [
     "torchckpt",
     *(f"torchckpt.{name}" for name in ("distributed", "errors", "graph", "model", "model.plan", "pipe", "pipe.skip")),

@@ -20,7 +20,7 @@ TORCHS = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
 
 def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "torchckpt", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
 
 def test_the_table_of_the_readme() -> None:
@@ -48,7 +48,7 @@ def test_neither_the_package_nor_the_command_imports_torch() -> None:
         f"command.main({list(SMALL)!r});"
         "sys.exit('torch' in sys.modules)"
     )
-    found = subprocess.run((sys.executable, "-c", code), cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL)
+    found = subprocess.run((sys.executable, "-c", code), cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
     assert found.returncode == 0
 
 
@@ -296,7 +296,7 @@ def test_a_balance_and_the_line_to_paste(model_file: None, capsys: pytest.Captur
 def test_balance_finds_modules_where_it_is_called(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(MODEL)
     arguments = ("balance", "my_model:layers", "--stages", "2", "--input", "16,8", "--by", "bytes")
-    home = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    home = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = (sys.executable, "-m", "torchckpt", *arguments)
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=home)
     assert (found.returncode, found.stdout, found.stderr) == (0, BY_BYTES, "")

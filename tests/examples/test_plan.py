@@ -9,7 +9,7 @@ from pathlib import Path
 from examples.plan_llama import Size, tiny
 from torchckpt.plan import pipeline_costs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 PLAN = """
 import json, resource, sys

@@ -1,0 +1,1 @@
+"""Each benchmark, in short: counts and orders, no seconds."""

@@ -1,0 +1,1 @@
+"""torchckpt on the simulated device."""

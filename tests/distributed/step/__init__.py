@@ -1,0 +1,1 @@
+"""What holds of a step, on one process."""

@@ -1,0 +1,1 @@
+"""Each example, run as users run it, in short."""

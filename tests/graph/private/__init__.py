@@ -1,0 +1,1 @@
+"""The private modules of the graph level."""

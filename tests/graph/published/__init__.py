@@ -1,0 +1,1 @@
+"""Figures and semantics that others have published."""

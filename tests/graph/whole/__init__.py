@@ -1,0 +1,1 @@
+"""Whole models and steps, beside eager."""

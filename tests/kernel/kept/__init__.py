@@ -1,0 +1,1 @@
+"""What ``keep`` leaves for a replay."""

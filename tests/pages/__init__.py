@@ -1,0 +1,1 @@
+"""README, the pages of the site, the package."""
