@@ -370,7 +370,11 @@ def test_a_bad_module_is_one_line_and_exit_code_2(
     ("arguments", "line"),
     [
         ("--stages 0", "argument --stages: a whole number from 1, such as 4; received: 0"),
-        ("--input 8", "the following arguments are required: --stages"),
+        (
+            "--input 8",
+            "the following arguments are required: --stages; works: python -m torchckpt balance my_package.model:gpt "
+            "--stages 4 --input 8,128 --dtype int64",
+        ),
         ("--stages 2 --input 8,x", "argument --input: whole numbers from 1, such as 8,128; received: 8,x"),
         ("--stages 2 --input 0", "argument --input: whole numbers from 1, such as 8,128; received: 0"),
         ("--stages 2 --input 8,", "argument --input: whole numbers from 1, such as 8,128; received: 8,"),

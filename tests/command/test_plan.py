@@ -130,7 +130,7 @@ BAD = [
     (("--budget", "9", "--microbatches", "2"), "1F1B needs m >= p"),
     (("--budget", "9", "--schedule", "2f2b"), "a schedule is one of"),
     (("--budget", "9", "--svg", "/nowhere/plan.svg"), "cannot write /nowhere/plan.svg"),
-    ((), "the following arguments are required: --budget"),
+    ((), "the following arguments are required: --budget; works: plan --schedule 1f1b --blocks 8 --budget 50%"),
 ]
 
 

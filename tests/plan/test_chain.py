@@ -55,7 +55,11 @@ def broken():
     raise ValueError("no such file")
 
 
+FUNCTION = "the first argument is a function without arguments that makes the stages"
+
 BAD = [
+    (stage(), f"{FUNCTION}\n  received: Sequential"),
+    ([stage()], f"{FUNCTION}\n  received: [Sequential]"),
     (lambda: None, f"{RULE}, a tensor or a tuple\n  received: NoneType"),
     (lambda: [stage()], f"{RULE}, a tensor or a tuple\n  received: [Sequential]"),
     (lambda: ([], vector()), "received: stages=[]"),

@@ -70,7 +70,8 @@ def model_faults(options: argparse.Namespace) -> None:
             raise Unusable(f"{given[0]} goes with a model; works: plan my_package.model:stages --device h100")
         missing = [name for name in ("blocks", "budget") if getattr(options, name) is None]
         if missing:
-            raise Unusable(f"the following arguments are required: {', '.join(f'--{name}' for name in missing)}")
+            named, works = ", ".join(f"--{name}" for name in missing), "plan --schedule 1f1b --blocks 8 --budget 50%"
+            raise Unusable(f"the following arguments are required: {named}; works: {works}")
         return
     if given:
         raise Unusable(f"{given[0]} goes with numbers; {options.target} says what stages are and take")

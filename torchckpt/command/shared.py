@@ -60,7 +60,19 @@ class Parser(argparse.ArgumentParser):
         return super().format_help().replace(_MODULE, name)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        one = " ".join(message.split())
+        if re.search(r" (is|are) required\b", one) and self.epilog:
+            one += f"; works: {_first_example(self.format_help())}"
+        self.exit(2, f"{self.prog}: error: {one}\n")
+
+
+def _first_example(text: str) -> str:
+    """The first call that ``text`` shows below "examples:", in one line."""
+    lines = iter(text.partition("examples:\n")[2].splitlines())
+    found = next(lines, "").strip()
+    while found.endswith("\\"):
+        found = f"{found[:-1].strip()} {next(lines, '').strip()}"
+    return found
 
 
 class Unusable(CheckpointError):

@@ -75,6 +75,8 @@ def _environment(kernels: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _made(build: Build) -> _Made:
+    if isinstance(build, nn.Module) or not callable(build):
+        _refuse("the first argument is a function without arguments that makes the stages", _kind(build))
     try:
         found = build()
     except CheckpointError:

@@ -80,6 +80,16 @@ def test_sequential_calls_one_after_the_other(x):
 # faults ---------------------------------------------------------------------------------------------------------------
 
 
+def test_mark_whose_arguments_are_swapped(x):
+    with pytest.raises(ArgumentError) as caught:
+        mark("h", x)
+    assert str(caught.value) == (
+        "mark(): the name of a mark is a string\n"
+        f"  received: a tensor of shape {tuple(x.shape)}\n"
+        '  works:    graph.mark(h, "h")'
+    )
+
+
 @pytest.mark.parametrize(("what", "received"), [(3, "3"), (None, "None"), (torch.ones(2), "a tensor of shape (2,)")])
 def test_region_of_neither_a_callable_nor_a_name(what, received):
     with pytest.raises(ArgumentError) as caught:

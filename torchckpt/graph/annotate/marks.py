@@ -38,7 +38,12 @@ def mark(value: T, name: str = "") -> T:
         value: a tensor, or a nested structure of tensors; leaves that are not tensors are returned unchanged.
         name: the name in ``keep=["attn_out"]`` and ``plan.explain("attn_out")``; marks may share a name. Default: no
             name; ``keep="collection"`` still keeps the value.
+
+    Raises:
+        ArgumentError: ``name`` is not a string.
     """
+    if not isinstance(name, str):
+        raise_faults("mark()", [Fault("the name of a mark is a string", brief(name), 'graph.mark(h, "h")')])
     if not is_tracing():
         return value
     with marked(name):

@@ -34,6 +34,12 @@ def planned(stages, schedule=one_f_one_b(2, 4), budget="50%", link=0.0):  # noqa
     return plan_pipeline(schedule, stages, budget, link)
 
 
+def test_blocks_are_a_tuple():
+    assert Stage([Block(), Block()]) == Stage((Block(), Block()))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"the blocks of a stage are a tuple of Block\n  received: blocks=8\n"):
+        Stage(8)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from torchckpt.errors import Fault, brief
+from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.model.schedule.costs import StageCosts
 
 __all__ = ["Block", "Fixed", "Stage", "restaged", "stage_faults"]
@@ -58,6 +58,12 @@ class Stage:
     after: Fixed = Fixed()
     message_bytes: float | None = None
     """Bytes of the message from the previous stage, and of its gradient. Default: the boundary of the first block."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, Sequence):
+            rule, works = "the blocks of a stage are a tuple of Block", "Stage((Block(),) * 8)"
+            raise_faults("Stage()", [Fault(rule, f"blocks={brief(self.blocks)}", works)])
+        object.__setattr__(self, "blocks", tuple(self.blocks))
 
     @property
     def forward_seconds(self) -> float:
