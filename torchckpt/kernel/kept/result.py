@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
 from torchckpt.kernel.private import alive, apply_of, set_version
-from torchckpt.kernel.state.ambient import Generator, moved, put_back, random_state
+from torchckpt.kernel.state.ambient import Generator, drawn_since, random_state, restore_states
 from torchckpt.kernel.state.boundary import Boundary
 from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.layout import Copy, version_of
@@ -27,14 +27,6 @@ from torchckpt.kernel.trees import copy_attributes, hides_tensors, tensors_of
 from torchckpt.typing import Function
 
 __all__ = ["Buffers", "Near", "Result", "buffers_of", "changed_buffers", "near_to"]
-
-
-class _Outputs(Boundary):
-    """The leaves of what a function returned: kept as the arguments of a region are."""
-
-    __slots__ = ()
-
-    _whose = "a result of torchckpt.keep"
 
 
 Near: TypeAlias = dict[tuple[str, int], Tensor]
@@ -90,21 +82,22 @@ class Result:
         _must_be_seen(function, leaves)
         places = {id(tensor): _Near(place) for place, tensor in near.items()}
         own = {id(leaf): _own(leaf) for leaf in leaves}
-        self._outputs = _Outputs(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
+        # The leaves are kept as the arguments of a region are.
+        self._outputs = Boundary(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
         self._outputs.drop_graphs()
         self._changed = [
             (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
             for place, tensor in near.items()
             if version_of(tensor) != self._versions[place]
         ]
-        self._moved = [(generator, before, generator.get_state()) for generator, before in moved(self._random)]
+        self._moved = [(generator, before, generator.get_state()) for generator, before in drawn_since(self._random)]
         self._random = []
         devices = accelerators_among((outputs, *near.values()), {})
         self._sync_point = SyncPoint(devices) if devices else None
 
     def again(self, function: Function, near: Near, replays: Callable[[Generator, Tensor], bool]) -> Any:
         """What it returned. ``replays`` says of a generator, and its state before, whether the replay sees to it."""
-        leaves, _, tensors = self._outputs.arguments()
+        leaves, _, tensors = self._outputs.arguments("a result of torchckpt.keep")
         needed = [place for place, *_ in self._changed] + [leaf.place for leaf in leaves if isinstance(leaf, _Near)]
         if _arguments(near) != _arguments(self._versions) or not near.keys() >= set(needed):
             raise _other_arguments(function)
@@ -112,7 +105,7 @@ class Result:
         for place, original, copy, requires_grad in self._changed:
             if alive(original) is not near[place]:
                 _write(function, copy.again(), near[place], requires_grad)
-        put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
+        restore_states([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
         fresh = {id(leaf): _own(leaf) for leaf in leaves}
         fresh.update({id(tensor): _fresh(function, tensor, near) for tensor in tensors})
         outputs = [near[leaf.place] if isinstance(leaf, _Near) else fresh[id(leaf)] for leaf in leaves]
@@ -126,7 +119,7 @@ class Result:
     def wait_before_using(self, tensors: Iterable[Tensor | None]) -> None:
         """Let the current streams wait for those of the forward, and keep ``tensors`` until they are done with them."""
         if self._sync_point is not None:
-            self._sync_point.wait_before_using(tensor for tensor in tensors if tensor is not None)
+            self._sync_point.wait_before_using([tensor for tensor in tensors if tensor is not None])
 
 
 class _Once(torch.autograd.Function):

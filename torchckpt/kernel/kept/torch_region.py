@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchckpt.kernel.kept.record import Kept
 from torchckpt.kernel.private import frame_of_torch
-from torchckpt.kernel.state.ambient import Generator, accelerator_type, generators_of
+from torchckpt.kernel.state.ambient import Generator, generators_of
 from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.typing import Function
 
@@ -35,7 +35,7 @@ class TorchRegion:
     @property
     def generators(self) -> list[Generator]:
         """Those that it may put back."""
-        return list(generators_of(accelerators_among((), {}) if accelerator_type() else (), ()))
+        return list(generators_of(accelerators_among((), {}), ()))
 
     def is_in(self, replay: object) -> None:
         """``replay`` is under way; of a new one nothing is kept so far."""

@@ -139,7 +139,7 @@ class Frame:
             for observer in observers:
                 observer(name_of(call.function))
 
-    def let_go(self) -> None:
+    def fill_slots(self) -> None:
         """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
         with self._lock:
             if not self.recomputed:
@@ -158,20 +158,20 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
-            self.let_go()
-        tensor = slot.take()
+            self.fill_slots()
+        tensor = slot.unpack()
         if self._sync_point is not None:
             self._sync_point.wait_before_using((tensor,))
         return tensor
 
-    def _same(self, tensor: Tensor) -> Tensor:
-        # The unpack hook of a replay: a method, so that the frame can be found from the hooks in force.
+    def _unpack_in_replay(self, tensor: Tensor) -> Tensor:
+        # A method, so that nesting.py finds the frame from the hooks in force.
         return tensor
 
     def _replay(self, call: Call, slots: list[Slot]) -> Fresh:
         """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions."""
         total = len(slots)
-        checked = self._options.determinism_check != "none"
+        checked = self.checks
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
         fresh: Fresh = []
@@ -181,13 +181,13 @@ class Frame:
             place = len(fresh)
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
-                kept = tensor if tensor.is_leaf else tensor.detach()
+                saved = tensor if tensor.is_leaf else tensor.detach()
                 if checked and not slots[place].accepts(tensor):
                     different.append(slots[place].compare(tensor))
                     raise _error(call, slots, place, different)
-                fresh.append((kept, tensor._version))
+                fresh.append((saved, tensor._version))
                 if place + 1 < total or not stops:
-                    return kept
+                    return saved
             elif checked and not stops:
                 different.append(describe(tensor))
                 raise _error(call, slots, place, different)
@@ -197,7 +197,7 @@ class Frame:
         if self.kept is not None:
             self.kept.begin(fresh)
         try:
-            call.replay(self.ambient[0], pack, self._same)
+            call.replay(self.ambient[0], pack, self._unpack_in_replay)
         except Exception:
             if different or len(fresh) < total or not stops:
                 if self.kept is not None:
@@ -217,5 +217,5 @@ def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> R
     return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
 
 
-keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._same)
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)
 look_through(Frame._pack)

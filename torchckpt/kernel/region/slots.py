@@ -27,7 +27,7 @@ class Slot:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.fingerprint = fingerprint(tensor) if values else None
 
-    def take(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Return the tensor. Raises, as eager autograd does, if it was changed in place after it was saved."""
         tensor = self.tensor
         if tensor is None:

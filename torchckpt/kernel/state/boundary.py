@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.kernel.private import alive, hooks_in_force, set_grad_enabled, set_version
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "Hooks"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
@@ -30,8 +30,6 @@ class Boundary:
 
     __slots__ = ("_leaves", "spec")
 
-    _whose = "an input of a checkpointed region"
-
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.spec: pytree.TreeSpec | None
         """The structure of the arguments; None if all are tensors or atoms and are passed by position."""
@@ -48,10 +46,13 @@ class Boundary:
                 leaf = found
             self._leaves.append(leaf)
 
-    def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
+    def arguments(
+        self, whose: str = "an input of a checkpointed region"
+    ) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
         """``(args, kwargs)`` for a replay, and the tensors in them, each once.
 
-        Raises ``RuntimeError``, as eager autograd does, if a tensor was changed in place since the forward.
+        Raises ``RuntimeError``, as eager autograd does, if a tensor was changed in place since the forward. The error
+        calls the tensor ``whose``.
         """
         tensors: dict[int, Tensor] = {}
         leaves = []
@@ -59,7 +60,7 @@ class Boundary:
             if type(leaf) is Input:
                 tensor = tensors.get(id(leaf))
                 if tensor is None:
-                    tensor = tensors[id(leaf)] = leaf.again(self._whose)
+                    tensor = tensors[id(leaf)] = leaf.unpack(whose)
                 leaf = tensor
             leaves.append(leaf)
         if self.spec is None:
@@ -110,7 +111,7 @@ class Input:
                 self._kept = hooks[0](tensor)
             self._unpack = hooks[1]
 
-    def again(self, whose: str) -> Tensor:
+    def unpack(self, whose: str) -> Tensor:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; the error calls it ``whose``."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
         original = kept if self._original is None else alive(self._original)

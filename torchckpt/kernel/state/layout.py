@@ -97,7 +97,7 @@ class Layout:
     def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
         """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
         for place, buffers in enumerate(self._buffers):
-            if buffers and not (place in self.norms and self._is_updated(self.norms[place]())):
+            if buffers and not (place in self.norms and updates(self.norms[place]())):
                 for name, tensor in buffers.items():
                     yield (place, name), tensor
         for key in self._attributes:
@@ -146,10 +146,6 @@ class Layout:
                 if candidate is tensor:
                     return f"{type(owner).__name__}.{name}"
         return "a tensor of its modules"
-
-    @staticmethod
-    def _is_updated(norm: nn.Module | None) -> bool:
-        return norm is not None and updates(norm)
 
 
 _layouts: dict[Any, Layout] = {}
