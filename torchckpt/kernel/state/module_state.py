@@ -102,7 +102,7 @@ class ModuleState:
         """Whether the buffer on the module is the one that the forward found, with the same values."""
         tensor, copy = self._buffers[key]
         found = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
-        if self.layout.home(key).get(key[1], _NOTHING) is not found:
+        if self.layout.dict_of(key).get(key[1], _NOTHING) is not found:
             return False
         return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
 
@@ -120,7 +120,7 @@ class ModuleState:
         substitutes = Substitutes([], {})
         self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
-        substitutes.values.extend((layout.home(key), key[1], _NOTHING) for key in layout.later())
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         others = [(of, mode) for of, mode, now_is in zip(layout.dicts, self._modes, modes) if mode is not now_is]
         substitutes.values.extend((of, "training", mode) for of, mode in others)
         if substitutes.changed and layout.is_compiled:  # reads of compiled code cannot be watched
@@ -154,14 +154,14 @@ class ModuleState:
                 is_alone = memory.setdefault(storage_key(tensor), id(tensor)) == id(tensor)
                 if copy.values is not None and not tensor.requires_grad and is_alone:
                     if id(tensor) not in twins:
-                        twins[id(tensor)] = copy.again()
+                        twins[id(tensor)] = copy.clone()
                     twin = twins[id(tensor)]
                 elif not copy.is_of(tensor):
                     substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
-            substitutes.values.append((self.layout.home(key), key[1], twin))
+            substitutes.values.append((self.layout.dict_of(key), key[1], twin))
         layout = self.layout
         added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
-        substitutes.values.extend((layout.home(key), key[1], _NOTHING) for key in added)
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in added)
 
 
 def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleState | None, bool]:
