@@ -135,7 +135,7 @@ class RecomputeAhead(Runtime):
 
     def reaches(self, action: str) -> None:
         self._at = action
-        self._record.asked()
+        self._record.due()
 
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:

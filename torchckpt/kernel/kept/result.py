@@ -30,8 +30,8 @@ __all__ = ["Buffers", "Inputs", "Result", "buffers_of", "changed_buffers", "inpu
 
 
 Inputs: TypeAlias = dict[tuple[str, int], Tensor]
-"""The tensors that a call gets, by their places: those among its arguments, in the closure of its function, and among its
-defaults. A replay of the call gets them, too."""
+"""The tensors that a call gets, by their places: those among its arguments, in the closure of its function, and among
+its defaults. A replay of the call gets them, too."""
 
 
 def inputs_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
