@@ -68,7 +68,7 @@ class _InputPlace:
 class Result:
     """What one call returned or raised, and what it changed.
 
-    Make it before the call, and ``record()`` the call after it. ``replay()`` then returns the outputs, and leaves
+    Make it before the call, and ``note()`` the call after it. ``replay()`` then returns the outputs, and leaves
     arguments and random numbers as the function left them. ``raise_error()`` raises what the function raised.
     """
 
@@ -78,7 +78,7 @@ class Result:
         self._versions = {place: version_of(tensor) for place, tensor in inputs.items()}
         self._random = random_state(dict.fromkeys(generators))
 
-    def record(self, function: Function, outputs: Any, inputs: Inputs, error: Exception | None = None) -> None:
+    def note(self, function: Function, outputs: Any, inputs: Inputs, error: Exception | None = None) -> None:
         """Note what ``function`` returned or raised, and what it changed since this was made."""
         self._error = None if error is None else _without_traceback(error)
         leaves, self._spec = pytree.tree_flatten(outputs)

@@ -101,11 +101,11 @@ def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], lev
             outputs = function(*args, **kwargs)
     except Exception as error:  # the region may catch it, and so does its replay
         with only(level.around):
-            result.record(function, None, inputs, error)
+            result.note(function, None, inputs, error)
         _add(name, result, before)
         raise
     with only(level.around):
-        result.record(function, outputs, inputs)
+        result.note(function, outputs, inputs)
     _add(name, result, before)
     return outputs
 
