@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchckpt.kernel.state.determinism import keeps_differently
 from torchckpt.typing import Function
 
-__all__ = ["Kept", "KeptCall"]
+__all__ = ["KeptCall", "KeptCalls"]
 
 
 class KeptCall(NamedTuple):
@@ -22,7 +22,7 @@ class KeptCall(NamedTuple):
         return self.name if self.place is None else f"{self.name}, after {self.place} saved tensors"
 
 
-class Kept:
+class KeptCalls:
     """One per frame in whose forward ``keep`` was called."""
 
     __slots__ = ("_calls", "_fault", "_fresh", "_taken")

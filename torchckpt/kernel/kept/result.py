@@ -217,18 +217,18 @@ Buffers: TypeAlias = dict[Any, tuple[Tensor | None, int]]
 """By their keys in a layout, with their versions."""
 
 
-def buffers_of(seen: ModuleState | None) -> Buffers:
+def buffers_of(module_state: ModuleState | None) -> Buffers:
     """Those of the modules of a region, as they are now."""
-    if seen is None:
+    if module_state is None:
         return {}
-    return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in seen.layout.buffers()}
+    return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in module_state.layout.buffers()}
 
 
-def changed_buffers(seen: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
+def changed_buffers(module_state: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
     """Those that are others than ``before``: where each is, its name there, and a copy of it."""
     changed: list[tuple[dict[str, Any], str, Copy | None]] = []
-    for key, (tensor, version) in buffers_of(seen).items():
+    for key, (tensor, version) in buffers_of(module_state).items():
         then = before.get(key)
-        if seen is not None and (then is None or then[0] is not tensor or then[1] != version):
-            changed.append((seen.layout.dict_of(key), key[1], None if tensor is None else Copy(tensor)))
+        if module_state is not None and (then is None or then[0] is not tensor or then[1] != version):
+            changed.append((module_state.layout.dict_of(key), key[1], None if tensor is None else Copy(tensor)))
     return changed

@@ -53,7 +53,7 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "seen")
+    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "module_state")
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
@@ -63,7 +63,7 @@ class Call:
         self._boundary = Boundary(args, kwargs)
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry = SyncPoint(self.devices) if self.devices else None
-        self.seen: ModuleState | None = None
+        self.module_state: ModuleState | None = None
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
@@ -74,12 +74,13 @@ class Call:
         _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
         has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
-        seen, exclusive = (None, False) if has_none and not modules else record_state(self.function, modules)
+        module_state, exclusive = (None, False) if has_none and not modules else record_state(self.function, modules)
         try:
-            if seen is not None and seen.layout.is_lazy:  # the first call makes the weights: a replay would not
+            # Lazy modules: the first call makes the weights, which a replay would not.
+            if module_state is not None and module_state.layout.is_lazy:
                 return function(*args, **kwargs)
-            self.seen = seen
-            ambient.append((settings(), self._random_state(seen)))
+            self.module_state = module_state
+            ambient.append((settings(), self._random_state(module_state)))
             push_hooks(pack, unpack)
             thread.flags = True, recomputing, replay
             try:
@@ -87,8 +88,8 @@ class Call:
             finally:
                 thread.flags = before
                 pop_hooks()
-                if seen is not None:
-                    seen.note_changes()
+                if module_state is not None:
+                    module_state.note_changes()
         finally:
             if exclusive:
                 modules_lock.release()
@@ -109,11 +110,11 @@ class Call:
         self._contexts = self._contexts[0], None
         return context
 
-    def _random_state(self, seen: ModuleState | None) -> RandomState:
+    def _random_state(self, module_state: ModuleState | None) -> RandomState:
         named = self._options.generators
         if not self._options.preserve_rng_state:
             return []
-        if seen is not None and (owned := seen.layout.generators()):
+        if module_state is not None and (owned := module_state.layout.generators()):
             named = [*named, *owned]
         return random_state(generators_of(self.devices, named))
 
@@ -124,7 +125,7 @@ class Call:
         if self._entry is not None:
             self._entry.wait_before_using(tensors)
         function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
-        substitutes = None if self.seen is None else self.seen.substitutes(self.function)
+        substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = _inside(substituted(substitutes, self.function), function)
         then, random = ambient

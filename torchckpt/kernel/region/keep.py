@@ -13,7 +13,7 @@ import torch
 from torchckpt.errors import Fault, TransformError, raise_faults
 from torchckpt.kernel.flags import thread
 from torchckpt.kernel.kept.hooks import hooks_entered, only
-from torchckpt.kernel.kept.record import Kept, KeptCall
+from torchckpt.kernel.kept.record import KeptCall, KeptCalls
 from torchckpt.kernel.kept.result import Buffers, Inputs, Result, buffers_of, changed_buffers, inputs_of
 from torchckpt.kernel.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
 from torchckpt.kernel.region.nesting import Level, Region, level_of
@@ -88,7 +88,7 @@ def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[st
 
 def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], level: Level) -> Any:
     name, inputs = name_of(function), inputs_of(function, args, kwargs)
-    before = [(region, region.saved, buffers_of(region.seen)) for region in level.recording]
+    before = [(region, region.saved, buffers_of(region.module_state)) for region in level.recording]
     if level.replayed is not None:
         with only(level.around):  # views of some layouts are saved, too
             result, outputs = _replay(function, inputs, level.replayed)
@@ -112,13 +112,13 @@ def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], lev
 
 def _add(name: str, result: Result, before: list[tuple[Region, int | None, Buffers]]) -> None:
     for region, place, buffers in before:
-        region.kept = region.kept or Kept()
-        region.kept.add(KeptCall(name, place, result, changed_buffers(region.seen, buffers)))
+        region.kept = region.kept or KeptCalls()
+        region.kept.add(KeptCall(name, place, result, changed_buffers(region.module_state, buffers)))
 
 
 def _replay(function: Function, inputs: Inputs, region: Region) -> tuple[Result, Any]:
     """What the forward of ``region`` kept, for its replay."""
-    region.kept = region.kept or Kept()
+    region.kept = region.kept or KeptCalls()
     then = region.kept.next(region.function, name_of(function), region.checks)
     outputs = then.result.replay(function, inputs, region.replays)
     then.result.wait_before_using([copy and copy.values for _, _, copy in then.buffers])

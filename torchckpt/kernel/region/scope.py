@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.region.frame import Frame, Fresh
+from torchckpt.kernel.region.frame import Frame, SavedTensors
 from torchckpt.kernel.region.options import Options
 from torchckpt.typing import Function
 
@@ -18,7 +18,7 @@ Keep: TypeAlias = "bool | Collection[int]"
 """Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
 these numbers. Regions nested inside a numbered one stay regions, and are recomputed in the backward."""
 
-AroundRegion: TypeAlias = Callable[[int, "deque[Fresh]"], AbstractContextManager[None]]
+AroundRegion: TypeAlias = Callable[[int, "deque[SavedTensors]"], AbstractContextManager[None]]
 
 
 class Scope:

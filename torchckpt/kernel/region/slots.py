@@ -36,7 +36,8 @@ class Slot:
             raise RecomputationError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"the {describe(self)}, saved inside a region, is at version {tensor._version}; expected version "
-                f"{self.version} instead\n  works:    the operation out of place, such as h = h + 1 instead of h.add_(1)"
+                f"{self.version} instead\n"
+                "  works:    the operation out of place, such as h = h + 1 instead of h.add_(1)"
             )
         return tensor
 

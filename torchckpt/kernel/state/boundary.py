@@ -88,18 +88,18 @@ class Input:
     attributes. A parameter is held itself, because a twin would not be that parameter.
     """
 
-    __slots__ = ("_attributes", "_is_inner", "_kept", "_original", "_requires_grad", "_unpack", "_version")
+    __slots__ = ("_attributes", "_is_non_leaf", "_kept", "_original", "_requires_grad", "_unpack", "_version")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         self._version = tensor._version
         self._requires_grad = requires_grad = tensor.requires_grad
-        self._is_inner = is_inner = requires_grad and not tensor.is_leaf
+        self._is_non_leaf = is_non_leaf = requires_grad and not tensor.is_leaf
         self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
         self._unpack: Callable[[Any], Tensor] | None = None
         self._original: weakref.ref[Tensor] | None = None
         """None if ``_kept`` is the tensor itself."""
         # A leaf that requires grad stays a leaf: in-place operations cannot give it a graph.
-        is_fixed = requires_grad and not is_inner and hooks is None
+        is_fixed = requires_grad and not is_non_leaf and hooks is None
         if is_fixed or (tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter)):
             self._kept: Any = tensor
             return
@@ -133,7 +133,7 @@ class Input:
             return False
         if (self._attributes is not None or original.__dict__) and not self._has_attributes_of(original):
             return False
-        if not self._is_inner:  # a leaf with new data: eager autograd would see it, too
+        if not self._is_non_leaf:  # a leaf with new data: eager autograd would see it, too
             return True
         if self._unpack is not None or original.layout != torch.strided:
             return not original.is_leaf
@@ -146,7 +146,7 @@ class Input:
     def _twin(self, twin: Tensor) -> Tensor:
         if self._requires_grad:
             twin.requires_grad_()
-        if self._is_inner:
+        if self._is_non_leaf:
             twin = _behind_a_node(twin)
         if self._attributes is not None:
             twin.__dict__.update(self._attributes)

@@ -57,7 +57,7 @@ _NOTHING: Any = object()
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules."""
 
-    __slots__ = ("_buffers", "_fresh", "_modes", "_non_leaves", "_values", "_versions", "layout")
+    __slots__ = ("_buffers", "_modes", "_new_copies", "_non_leaves", "_values", "_versions", "layout")
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
@@ -67,7 +67,7 @@ class ModuleState:
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
-            self._fresh: list[Key] = []  # the copies that this call made
+            self._new_copies: list[Key] = []  # the copies that this call made
             for key, tensor in layout.buffers():
                 if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
@@ -79,7 +79,7 @@ class ModuleState:
         copy = self.layout.copies.get(key)
         if copy is None or not copy.is_of(tensor) or key in self.layout.unversioned:
             copy = self.layout.copies[key] = Copy(tensor)
-            self._fresh.append(key)
+            self._new_copies.append(key)
         return copy
 
     def note_changes(self) -> None:
@@ -88,7 +88,7 @@ class ModuleState:
             return
         layout = self.layout
         layout.changing.update(key for key in self._buffers if not self._is_unchanged(key))
-        for key in self._fresh:
+        for key in self._new_copies:
             tensor, copy = self._buffers[key]
             if tensor is None or copy is None or key in layout.changing:
                 continue
