@@ -22,7 +22,7 @@ from torchckpt.errors import Fault, kind, raise_faults
 from torchckpt.kernel.region.checkpointing import checkpoint
 from torchckpt.kernel.region.frame import observers
 from torchckpt.kernel.saved import SavedBytes, saved_bytes
-from torchckpt.kernel.state.ambient import generators_of, put_back, random_state
+from torchckpt.kernel.state.ambient import generators_of, random_state, restore_states
 from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.tensors import tensors_in
@@ -130,7 +130,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     for holder, name, buffer, value in before:
         buffer.data.copy_(value)
         holder._buffers[name] = buffer
-    put_back(states)
+    restore_states(states)
     region = observe(functools.partial(checkpoint, function))
     different = ", ".join(name for name in {**plain, **region} if not _equal(plain.get(name), region.get(name)))
     if different:

@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torchckpt.command.costs import add_model, model_costs, model_faults
 from torchckpt.command.shared import (
     Parser,
     Unusable,
+    add_schedule,
     amount,
     check_size,
     count,
@@ -29,7 +29,7 @@ from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipelin
 from torchckpt.model.plan.every import Comparison, plan_every
 from torchckpt.model.plan.rules import Rule
 from torchckpt.model.plan.stage.limit import DeviceMemory
-from torchckpt.model.schedule.named import NAMES, named_schedule
+from torchckpt.model.schedule.named import named_schedule
 from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["add", "run"]
@@ -78,7 +78,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_schedule(plan)
+    group = add_schedule(plan, _schedule_name, "; all: each that fits, and the table")
+    group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
     _add_stages(plan)
     add_model(plan)
     _add_plan(plan)
@@ -277,17 +278,6 @@ def _three(text: str) -> list[float]:
     if len(found) != 3:
         raise argparse.ArgumentTypeError(f"forward, backward and bytes, such as 1,2,2; received: {text}")
     return found
-
-
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("schedule")
-    which = group.add_mutually_exclusive_group(required=True)
-    names = f"one of {', '.join(NAMES)}, or torch's name of it; all: each that fits, and the table"
-    which.add_argument("--schedule", type=_schedule_name, metavar="NAME", help=names)
-    which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
-    group.add_argument("--stages", type=count, metavar="P", help="of the whole pipeline")
-    group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
-    group.add_argument("--microbatches", type=count, metavar="M", help="of one step")
 
 
 def _add_stages(parser: argparse.ArgumentParser) -> None:

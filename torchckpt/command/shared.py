@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 from torchckpt.errors import ArgumentError, CheckpointError
 from torchckpt.model.amount import read
 from torchckpt.model.schedule.csv_format import from_csv
-from torchckpt.model.schedule.named import named_schedule
+from torchckpt.model.schedule.named import NAMES, named_schedule
 from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = [
     "Parser",
     "Unusable",
+    "add_schedule",
     "amount",
     "check_apart",
     "check_size",
@@ -97,6 +98,24 @@ def kind_of(found: Any) -> str:
     if isinstance(found, tuple):
         return f"({', '.join(type(one).__name__ for one in found)})"
     return type(found).__name__
+
+
+def add_schedule(
+    parser: argparse.ArgumentParser, name: Callable[[str], str], more: str = ""
+) -> argparse._ArgumentGroup:
+    """The arguments that say which schedule: its ``name`` and counts, or a file. Return their group, for others.
+
+    Args:
+        more: what ``--schedule`` takes besides the names of schedules, for its help.
+    """
+    group = parser.add_argument_group("schedule")
+    which = group.add_mutually_exclusive_group(required=True)
+    names = f"one of {', '.join(NAMES)}, or torch's name of it{more}"
+    which.add_argument("--schedule", type=name, metavar="NAME", help=names)
+    which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
+    group.add_argument("--stages", type=count, metavar="P", help="of the whole pipeline")
+    group.add_argument("--microbatches", type=count, metavar="M", help="of one step")
+    return group
 
 
 def schedule_of(path: Path) -> Schedule:

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from torchckpt.command.shared import (
     Parser,
     Unusable,
+    add_schedule,
     amount,
     check_size,
     comma_list,
@@ -27,7 +27,7 @@ from torchckpt.model.draw.units import number
 from torchckpt.model.place.placement import with_recompute
 from torchckpt.model.report.report import Report, policy_named, report
 from torchckpt.model.schedule.costs import Link, StageCosts
-from torchckpt.model.schedule.named import NAMES, named_schedule
+from torchckpt.model.schedule.named import named_schedule
 from torchckpt.model.schedule.schedule import Schedule
 
 __all__ = ["add", "run"]
@@ -134,13 +134,7 @@ def _policies(text: str) -> list[str]:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("schedule")
-    which = group.add_mutually_exclusive_group(required=True)
-    names = f"one of {', '.join(NAMES)}, or torch's name of it"
-    which.add_argument("--schedule", type=schedule_name, metavar="NAME", help=names)
-    which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")
-    group.add_argument("--stages", type=count, metavar="P", help="of the whole pipeline")
-    group.add_argument("--microbatches", type=count, metavar="M", help="of one step")
+    group = add_schedule(parser, schedule_name)
     group.add_argument("--chunks", type=count, metavar="N", help="stages per rank, where the schedule leaves that open")
     group.add_argument(
         "--compare",

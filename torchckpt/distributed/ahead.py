@@ -29,7 +29,7 @@ from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.region_options import RegionOptions
 from torchckpt.distributed.sizes import Sizes
 from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.kernel.region.frame import Fresh
+from torchckpt.kernel.region.frame import SavedTensors
 from torchckpt.kernel.region.scope import Scope
 from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
 from torchckpt.model.report.comparison import Comparison, compare
@@ -135,7 +135,7 @@ class RecomputeAhead(Runtime):
 
     def reaches(self, action: str) -> None:
         self._at = action
-        self._record.asked()
+        self._record.due()
 
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
@@ -177,7 +177,7 @@ class RecomputeAhead(Runtime):
         if not options.keep and not scope.regions:
             raise_without_regions(visit[0], self._of[visit[0]].submod, outputs)
 
-    def _replaying(self, visit: Visit, region: int, recomputed: deque[Fresh]) -> AbstractContextManager[None]:
+    def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> AbstractContextManager[None]:
         """Around the replay of a region, which fills ``recomputed``."""
         return self._replay_recorded(visit, recomputed)
 
@@ -200,7 +200,7 @@ class RecomputeAhead(Runtime):
         self._forwarded(visit, options, scope, outputs)
 
     @contextmanager
-    def _replay_recorded(self, visit: Visit, recomputed: deque[Fresh]) -> Iterator[None]:
+    def _replay_recorded(self, visit: Visit, recomputed: deque[SavedTensors]) -> Iterator[None]:
         stage, micro_batch = visit
         sized = self._sizes.of_replay(stage, micro_batch, recomputed, self._of[stage].submod)
         with self._record.replaying(visit), sized:

@@ -41,7 +41,7 @@ class Record:
         self._current: list[_Noted] = []
         self._replays: deque[list[_Replay]] = deque(maxlen=KEPT_STEPS)
         self._current_replays: list[_Replay] = []
-        self._asked: Stamp = None
+        self._due: Stamp = None
 
     def device_current(self) -> AbstractContextManager[Any]:
         """Inside the block, the device of this rank is the current device."""
@@ -57,17 +57,17 @@ class Record:
     def begin(self) -> None:
         self._current, self._current_replays = [], []
 
-    def asked(self) -> None:
+    def due(self) -> None:
         """Note that the next action is due: from now on the rank waits for it to start."""
-        self._asked = self._clock.stamp()
+        self._due = self._clock.stamp()
 
     def now(self) -> Stamp:
         return self._clock.stamp()
 
     def ended(self, action: Action, start: Stamp) -> None:
         end = self._clock.stamp()
-        self._current.append((action, self._asked, start, end))
-        self._asked = end  # for the second half of a pair that torch runs as one action
+        self._current.append((action, self._due, start, end))
+        self._due = end  # for the second half of a pair that torch runs as one action
 
     @contextmanager
     def replaying(self, visit: Visit) -> Iterator[None]:
@@ -97,7 +97,7 @@ class Record:
         seconds = self._clock.reader()
         found = []
         for step, replays in zip(self._steps, self._replays):
-            spans = [Span(action, seconds(asked), seconds(start), seconds(end)) for action, asked, start, end in step]
+            spans = [Span(action, seconds(due), seconds(start), seconds(end)) for action, due, start, end in step]
             inside: defaultdict[Visit, float] = defaultdict(float)
             for visit, start, end in replays:
                 inside[visit] += seconds(end) - seconds(start)
@@ -150,5 +150,5 @@ def gather(
 
 
 def _shifted(span: Span, seconds: float) -> Span:
-    action, *times = span.action, span.asked_seconds, span.start_seconds, span.end_seconds
+    action, *times = span.action, span.due_seconds, span.start_seconds, span.end_seconds
     return Span(action, *(time - seconds for time in times))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchckpt.kernel.region.frame import Frame, Fresh
+from torchckpt.kernel.region.frame import Frame, SavedTensors
 from torchckpt.kernel.saved import bytes_of, saved_bytes
 
 __all__ = ["Size", "Sizes"]
@@ -52,7 +52,9 @@ class Sizes:
             size.early = size.regions if self._segments is None else min(self._segments, size.regions)
 
     @contextmanager
-    def of_replay(self, stage: int, micro_batch: int, recomputed: deque[Fresh], module: nn.Module) -> Iterator[None]:
+    def of_replay(
+        self, stage: int, micro_batch: int, recomputed: deque[SavedTensors], module: nn.Module
+    ) -> Iterator[None]:
         """A context around the replay of one region, which fills ``recomputed``."""
         yield
         size = self.found.setdefault(stage, Size())

@@ -17,11 +17,11 @@ Our answer. Saved-tensor hooks, a frame that can be filled from outside, and a p
        inputs
           │
       Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends.
-          │                                                          frame.let_go(); the next replay may run
+          │                                                          frame.fill_slots(); the next replay may run
           ▼
-       function(*args, **kwargs), in grad mode                   [3] its nodes run, and take their slots.
-          │    pack:   drop the tensor, hand out a slot              A slot that nobody has filled yet
-          │    unpack: take what the slot holds                      recomputes here: late, never wrong
+       function(*args, **kwargs), in grad mode                   [3] its nodes run, and unpack their slots.
+          │    pack:   drop the tensor, hand out a slot              The first recomputes here, if nobody
+          │    unpack: return the slot's tensor                      has yet: late, never wrong
           │    keep:   save as autograd does, note the result        The replay hands out what was noted
           ▼
         fork ─ ─ phony ─ ─► Recompute                            [2] Recompute.backward: frame.recompute()

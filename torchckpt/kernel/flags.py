@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from torchckpt.typing import Function
 
-__all__ = ["Flags", "Replay", "is_checkpointing", "is_recomputing", "thread"]
+__all__ = ["Replay", "is_checkpointing", "is_recomputing", "thread"]
 
 
 class Replay(list[nn.Module]):
@@ -27,14 +27,9 @@ class EntersRegions(Protocol):
         """Run a region. Return its outputs, and its frame or None."""
 
 
-class Flags(NamedTuple):
-    checkpointing: bool = False
-    recomputing: bool = False
-    replay: Replay | None = None
-
-
 class _Thread(threading.local):
-    flags: tuple[bool, bool, Replay | None] = Flags()  # set as plain tuples: a replay is a hot path
+    flags: tuple[bool, bool, Replay | None] = False, False, None
+    """Whether it runs a forward of a region; whether it replays one; and that replay."""
     scope: EntersRegions | None = None
     tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 

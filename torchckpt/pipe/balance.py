@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.private import look_through
 from torchckpt.kernel.saved import bytes_of
-from torchckpt.kernel.state.ambient import generators_of, put_back, random_state
+from torchckpt.kernel.state.ambient import generators_of, random_state, restore_states
 from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.model.draw.units import aligned, number, percent
 from torchckpt.model.place.partition import balanced, count_faults
@@ -254,7 +254,7 @@ def _as_found(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[No
         finally:
             for buffers, own in found:
                 _replace(buffers, own)
-            put_back(states)
+            restore_states(states)
 
 
 def _replace(buffers: dict[str, Tensor | None], by: dict[str, Tensor | None]) -> None:

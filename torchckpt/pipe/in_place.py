@@ -135,14 +135,14 @@ class Memory(NamedTuple):
     ) -> Memory:
         """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
         kept = range(len(arrived)) if is_replayed else self.kept
-        if len(leaving) < 2 and not in_flight and not self.shared and not kept:
-            return self
         is_alone = len(leaving) < 2 and not in_flight and not self.shared
+        if is_alone and not kept:
+            return self
         others = [*in_flight, *(arrived[place] for place in self.shared)]
         shared = _NONE if is_alone else shared_places(leaving, others)
         homes = [storage_key(arrived[place]) for place in kept]
-        lent = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
-        return Memory(shared, frozenset(lent)) if shared or lent else NOTHING_SHARED
+        stays = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
+        return Memory(shared, frozenset(stays)) if shared or stays else NOTHING_SHARED
 
 
 NOTHING_SHARED = Memory()

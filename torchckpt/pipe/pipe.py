@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.region.checkpointing import outside, refuse_transforms
-from torchckpt.kernel.region.options import Options, checked
+from torchckpt.kernel.region.options import Options, check_options
 from torchckpt.kernel.state.ambient import accelerator_type
 from torchckpt.model import Timeline
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
@@ -110,7 +110,8 @@ class Pipe(nn.Module):
             *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce),
         ]
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        self._options = checked("Pipe", Pipe, options, faults)
+        check_options("Pipe", Pipe, options, faults)
+        self._options = options
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
         self.batch_dim, self.reduce, self._split_nested = batch_dim, reduce, split_nested

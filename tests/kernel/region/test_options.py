@@ -227,7 +227,7 @@ def test_order_of_the_methods_of_a_region():
 
 def test_slot_that_stays_empty_is_a_bug_of_ours():
     with pytest.raises(RecomputationError, match="a slot is empty after the replay of its region: this is a bug of t"):
-        Slot(x, False).take()
+        Slot(x, False).unpack()
 
 
 def test_saved_tensor_that_was_changed_shows_versions_and_the_fix():

@@ -309,5 +309,5 @@ def test_states_are_put_back_where_another_generator_raises_in_the_exchange():
     other = torch.Generator().manual_seed(2).get_state()
     before = generator.get_state()
     with pytest.raises(RuntimeError, match="no"):
-        ambient.exchanged([(generator, other), (Stubborn(), torch.ones(1))])
+        ambient.set_states([(generator, other), (Stubborn(), torch.ones(1))])
     assert torch.equal(generator.get_state(), before)

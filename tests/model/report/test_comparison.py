@@ -19,7 +19,7 @@ LAST_KEPT = with_recompute(one_f_one_b(4, 8), ahead(exempt="last_stage"))
 
 
 def _slower(span, factor):
-    return Span(span.action, *(factor * time for time in (span.asked_seconds, span.start_seconds, span.end_seconds)))
+    return Span(span.action, *(factor * time for time in (span.due_seconds, span.start_seconds, span.end_seconds)))
 
 
 def slowed(schedule, factor=1.0, costs=COSTS, link=LINK):

@@ -57,11 +57,12 @@ def asleep(monkeypatch: pytest.MonkeyPatch, seed: int = 0, share: float = 0.4) -
         sleeper.sleep()
         return tensor.clone() if tensor.device == device else transfer(tensor, device)
 
-    def in_turn(tensor: Tensor, source: Any, leaves_on: Any, target: Any, enters_on: Any) -> Tensor:
-        if leaves_on is not None and enters_on is not None and source.device == target.device:
-            enters_on.wait_stream(leaves_on)  # a copy between devices is on the one stream, and lets the other wait
-            tensor.record_stream(enters_on)
-        return moved(tensor, source, leaves_on, target, enters_on)
+    def in_turn(tensor: Tensor, source: Any, source_stream: Any, target: Any, target_stream: Any) -> Tensor:
+        if source_stream is not None and target_stream is not None and source.device == target.device:
+            # A copy between devices is on the one stream, and lets the other wait.
+            target_stream.wait_stream(source_stream)
+            tensor.record_stream(target_stream)
+        return moved(tensor, source, source_stream, target, target_stream)
 
     hooks = [register_module_forward_pre_hook(sleeper.sleep), register_module_forward_hook(sleeper.called)]
     try:

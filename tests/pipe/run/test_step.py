@@ -21,7 +21,7 @@ from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk
-from torchckpt.pipe.run.step import in_order, schedule_for
+from torchckpt.pipe.run.step import launch_order, schedule_for
 
 
 def layers(dropout: float = 0.0) -> nn.Sequential:
@@ -266,7 +266,7 @@ def test_running_statistics_are_those_of_the_mini_batch() -> None:
 
 def picture(p: int, m: int, recomputes: bool = True) -> list[str]:
     """What each stage does, in order."""
-    order = in_order(schedule_for(p, m, recomputes))
+    order = launch_order(schedule_for(p, m, recomputes))
     return [" ".join(f"{kind.value}{i}" for stage, kind, i in order if stage == j) for j in range(p)]
 
 
@@ -282,8 +282,8 @@ def test_the_order_is_1f1b_recomputed_one_ahead_but_on_the_last_stage() -> None:
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
 @pytest.mark.parametrize("m", [1, 3, 5, 12])
 def test_recomputes_change_the_order_of_nothing_else(p: int, m: int) -> None:
-    with_recomputes = in_order(schedule_for(p, m, recomputes=True))
-    assert [action for action in with_recomputes if action.kind is not Kind.RECOMPUTE] == in_order(
+    with_recomputes = launch_order(schedule_for(p, m, recomputes=True))
+    assert [action for action in with_recomputes if action.kind is not Kind.RECOMPUTE] == launch_order(
         schedule_for(p, m, recomputes=False)
     )
 

@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.private import TorchDispatchMode
 from torchckpt.kernel.saved import storage_of
 from torchckpt.model import Action
 from torchckpt.model.plan.search.replay import Level
+from torchckpt.tensors import tensors_in
 
 __all__ = ["LiveBytes"]
 
@@ -71,12 +70,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        fresh = self._fresh(outputs)
+        fresh = self._storages_of(outputs)
+        for storage in self._storages_of((args, kwargs)) if fresh else ():
+            fresh.pop(storage, None)
         if fresh:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    for storage in storage_of(leaf):
-                        fresh.pop(storage, None)
             self._made.update(fresh)
             self._sum_bytes += sum(fresh.values())
             if self._sum_bytes > self._highest_bytes:
@@ -84,11 +81,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
                 self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
         return outputs
 
-    def _fresh(self, outputs: Any) -> dict[StorageWeakRef, int]:
-        found: dict[StorageWeakRef, int] = {}
-        for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor):
-                found.update(storage_of(leaf))
+    def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
+        """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
+        found = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
         return {storage: size for storage, size in found.items() if storage not in self._made}
 
     def _forget_the_dead(self) -> None:

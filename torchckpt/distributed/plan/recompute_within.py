@@ -35,7 +35,7 @@ from torchckpt.distributed.region_options import RegionOptions
 from torchckpt.distributed.sizes import Size
 from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.kernel.module.mixin import COMPILED
-from torchckpt.kernel.region.frame import Fresh
+from torchckpt.kernel.region.frame import SavedTensors
 from torchckpt.kernel.region.scope import Scope
 from torchckpt.model import Action, Kind, Link, Schedule, Timeline, arrival, with_recompute
 from torchckpt.model.plan import PipelinePlan
@@ -216,7 +216,7 @@ class RecomputeWithin(RecomputeAhead):
             )
 
     @contextmanager
-    def _replaying(self, visit: Visit, region: int, recomputed: deque[Fresh]) -> Iterator[None]:
+    def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
         start = self._record.now()
         if self._alive is not None:
             self._alive.replays()

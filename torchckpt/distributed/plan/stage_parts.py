@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.kernel.clock import Stamp
 from torchckpt.kernel.private import look_through
-from torchckpt.kernel.region.frame import Frame, Fresh
+from torchckpt.kernel.region.frame import Frame, SavedTensors
 from torchckpt.kernel.region.options import Options
 from torchckpt.kernel.region.scope import AroundRegion, Scope
 from torchckpt.kernel.saved import storage_of
@@ -99,7 +99,7 @@ class CountingScope(Scope):
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
-    def replayed(self, region: int, recomputed: deque[Fresh]) -> None:
+    def replayed(self, region: int, recomputed: deque[SavedTensors]) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         fresh = [tensor for saved in recomputed for tensor, _ in saved]
         self.parts.inner_bytes[region] = float(self._claimed(fresh))

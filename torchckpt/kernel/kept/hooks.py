@@ -1,17 +1,13 @@
 """Hooks: the saved-tensor hooks that a thread has entered, all of them and not the last pair alone."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
-
-from torch import Tensor
 
 from torchckpt.kernel.private import hooks_in_force, pop_hooks, push_hooks
+from torchckpt.kernel.state.boundary import Hooks
 
-__all__ = ["Hooks", "hooks_entered", "only"]
-
-Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+__all__ = ["hooks_entered", "only"]
 
 
 def hooks_entered() -> list[Hooks]:

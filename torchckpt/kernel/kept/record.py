@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchckpt.kernel.state.determinism import keeps_differently
 from torchckpt.typing import Function
 
-__all__ = ["Kept", "KeptCall"]
+__all__ = ["KeptCall", "KeptCalls"]
 
 
 class KeptCall(NamedTuple):
@@ -22,7 +22,7 @@ class KeptCall(NamedTuple):
         return self.name if self.place is None else f"{self.name}, after {self.place} saved tensors"
 
 
-class Kept:
+class KeptCalls:
     """One per frame in whose forward ``keep`` was called."""
 
     __slots__ = ("_calls", "_fault", "_fresh", "_taken")
@@ -46,10 +46,10 @@ class Kept:
         then = self._calls[number] if number < len(self._calls) else None
         if self._fault is None and (then is None or (checked and then[:2] != now[:2])):
             self._fault = number, "nothing" if then is None else str(then), str(now)
-        if self._fault is not None or then is None:
-            raise keeps_differently(region, *(self._fault or (number, "nothing", str(now))))
+        if self._fault is not None:
+            raise keeps_differently(region, *self._fault)
         self._taken += 1
-        return then
+        return self._calls[number]
 
     def end(self, region: Function, checked: bool) -> None:
         """The replay has ended: raises if a call is missing, or ``region`` caught what :meth:`next` raised."""

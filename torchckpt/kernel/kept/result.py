@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
 from torchckpt.kernel.private import alive, apply_of, set_version
-from torchckpt.kernel.state.ambient import Generator, moved, put_back, random_state
+from torchckpt.kernel.state.ambient import Generator, drawn_since, random_state, restore_states
 from torchckpt.kernel.state.boundary import Boundary
 from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.layout import Copy, version_of
@@ -26,99 +26,96 @@ from torchckpt.kernel.state.streams import SyncPoint, accelerators_among
 from torchckpt.kernel.trees import copy_attributes, hides_tensors, tensors_of
 from torchckpt.typing import Function
 
-__all__ = ["Buffers", "Near", "Result", "buffers_of", "changed_buffers", "near_to"]
+__all__ = ["Buffers", "Inputs", "Result", "buffers_of", "changed_buffers", "inputs_of"]
 
 
-class _Outputs(Boundary):
-    """The leaves of what a function returned: kept as the arguments of a region are."""
-
-    __slots__ = ()
-
-    _whose = "a result of torchckpt.keep"
+Inputs: TypeAlias = dict[tuple[str, int], Tensor]
+"""The tensors that a call gets, by their places: those among its arguments, in the closure of its function, and among
+its defaults. A replay of the call gets them, too."""
 
 
-Near: TypeAlias = dict[tuple[str, int], Tensor]
-"""The tensors that a replay of a call has as well: those among its arguments, those in the closure of its function, and
-its defaults, by their places."""
-
-
-def near_to(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Near:
+def inputs_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Those of ``function(*args, **kwargs)``."""
     given: list[Any] = [args, kwargs]
     while isinstance(function, partial):
         given.append((function.args, function.keywords))
         function = function.func
-    near: Near = {("argument", place): tensor for place, tensor in enumerate(tensors_of(given)[0])}
+    inputs: Inputs = {("argument", place): tensor for place, tensor in enumerate(tensors_of(given)[0])}
     code = getattr(function, "__func__", function)
     for place, cell in enumerate(getattr(code, "__closure__", None) or ()):
         with suppress(ValueError):  # nothing is in it yet
             if isinstance(cell.cell_contents, Tensor):
-                near["cell", place] = cell.cell_contents
+                inputs["cell", place] = cell.cell_contents
     defaults = (*(getattr(code, "__defaults__", None) or ()), *(getattr(code, "__kwdefaults__", None) or {}).values())
-    near.update({("default", place): value for place, value in enumerate(defaults) if isinstance(value, Tensor)})
-    return near
+    inputs.update({("default", place): value for place, value in enumerate(defaults) if isinstance(value, Tensor)})
+    return inputs
 
 
-def _arguments(near: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [place for place in near if place[0] == "argument"]
+def _arguments(inputs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [place for place in inputs if place[0] == "argument"]
 
 
 _DATA = (MutableMapping, MutableSequence, MutableSet, SimpleNamespace)
 
 
-class _Near:
-    """Stands for an output that is one of the tensors near the call."""
+class _InputPlace:
+    """Stands for an output that is one of the inputs."""
 
     def __init__(self, place: tuple[str, int]) -> None:
         self.place = place
 
 
 class Result:
-    """Made before the function is called. ``note()`` what it returned, and ``again()`` hands that out, and leaves
-    arguments and random numbers as the function left them. ``note()`` what it raised, and ``raise_again()`` does."""
+    """What one call returned or raised, and what it changed.
 
-    __slots__ = ("_changed", "_error", "_moved", "_outputs", "_random", "_spec", "_sync_point", "_versions")
+    Make it before the call, and ``note()`` the call after it. ``replay()`` then returns the outputs, and leaves
+    arguments and random numbers as the function left them. ``raise_error()`` raises what the function raised.
+    """
 
-    def __init__(self, near: Near, generators: Sequence[Generator]) -> None:
-        self._versions = {place: version_of(tensor) for place, tensor in near.items()}
+    __slots__ = ("_changed", "_draws", "_error", "_outputs", "_random", "_spec", "_sync_point", "_versions")
+
+    def __init__(self, inputs: Inputs, generators: Sequence[Generator]) -> None:
+        self._versions = {place: version_of(tensor) for place, tensor in inputs.items()}
         self._random = random_state(dict.fromkeys(generators))
 
-    def note(self, function: Function, outputs: Any, near: Near, error: Exception | None = None) -> None:
-        """What ``function`` has returned or raised, and left."""
+    def note(self, function: Function, outputs: Any, inputs: Inputs, error: Exception | None = None) -> None:
+        """Note what ``function`` returned or raised, and what it changed since this was made."""
         self._error = None if error is None else _without_traceback(error)
         leaves, self._spec = pytree.tree_flatten(outputs)
-        _must_be_seen(function, leaves)
-        places = {id(tensor): _Near(place) for place, tensor in near.items()}
-        own = {id(leaf): _own(leaf) for leaf in leaves}
-        self._outputs = _Outputs(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
+        _check_outputs(function, leaves)
+        places = {id(tensor): _InputPlace(place) for place, tensor in inputs.items()}
+        own = {id(leaf): _copied(leaf) for leaf in leaves}
+        # The leaves are kept as the arguments of a region are.
+        self._outputs = Boundary(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
         self._outputs.drop_graphs()
         self._changed = [
             (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
-            for place, tensor in near.items()
+            for place, tensor in inputs.items()
             if version_of(tensor) != self._versions[place]
         ]
-        self._moved = [(generator, before, generator.get_state()) for generator, before in moved(self._random)]
+        self._draws = [(generator, before, generator.get_state()) for generator, before in drawn_since(self._random)]
         self._random = []
-        devices = accelerators_among((outputs, *near.values()), {})
+        devices = accelerators_among((outputs, *inputs.values()), {})
         self._sync_point = SyncPoint(devices) if devices else None
 
-    def again(self, function: Function, near: Near, replays: Callable[[Generator, Tensor], bool]) -> Any:
-        """What it returned. ``replays`` says of a generator, and its state before, whether the replay sees to it."""
-        leaves, _, tensors = self._outputs.arguments()
-        needed = [place for place, *_ in self._changed] + [leaf.place for leaf in leaves if isinstance(leaf, _Near)]
-        if _arguments(near) != _arguments(self._versions) or not near.keys() >= set(needed):
+    def replay(self, function: Function, inputs: Inputs, replays: Callable[[Generator, Tensor], bool]) -> Any:
+        """Return the outputs. ``replays`` says of a generator, and its state before, whether the replay sets it."""
+        leaves, _, tensors = self._outputs.arguments("a result of torchckpt.keep")
+        needed = [place for place, *_ in self._changed]
+        needed += [leaf.place for leaf in leaves if isinstance(leaf, _InputPlace)]
+        if _arguments(inputs) != _arguments(self._versions) or not inputs.keys() >= set(needed):
             raise _other_arguments(function)
         self.wait_before_using([*tensors, *(copy.values for _, _, copy, _ in self._changed)])
         for place, original, copy, requires_grad in self._changed:
-            if alive(original) is not near[place]:
-                _write(function, copy.again(), near[place], requires_grad)
-        put_back([(generator, after) for generator, before, after in self._moved if replays(generator, before)])
-        fresh = {id(leaf): _own(leaf) for leaf in leaves}
-        fresh.update({id(tensor): _fresh(function, tensor, near) for tensor in tensors})
-        outputs = [near[leaf.place] if isinstance(leaf, _Near) else fresh[id(leaf)] for leaf in leaves]
+            if alive(original) is not inputs[place]:
+                _write(function, copy.clone(), inputs[place], requires_grad)
+        restore_states([(generator, after) for generator, before, after in self._draws if replays(generator, before)])
+        fresh = {id(leaf): _copied(leaf) for leaf in leaves}
+        fresh.update({id(tensor): _fresh_output(function, tensor, inputs) for tensor in tensors})
+        outputs = [inputs[leaf.place] if isinstance(leaf, _InputPlace) else fresh[id(leaf)] for leaf in leaves]
         return pytree.tree_unflatten(outputs, self._spec)
 
-    def raise_again(self) -> None:
+    def raise_error(self) -> None:
         """Raise what it raised, if it did."""
         if self._error is not None:
             raise _without_traceback(self._error)
@@ -126,14 +123,14 @@ class Result:
     def wait_before_using(self, tensors: Iterable[Tensor | None]) -> None:
         """Let the current streams wait for those of the forward, and keep ``tensors`` until they are done with them."""
         if self._sync_point is not None:
-            self._sync_point.wait_before_using(tensor for tensor in tensors if tensor is not None)
+            self._sync_point.wait_before_using([tensor for tensor in tensors if tensor is not None])
 
 
-class _Once(torch.autograd.Function):
-    """In a replay, between what a kept function got and what it returned: no gradient goes there."""
+class _NoBackward(torch.autograd.Function):
+    """In a replay, the node between the inputs and the outputs of a kept function: its backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, function: Function, output: Tensor, *near: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Function, output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.function = function
         return output.detach()
 
@@ -146,22 +143,22 @@ class _Once(torch.autograd.Function):
         )
 
 
-_once = apply_of(_Once)
+_no_backward = apply_of(_NoBackward)
 
 
-def _fresh(function: Function, output: Tensor, near: Near) -> Tensor:
-    """``output`` for a replay to do with as it likes: a hook on it, say, is none on that of the forward."""
+def _fresh_output(function: Function, output: Tensor, inputs: Inputs) -> Tensor:
+    """A new tensor with the values of ``output``: what a replay does to it, such as a hook, stays in the replay."""
     if isinstance(output, nn.Parameter):
         return output
     if output.is_leaf:
         fresh = output.detach().requires_grad_(output.requires_grad)
     else:
         with torch.enable_grad():
-            fresh = _once(function, output, *(tensor for tensor in near.values() if tensor.requires_grad))
+            fresh = _no_backward(function, output, *(tensor for tensor in inputs.values() if tensor.requires_grad))
     return set_version(copy_attributes(output, fresh), output._version)
 
 
-def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
+def _check_outputs(function: Function, leaves: Sequence[Any]) -> None:
     hidden = [leaf for leaf in leaves if hides_tensors(leaf)]
     if hidden:
         rule = f"{name_of(function)} must return tensors in pytrees: what is inside of other objects is out of sight"
@@ -173,7 +170,7 @@ def _must_be_seen(function: Function, leaves: Sequence[Any]) -> None:
         raise_faults("keep", [Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)")])
 
 
-def _own(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     """``leaf``, or a copy if it is data that a region may change behind it. What is in it stays the same."""
     if isinstance(leaf, (Tensor, nn.Module, type)):
         return leaf
@@ -220,18 +217,18 @@ Buffers: TypeAlias = dict[Any, tuple[Tensor | None, int]]
 """By their keys in a layout, with their versions."""
 
 
-def buffers_of(seen: ModuleState | None) -> Buffers:
+def buffers_of(module_state: ModuleState | None) -> Buffers:
     """Those of the modules of a region, as they are now."""
-    if seen is None:
+    if module_state is None:
         return {}
-    return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in seen.layout.buffers()}
+    return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in module_state.layout.buffers()}
 
 
-def changed_buffers(seen: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
+def changed_buffers(module_state: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
     """Those that are others than ``before``: where each is, its name there, and a copy of it."""
     changed: list[tuple[dict[str, Any], str, Copy | None]] = []
-    for key, (tensor, version) in buffers_of(seen).items():
+    for key, (tensor, version) in buffers_of(module_state).items():
         then = before.get(key)
-        if seen is not None and (then is None or then[0] is not tensor or then[1] != version):
-            changed.append((seen.layout.home(key), key[1], None if tensor is None else Copy(tensor)))
+        if module_state is not None and (then is None or then[0] is not tensor or then[1] != version):
+            changed.append((module_state.layout.dict_of(key), key[1], None if tensor is None else Copy(tensor)))
     return changed

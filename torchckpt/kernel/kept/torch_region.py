@@ -9,9 +9,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from torchckpt.kernel.kept.record import Kept
+from torchckpt.kernel.kept.record import KeptCalls
 from torchckpt.kernel.private import frame_of_torch
-from torchckpt.kernel.state.ambient import Generator, accelerator_type, generators_of
+from torchckpt.kernel.state.ambient import Generator, generators_of
 from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.typing import Function
 
@@ -21,11 +21,11 @@ __all__ = ["TorchRegion", "torch_region"]
 class TorchRegion:
     """One such region in one forward, as long as torch's own frame lives. It looks to ``keep`` like a ``Frame``."""
 
-    checks, saved, seen = True, None, None
+    checks, saved, module_state = True, None, None
     function: Function = staticmethod(torch.utils.checkpoint.checkpoint)
 
     def __init__(self) -> None:
-        self.kept: Kept | None = None
+        self.kept: KeptCalls | None = None
         self._replay: object = None
 
     def replays(self, generator: Generator, before: Tensor) -> bool:
@@ -35,7 +35,7 @@ class TorchRegion:
     @property
     def generators(self) -> list[Generator]:
         """Those that it may put back."""
-        return list(generators_of(accelerators_among((), {}) if accelerator_type() else (), ()))
+        return list(generators_of(accelerators_among((), {}), ()))
 
     def is_in(self, replay: object) -> None:
         """``replay`` is under way; of a new one nothing is kept so far."""

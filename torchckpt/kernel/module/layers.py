@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault, kind, raise_faults
 from torchckpt.kernel.module.module import checkpoint_module, module_faults
-from torchckpt.kernel.region.options import Options, checked, shown
+from torchckpt.kernel.region.options import Options, check_options, shown
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
 __all__ = ["LayersHandle", "checkpoint_layers"]
@@ -112,7 +112,7 @@ def checkpoint_layers(
     if not selectors:
         call_faults.append(Fault("layers must choose something", f"layers={layers!r}", _WORKS))
     each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
-    checked(_CALLER, checkpoint_layers, options, each_once)
+    check_options(_CALLER, checkpoint_layers, options, each_once)
     chosen = _chosen(model, selectors)
     raise_faults(_CALLER, _layer_faults(chosen))
     taken = dict(list(chosen.items())[::every])

@@ -12,7 +12,7 @@ from torchckpt.errors import Fault, kind
 from torchckpt.kernel.module.mixin import COMPILED, Mixin, plain_forward, put, take
 from torchckpt.kernel.private import compiler_of
 from torchckpt.kernel.region.checkpointing import run
-from torchckpt.kernel.region.options import Options, checked
+from torchckpt.kernel.region.options import Options, check_options
 from torchckpt.modules import is_compiled_class
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
@@ -108,7 +108,7 @@ def checkpoint_module(
         ArgumentError: ``module`` is no module, is checkpointed already, or has its ``forward`` set on the instance.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    checked("checkpoint_module", checkpoint_module, options, module_faults(module))
+    check_options("checkpoint_module", checkpoint_module, options, module_faults(module))
     put(module, _Checkpointed, options)
     if module._compiled_call_impl is not None:
         _compile_inside(module)

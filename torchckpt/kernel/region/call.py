@@ -18,17 +18,17 @@ from torchckpt.kernel.state import norms
 from torchckpt.kernel.state.ambient import (
     Ambient,
     RandomState,
-    exchanged,
+    drawn_since,
     generators_of,
-    moved,
-    put_back,
     random_state,
+    restore_states,
+    set_states,
     settings,
-    within,
+    use_settings,
 )
 from torchckpt.kernel.state.boundary import Boundary
 from torchckpt.kernel.state.determinism import name_of
-from torchckpt.kernel.state.module_state import ModuleState, lending, lent, look
+from torchckpt.kernel.state.module_state import ModuleState, modules_lock, record_state, substituted
 from torchckpt.kernel.state.streams import SyncPoint, accelerators_among
 from torchckpt.typing import ContextFunction, Function
 
@@ -53,7 +53,7 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "seen")
+    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "module_state")
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
@@ -63,7 +63,7 @@ class Call:
         self._boundary = Boundary(args, kwargs)
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry = SyncPoint(self.devices) if self.devices else None
-        self.seen: ModuleState | None = None
+        self.module_state: ModuleState | None = None
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
@@ -71,30 +71,31 @@ class Call:
         """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
         numbers that it starts with to ``ambient``."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
-        _, recomputing, borrowers = before = thread.flags
+        _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
         has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
-        seen, exclusive = (None, False) if has_none and not modules else look(self.function, modules)
+        module_state, exclusive = (None, False) if has_none and not modules else record_state(self.function, modules)
         try:
-            if seen is not None and seen.layout.is_lazy:  # the first call makes the weights: a replay would not
+            # Lazy modules: the first call makes the weights, which a replay would not.
+            if module_state is not None and module_state.layout.is_lazy:
                 return function(*args, **kwargs)
-            self.seen = seen
-            ambient.append((settings(), self._random_state(seen)))
+            self.module_state = module_state
+            ambient.append((settings(), self._random_state(module_state)))
             push_hooks(pack, unpack)
-            thread.flags = True, recomputing, borrowers
+            thread.flags = True, recomputing, replay
             try:
                 outputs = function(*args, **kwargs)
             finally:
                 thread.flags = before
                 pop_hooks()
-                if seen is not None:
-                    seen.settle()
+                if module_state is not None:
+                    module_state.note_changes()
         finally:
             if exclusive:
-                lending.release()
+                modules_lock.release()
         if self.devices:  # their backwards run in several threads, which share the CPU's generator, random[0]
             then, random = ambient.pop()
-            ambient.append((then, moved(random[:1]) + random[1:]))
+            ambient.append((then, drawn_since(random[:1]) + random[1:]))
         return outputs
 
     def _take_context(self) -> AbstractContextManager[Any]:
@@ -109,11 +110,11 @@ class Call:
         self._contexts = self._contexts[0], None
         return context
 
-    def _random_state(self, seen: ModuleState | None) -> RandomState:
+    def _random_state(self, module_state: ModuleState | None) -> RandomState:
         named = self._options.generators
         if not self._options.preserve_rng_state:
             return []
-        if seen is not None and (owned := seen.layout.generators()):
+        if module_state is not None and (owned := module_state.layout.generators()):
             named = [*named, *owned]
         return random_state(generators_of(self.devices, named))
 
@@ -124,32 +125,32 @@ class Call:
         if self._entry is not None:
             self._entry.wait_before_using(tensors)
         function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
-        loans = None if self.seen is None else self.seen.loans(self.function)
-        if loans is not None:
-            function = _inside(lent(loans, self.function), function)
+        substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
+        if substitutes is not None:
+            function = _inside(substituted(substitutes, self.function), function)
         then, random = ambient
         if then != settings():
-            function = _inside(within(then), function)
-        borrowers = Replay()
+            function = _inside(use_settings(then), function)
+        replay = Replay()
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
         push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
         try:
-            random_after = exchanged(random)
+            random_after = set_states(random)
             set_grad_enabled(True)
-            thread.flags, thread.scope = (False, True, borrowers), None  # regions inside run as in the forward
+            thread.flags, thread.scope = (False, True, replay), None  # regions inside run as in the forward
             try:
-                norms.watch(borrowers, self.function)
+                norms.watch(self.function)
                 function(*args, **kwargs)
             finally:
-                norms.unwatch(borrowers)
+                norms.unwatch(replay)
         except Stop:
             pass
         finally:
             thread.flags, thread.scope = before, scope
             set_grad_enabled(graded)
             pop_hooks()
-            put_back(random_after)
+            restore_states(random_after)
 
 
 def _inside(context: AbstractContextManager[Any], function: Function) -> Function:

@@ -19,9 +19,9 @@ __all__ = ["Checkpoint", "checkpoint", "held_by"]
 class Checkpoint(Function):
     """Maps an input of a region, and phonies, to the tensor that the region's function gets for that input.
 
-    Its node is the last of the region's backward: it runs when the gradient of the input is computed. It tells the
-    frame to let go of the recomputed tensors. After it the nodes that made the phonies may run, such as the next replay
-    of a lane.
+    Its node is the last of the region's backward: it runs when the gradient of the input is computed. It moves the
+    recomputed tensors from the frame into their slots. After it the nodes that made the phonies may run, such as the
+    next replay of a lane.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class Checkpoint(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         frame = ctx.frame()
         if frame is not None:
-            frame.let_go()
+            frame.fill_slots()
         return None, grad, *(None,) * ctx.edges
 
 

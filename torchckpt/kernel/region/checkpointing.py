@@ -16,7 +16,7 @@ from torchckpt.kernel.private import forward_ad, functorch_is_active
 from torchckpt.kernel.region.checkpoint import checkpoint as checkpoint_input
 from torchckpt.kernel.region.checkpoint import held_by
 from torchckpt.kernel.region.frame import Frame
-from torchckpt.kernel.region.options import DEFAULT, Options, checked
+from torchckpt.kernel.region.options import DEFAULT, Options, check_options
 from torchckpt.kernel.region.recompute import recompute
 from torchckpt.kernel.trees import tensors_of
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
@@ -43,7 +43,7 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
-        checked("checkpoint", function, options)
+        check_options("checkpoint", function, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
@@ -142,7 +142,7 @@ def checkpoint(
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     if use_reentrant or debug:
         unsupported = [fault for fault, given in ((_REENTRANT, use_reentrant), (_DEBUG, debug)) if given]
-        checked("checkpoint", function, options, unsupported)
+        check_options("checkpoint", function, options, unsupported)
     return run(function, args, kwargs, options)
 
 
@@ -176,7 +176,7 @@ class Checkpointing:
         **kwargs: Any,
     ) -> None:
         self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        checked("Checkpointing", function, self._options)
+        check_options("Checkpointing", function, self._options)
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
         self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
 

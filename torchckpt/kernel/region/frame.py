@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
-from torchckpt.kernel.kept.record import Kept
+from torchckpt.kernel.kept.record import KeptCalls
 from torchckpt.kernel.private import keep_from_dynamo, look_through
 from torchckpt.kernel.region.call import Call, Stop
 from torchckpt.kernel.region.options import Options
@@ -27,15 +27,15 @@ from torchckpt.kernel.state.module_state import ModuleState
 from torchckpt.kernel.state.streams import SyncPoint
 from torchckpt.typing import Function
 
-__all__ = ["Around", "Frame", "Fresh", "observers"]
+__all__ = ["Around", "Frame", "SavedTensors", "observers"]
 
 observers: list[Callable[[str], object]] = []
 """Functions that are called with the name of a region after its replay (``torchckpt.testing`` adds one)."""
 
-Fresh: TypeAlias = list[tuple[Tensor, int]]
+SavedTensors: TypeAlias = list[tuple[Tensor, int]]
 """Saved tensors in the order of their slots, each with its version when it was saved."""
 
-Around: TypeAlias = Callable[["deque[Fresh]"], AbstractContextManager[None]]
+Around: TypeAlias = Callable[["deque[SavedTensors]"], AbstractContextManager[None]]
 
 _RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
 
@@ -70,11 +70,11 @@ class Frame:
         self._lock = _RLock()
         self.ambient: deque[Ambient] = deque()
         """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
-        self.recomputed: deque[Fresh] = deque()
+        self.recomputed: deque[SavedTensors] = deque()
         """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
         """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
-        self.kept: Kept | None = None
+        self.kept: KeptCalls | None = None
         """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,9 +92,9 @@ class Frame:
         return len(self._slots)
 
     @property
-    def seen(self) -> ModuleState | None:
+    def module_state(self) -> ModuleState | None:
         """The parameters and buffers that the call found on its modules."""
-        return None if self._call is None else self._call.seen
+        return None if self._call is None else self._call.module_state
 
     @property
     def generators(self) -> list[Generator]:
@@ -139,7 +139,7 @@ class Frame:
             for observer in observers:
                 observer(name_of(call.function))
 
-    def let_go(self) -> None:
+    def fill_slots(self) -> None:
         """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
         with self._lock:
             if not self.recomputed:
@@ -158,36 +158,36 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
-            self.let_go()
-        tensor = slot.take()
+            self.fill_slots()
+        tensor = slot.unpack()
         if self._sync_point is not None:
             self._sync_point.wait_before_using((tensor,))
         return tensor
 
-    def _same(self, tensor: Tensor) -> Tensor:
-        # The unpack hook of a replay: a method, so that the frame can be found from the hooks in force.
+    def _unpack_in_replay(self, tensor: Tensor) -> Tensor:
+        # A method, so that nesting.py finds the frame from the hooks in force.
         return tensor
 
-    def _replay(self, call: Call, slots: list[Slot]) -> Fresh:
+    def _replay(self, call: Call, slots: list[Slot]) -> SavedTensors:
         """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions."""
         total = len(slots)
-        checked = self._options.determinism_check != "none"
+        checked = self.checks
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
-        fresh: Fresh = []
+        fresh: SavedTensors = []
         different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
 
         def pack(tensor: Tensor) -> Tensor:
             place = len(fresh)
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
-                kept = tensor if tensor.is_leaf else tensor.detach()
+                saved = tensor if tensor.is_leaf else tensor.detach()
                 if checked and not slots[place].accepts(tensor):
                     different.append(slots[place].compare(tensor))
                     raise _error(call, slots, place, different)
-                fresh.append((kept, tensor._version))
+                fresh.append((saved, tensor._version))
                 if place + 1 < total or not stops:
-                    return kept
+                    return saved
             elif checked and not stops:
                 different.append(describe(tensor))
                 raise _error(call, slots, place, different)
@@ -197,7 +197,7 @@ class Frame:
         if self.kept is not None:
             self.kept.begin(fresh)
         try:
-            call.replay(self.ambient[0], pack, self._same)
+            call.replay(self.ambient[0], pack, self._unpack_in_replay)
         except Exception:
             if different or len(fresh) < total or not stops:
                 if self.kept is not None:
@@ -217,5 +217,5 @@ def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> R
     return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
 
 
-keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._same)
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)
 look_through(Frame._pack)

@@ -13,8 +13,8 @@ import torch
 from torchckpt.errors import Fault, TransformError, raise_faults
 from torchckpt.kernel.flags import thread
 from torchckpt.kernel.kept.hooks import hooks_entered, only
-from torchckpt.kernel.kept.record import Kept, KeptCall
-from torchckpt.kernel.kept.result import Buffers, Near, Result, buffers_of, changed_buffers, near_to
+from torchckpt.kernel.kept.record import KeptCall, KeptCalls
+from torchckpt.kernel.kept.result import Buffers, Inputs, Result, buffers_of, changed_buffers, inputs_of
 from torchckpt.kernel.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
 from torchckpt.kernel.region.nesting import Level, Region, level_of
 from torchckpt.kernel.state.determinism import name_of
@@ -87,41 +87,41 @@ def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], level: Level) -> Any:
-    name, near = name_of(function), near_to(function, args, kwargs)
-    before = [(region, region.saved, buffers_of(region.seen)) for region in level.recording]
+    name, inputs = name_of(function), inputs_of(function, args, kwargs)
+    before = [(region, region.saved, buffers_of(region.module_state)) for region in level.recording]
     if level.replayed is not None:
         with only(level.around):  # views of some layouts are saved, too
-            result, outputs = _again(function, near, level.replayed)
+            result, outputs = _replay(function, inputs, level.replayed)
         _add(name, result, before)
-        result.raise_again()
+        result.raise_error()
         return outputs
-    result = Result(near, [generator for region in level.recording for generator in region.generators])
+    result = Result(inputs, [generator for region in level.recording for generator in region.generators])
     try:
         with only(level.others):
             outputs = function(*args, **kwargs)
     except Exception as error:  # the region may catch it, and so does its replay
         with only(level.around):
-            result.note(function, None, near, error)
+            result.note(function, None, inputs, error)
         _add(name, result, before)
         raise
     with only(level.around):
-        result.note(function, outputs, near)
+        result.note(function, outputs, inputs)
     _add(name, result, before)
     return outputs
 
 
 def _add(name: str, result: Result, before: list[tuple[Region, int | None, Buffers]]) -> None:
     for region, place, buffers in before:
-        region.kept = region.kept or Kept()
-        region.kept.add(KeptCall(name, place, result, changed_buffers(region.seen, buffers)))
+        region.kept = region.kept or KeptCalls()
+        region.kept.add(KeptCall(name, place, result, changed_buffers(region.module_state, buffers)))
 
 
-def _again(function: Function, near: Near, region: Region) -> tuple[Result, Any]:
+def _replay(function: Function, inputs: Inputs, region: Region) -> tuple[Result, Any]:
     """What the forward of ``region`` kept, for its replay."""
-    region.kept = region.kept or Kept()
+    region.kept = region.kept or KeptCalls()
     then = region.kept.next(region.function, name_of(function), region.checks)
-    outputs = then.result.again(function, near, region.replays)
+    outputs = then.result.replay(function, inputs, region.replays)
     then.result.wait_before_using([copy and copy.values for _, _, copy in then.buffers])
-    for home, name, copy in then.buffers:
-        home[name] = copy and copy.again()
+    for buffers, name, copy in then.buffers:
+        buffers[name] = copy and copy.clone()
     return then.result, outputs

@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from torchckpt.kernel.kept.hooks import Hooks
 from torchckpt.kernel.kept.torch_region import TorchRegion, torch_region
 from torchckpt.kernel.region.frame import Frame
+from torchckpt.kernel.state.boundary import Hooks
 
 __all__ = ["Level", "Region", "level_of"]
 
@@ -44,4 +44,4 @@ def _region_of(hooks: Hooks) -> tuple[Region, bool] | None:
     """The region that has entered ``hooks``, and whether it is replayed."""
     pack, unpack = hooks
     owner = getattr(unpack, "__self__", None)
-    return (owner, unpack == owner._same) if isinstance(owner, Frame) else torch_region(pack)
+    return (owner, unpack == owner._unpack_in_replay) if isinstance(owner, Frame) else torch_region(pack)

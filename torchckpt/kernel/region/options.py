@@ -10,7 +10,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.state.ambient import Generator
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
-__all__ = ["DEFAULT", "Options", "checked", "shown"]
+__all__ = ["DEFAULT", "Options", "check_options", "shown"]
 
 _CHECKS: tuple[str, ...] = get_args(DeterminismCheck)
 
@@ -26,10 +26,9 @@ class Options(NamedTuple):
 DEFAULT = Options()
 
 
-def checked(caller: str, function: object, options: Options, others: Iterable[Fault] = ()) -> Options:
-    """Return ``options``. Raise ``ArgumentError`` if they or ``function`` break a rule, or if ``others`` has faults."""
+def check_options(caller: str, function: object, options: Options, others: Iterable[Fault] = ()) -> None:
+    """Raise ``ArgumentError`` if ``options`` or ``function`` break a rule, or if ``others`` has faults."""
     raise_faults(caller, [*others, *_faults(function, options)])
-    return options
 
 
 def _faults(function: object, options: Options) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.region.frame import Frame, Fresh
+from torchckpt.kernel.region.frame import Frame, SavedTensors
 from torchckpt.kernel.region.options import Options
 from torchckpt.typing import Function
 
@@ -18,7 +18,7 @@ Keep: TypeAlias = "bool | Collection[int]"
 """Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
 these numbers. Regions nested inside a numbered one stay regions, and are recomputed in the backward."""
 
-AroundRegion: TypeAlias = Callable[[int, "deque[Fresh]"], AbstractContextManager[None]]
+AroundRegion: TypeAlias = Callable[[int, "deque[SavedTensors]"], AbstractContextManager[None]]
 
 
 class Scope:
@@ -48,9 +48,9 @@ class Scope:
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
         """Run ``function(*args, **kwargs)`` as a region, or as a plain call if ``keep`` selects it."""
-        if self._is_inside_kept:
-            return self._inside_kept(function, args, kwargs, options)
-        is_outermost = not any(thread.flags[:2])
+        if self._is_inside_kept and self.keep is True:
+            return function(*args, **kwargs), None
+        is_outermost = not self._is_inside_kept and not any(thread.flags[:2])
         number = self.regions
         if is_outermost:
             self.regions += 1
@@ -66,14 +66,6 @@ class Scope:
 
     def _keeps(self, number: int) -> bool:
         return self.keep if isinstance(self.keep, bool) else number in self.keep
-
-    def _inside_kept(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        if self.keep is True:
-            return function(*args, **kwargs), None
-        frame = Frame(options)
-        return frame.forward(function, args, kwargs), frame
 
     def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True

@@ -27,7 +27,7 @@ class Slot:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.fingerprint = fingerprint(tensor) if values else None
 
-    def take(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Return the tensor. Raises, as eager autograd does, if it was changed in place after it was saved."""
         tensor = self.tensor
         if tensor is None:
@@ -35,8 +35,9 @@ class Slot:
         if tensor._version != self.version:
             raise RecomputationError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"the {self}, saved inside a region, is at version {tensor._version}; expected version {self.version} "
-                "instead\n  works:    the operation out of place, such as h = h + 1 instead of h.add_(1)"
+                f"the {describe(self)}, saved inside a region, is at version {tensor._version}; expected version "
+                f"{self.version} instead\n"
+                "  works:    the operation out of place, such as h = h + 1 instead of h.add_(1)"
             )
         return tensor
 
@@ -63,9 +64,6 @@ class Slot:
             f"{words}, modified by an inplace operation: it is at version {tensor._version}; expected version "
             f"{self.version}"
         )
-
-    def __str__(self) -> str:
-        return describe(self)
 
 
 def describe(tensor: Tensor | Slot) -> str:

@@ -1,7 +1,7 @@
 """The state that a replay must find as the forward found it.
 
     boundary          the arguments
-    module_state      parameters and buffers, lent to the replay
+    module_state      parameters and buffers, and their substitutes in a replay
     layout, norms     where modules hold them; running statistics, updated once
     ambient           settings and random numbers
     streams           devices, and work on other streams to wait for

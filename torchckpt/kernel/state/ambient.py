@@ -30,13 +30,13 @@ __all__ = [
     "RandomState",
     "Settings",
     "accelerator_type",
-    "exchanged",
+    "drawn_since",
     "generators_of",
-    "moved",
-    "put_back",
     "random_state",
+    "restore_states",
+    "set_states",
     "settings",
-    "within",
+    "use_settings",
 ]
 
 
@@ -74,7 +74,7 @@ def settings() -> Settings:
 
 
 @contextmanager
-def within(then: Settings) -> Iterator[None]:
+def use_settings(then: Settings) -> Iterator[None]:
     """Inside the block, the settings of this thread are ``then``. Enters only what differs from the current ones."""
     cpu, accelerator, cache, dtype, device, inference = then
     now = settings()
@@ -151,7 +151,7 @@ def random_state(generators: Iterable[Generator]) -> RandomState:
     return [(generator, generator.get_state()) for generator in generators]
 
 
-def moved(then: RandomState) -> RandomState:
+def drawn_since(then: RandomState) -> RandomState:
     """The part of ``then`` whose generators have drawn since.
 
     The replay will not draw from the other generators either. If it left out none, replays in several threads would set
@@ -167,7 +167,7 @@ Ambient: TypeAlias = tuple[Settings, RandomState]
 """The ambient state of one call."""
 
 
-def exchanged(then: RandomState) -> RandomState:
+def set_states(then: RandomState) -> RandomState:
     """Set the states of ``then``, and return the states before. If a generator raises, all states stay as before."""
     now: RandomState = []
     try:
@@ -175,12 +175,12 @@ def exchanged(then: RandomState) -> RandomState:
             now.append((generator, generator.get_state()))
             generator.set_state(state)
     except BaseException:
-        put_back(now)
+        restore_states(now)
         raise
     return now
 
 
-def put_back(then: RandomState) -> None:
+def restore_states(then: RandomState) -> None:
     """Set every generator of ``then`` to its state."""
     for generator, state in then:
         generator.set_state(state)

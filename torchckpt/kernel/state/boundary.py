@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.kernel.private import alive, hooks_in_force, set_grad_enabled, set_version
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "Hooks"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
@@ -30,8 +30,6 @@ class Boundary:
 
     __slots__ = ("_leaves", "spec")
 
-    _whose = "an input of a checkpointed region"
-
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.spec: pytree.TreeSpec | None
         """The structure of the arguments; None if all are tensors or atoms and are passed by position."""
@@ -48,10 +46,13 @@ class Boundary:
                 leaf = found
             self._leaves.append(leaf)
 
-    def arguments(self) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
+    def arguments(
+        self, whose: str = "an input of a checkpointed region"
+    ) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
         """``(args, kwargs)`` for a replay, and the tensors in them, each once.
 
-        Raises ``RuntimeError``, as eager autograd does, if a tensor was changed in place since the forward.
+        Raises ``RuntimeError``, as eager autograd does, if a tensor was changed in place since the forward. The error
+        calls the tensor ``whose``.
         """
         tensors: dict[int, Tensor] = {}
         leaves = []
@@ -59,7 +60,7 @@ class Boundary:
             if type(leaf) is Input:
                 tensor = tensors.get(id(leaf))
                 if tensor is None:
-                    tensor = tensors[id(leaf)] = leaf.again(self._whose)
+                    tensor = tensors[id(leaf)] = leaf.unpack(whose)
                 leaf = tensor
             leaves.append(leaf)
         if self.spec is None:
@@ -87,18 +88,18 @@ class Input:
     attributes. A parameter is held itself, because a twin would not be that parameter.
     """
 
-    __slots__ = ("_attributes", "_is_inner", "_kept", "_original", "_requires_grad", "_unpack", "_version")
+    __slots__ = ("_attributes", "_is_non_leaf", "_kept", "_original", "_requires_grad", "_unpack", "_version")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         self._version = tensor._version
         self._requires_grad = requires_grad = tensor.requires_grad
-        self._is_inner = is_inner = requires_grad and not tensor.is_leaf
+        self._is_non_leaf = is_non_leaf = requires_grad and not tensor.is_leaf
         self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
         self._unpack: Callable[[Any], Tensor] | None = None
         self._original: weakref.ref[Tensor] | None = None
         """None if ``_kept`` is the tensor itself."""
         # A leaf that requires grad stays a leaf: in-place operations cannot give it a graph.
-        is_fixed = requires_grad and not is_inner and hooks is None
+        is_fixed = requires_grad and not is_non_leaf and hooks is None
         if is_fixed or (tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter)):
             self._kept: Any = tensor
             return
@@ -110,7 +111,7 @@ class Input:
                 self._kept = hooks[0](tensor)
             self._unpack = hooks[1]
 
-    def again(self, whose: str) -> Tensor:
+    def unpack(self, whose: str) -> Tensor:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; the error calls it ``whose``."""
         kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
         original = kept if self._original is None else alive(self._original)
@@ -132,7 +133,7 @@ class Input:
             return False
         if (self._attributes is not None or original.__dict__) and not self._has_attributes_of(original):
             return False
-        if not self._is_inner:  # a leaf with new data: eager autograd would see it, too
+        if not self._is_non_leaf:  # a leaf with new data: eager autograd would see it, too
             return True
         if self._unpack is not None or original.layout != torch.strided:
             return not original.is_leaf
@@ -145,7 +146,7 @@ class Input:
     def _twin(self, twin: Tensor) -> Tensor:
         if self._requires_grad:
             twin.requires_grad_()
-        if self._is_inner:
+        if self._is_non_leaf:
             twin = _behind_a_node(twin)
         if self._attributes is not None:
             twin.__dict__.update(self._attributes)

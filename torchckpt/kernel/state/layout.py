@@ -33,7 +33,7 @@ class Copy:
         self.version = version_of(buffer)
         self.values: Tensor | None = buffer.detach().clone()
 
-    def again(self) -> Tensor:
+    def clone(self) -> Tensor:
         """A new tensor with the buffer's old values and version, which a replay may change."""
         assert self.values is not None
         return set_version(self.values.clone(), self.version)
@@ -63,10 +63,10 @@ class Layout:
     out, because their parameters and buffers are not in Python dictionaries.
     """
 
-    def __init__(self, owners: Sequence[nn.Module], gone: Callable[[Any], object] | None = None) -> None:
+    def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
         found = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
         modules = [module for module in found if not isinstance(module, torch.jit.ScriptModule)]
-        self.owners = [weakref.ref(owner, gone) for owner in owners]
+        self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
         """The lengths of ``dicts``. An attribute that is added later changes them, and makes a new layout necessary."""
@@ -97,15 +97,15 @@ class Layout:
     def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
         """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
         for place, buffers in enumerate(self._buffers):
-            if buffers and not (place in self.norms and self._is_updated(self.norms[place]())):
+            if buffers and not (place in self.norms and updates(self.norms[place]())):
                 for name, tensor in buffers.items():
                     yield (place, name), tensor
         for key in self._attributes:
-            value = self.home(key).get(key[1])
+            value = self.dict_of(key).get(key[1])
             if value is None or isinstance(value, Tensor):
                 yield key, value
 
-    def later(self) -> Iterator[Key]:
+    def added_attributes(self) -> Iterator[Key]:
         """The tensors that were added as attributes, under new names, since this layout was made."""
         if self.lengths != lengths_of(self.dicts):
             for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
@@ -113,7 +113,7 @@ class Layout:
                     if isinstance(value, Tensor) and (place, name) not in self._attributes:
                         yield place, name
 
-    def home(self, key: Key) -> dict[str, Any]:
+    def dict_of(self, key: Key) -> dict[str, Any]:
         """The dictionary that holds the buffer or attribute of ``key``."""
         place = key[0]
         return self._buffers[place] if place < len(self._buffers) else self.dicts[place - len(self._buffers)]
@@ -146,10 +146,6 @@ class Layout:
                 if candidate is tensor:
                     return f"{type(owner).__name__}.{name}"
         return "a tensor of its modules"
-
-    @staticmethod
-    def _is_updated(norm: nn.Module | None) -> bool:
-        return norm is not None and updates(norm)
 
 
 _layouts: dict[Any, Layout] = {}

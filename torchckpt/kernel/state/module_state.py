@@ -1,10 +1,10 @@
 """Module state: a replay finds the parameters and buffers of the forward on its modules, which are restored after it.
 
 Before a replay, the parameters and buffers of the region's modules (``layout.py`` says which) are compared with those
-of the forward. A parameter that was replaced since, as by ``functional_call``, is lent to the replay: it is on its
-module while the replay runs. A buffer that changed, in the forward itself (``spectral_norm``, an observer) or after it,
-is lent as a copy of its old values. Reading a tensor that was changed in place and cannot be lent is an error, as in
-eager autograd.
+of the forward. Where they differ, the module holds a substitute while the replay runs. For a parameter that was
+replaced, as by ``functional_call``, it is the parameter of the forward. For a buffer that changed, in the forward
+itself (``spectral_norm``, an observer) or after it, it is a copy of its old values. Reading a tensor that was changed
+in place and has no substitute is an error, as in eager autograd.
 
 A buffer is copied when a forward first sees it, and again after it has changed. All calls share the copy until then, so
 a buffer that never changes is copied once. A large copy of such a buffer is not kept.
@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -31,19 +31,21 @@ from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
 from torchckpt.typing import Function
 
-__all__ = ["ModuleState", "Substitutes", "lending", "lent", "look"]
+__all__ = ["ModuleState", "Substitutes", "modules_lock", "record_state", "substituted"]
 
-lending = threading.RLock()
-"""Held while a tensor is lent, and by forwards that change buffers, so that no forward changes a lent tensor."""
+modules_lock = threading.RLock()
+"""Held while modules hold substitutes, and by forwards that change buffers, so that none changes a substitute."""
 
-_PATIENCE_SECONDS = 300
+_LOCK_TIMEOUT_SECONDS = 300
 
 _SMALL_BYTES = 2**12
 """Up to this size the copy of a buffer is kept although no forward has changed it."""
 
 
 class Substitutes(NamedTuple):
-    lent: list[tuple[dict[str, Any], str, Any]]
+    """What a replay finds on modules in place of what is there now."""
+
+    values: list[tuple[dict[str, Any], str, Any]]
     """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
     changed: dict[int, tuple[Tensor, str]]
     """By ``id()``: a tensor that the replay must not read, because it was changed in place, and its path."""
@@ -55,21 +57,21 @@ _NOTHING: Any = object()
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules."""
 
-    __slots__ = ("_buffers", "_fresh", "_grown", "_modes", "_values", "_versions", "layout")
+    __slots__ = ("_buffers", "_modes", "_new_copies", "_non_leaves", "_values", "_versions", "layout")
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))
         self._modes = layout.modes()
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
-        self._grown: dict[Key, weakref.ref[Tensor]] = {}
+        self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
-            self._fresh: list[Key] = []  # the copies that this call made
+            self._new_copies: list[Key] = []  # the copies that this call made
             for key, tensor in layout.buffers():
                 if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
-                    self._grown[key] = weakref.ref(tensor)
+                    self._non_leaves[key] = weakref.ref(tensor)
                 else:
                     self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
 
@@ -77,16 +79,16 @@ class ModuleState:
         copy = self.layout.copies.get(key)
         if copy is None or not copy.is_of(tensor) or key in self.layout.unversioned:
             copy = self.layout.copies[key] = Copy(tensor)
-            self._fresh.append(key)
+            self._new_copies.append(key)
         return copy
 
-    def settle(self) -> None:
+    def note_changes(self) -> None:
         """After the forward: note which buffers it has changed, and drop large copies of others."""
         if not self._buffers:
             return
         layout = self.layout
-        layout.changing.update(key for key in self._buffers if not self._is_there(key))
-        for key in self._fresh:
+        layout.changing.update(key for key in self._buffers if not self._is_unchanged(key))
+        for key in self._new_copies:
             tensor, copy = self._buffers[key]
             if tensor is None or copy is None or key in layout.changing:
                 continue
@@ -96,16 +98,16 @@ class ModuleState:
                 layout.changing.add(key)
                 layout.unversioned.add(key)
 
-    def _is_there(self, key: Key) -> bool:
+    def _is_unchanged(self, key: Key) -> bool:
         """Whether the buffer on the module is the one that the forward found, with the same values."""
         tensor, copy = self._buffers[key]
-        found = alive(self._grown[key]) if key in self._grown else tensor
-        if self.layout.home(key).get(key[1], _NOTHING) is not found:
+        found = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
+        if self.layout.dict_of(key).get(key[1], _NOTHING) is not found:
             return False
         return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
 
-    def loans(self, function: Function) -> Substitutes | None:
-        """The loans for a replay of ``function``; None if all is as the forward found it."""
+    def substitutes(self, function: Function) -> Substitutes | None:
+        """The substitutes for a replay of ``function``; None if all is as the forward found it."""
         layout, then = self.layout, self._values
         now, first = values_of(layout.tables), len(layout.children)
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
@@ -115,17 +117,17 @@ class ModuleState:
             return None
         if now[:first] != layout.children:
             raise _other_modules(function, "modules")
-        loans = Substitutes([], {})
-        self._lend_parameters(loans, function)
-        self._lend_buffers(loans)
-        loans.lent.extend((layout.home(key), key[1], _NOTHING) for key in layout.later())
+        substitutes = Substitutes([], {})
+        self._substitute_parameters(substitutes, function)
+        self._substitute_buffers(substitutes)
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         others = [(of, mode) for of, mode, now_is in zip(layout.dicts, self._modes, modes) if mode is not now_is]
-        loans.lent.extend((of, "training", mode) for of, mode in others)
-        if loans.changed and layout.is_compiled:  # reads of compiled code cannot be watched
-            raise _changed(function, *next(iter(loans.changed.values())))
-        return loans if loans.lent or loans.changed else None
+        substitutes.values.extend((of, "training", mode) for of, mode in others)
+        if substitutes.changed and layout.is_compiled:  # reads of compiled code cannot be watched
+            raise _changed(function, *next(iter(substitutes.changed.values())))
+        return substitutes if substitutes.values or substitutes.changed else None
 
-    def _lend_parameters(self, loans: Substitutes, function: Function) -> None:
+    def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         first, end = len(self.layout.children), self.layout.children[-1]
         then = list(takewhile(lambda value: value is not end, self._values[first:]))
         places = [(parameters, name) for parameters in self.layout.parameters for name in parameters]
@@ -136,80 +138,74 @@ class ModuleState:
             if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 swaps them, and keeps their values right
                 continue
             if tensor is not None and version_of(tensor) != version:
-                loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+                substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
             if now is not tensor:
-                loans.lent.append((parameters, name, tensor))
+                substitutes.values.append((parameters, name, tensor))
 
-    def _lend_buffers(self, loans: Substitutes) -> None:
+    def _substitute_buffers(self, substitutes: Substitutes) -> None:
         twins: dict[int, Tensor] = {}  # one tensor stays one tensor
         memory: dict[int | None, int] = {}
         for key, (tensor, copy) in self._buffers.items():
-            if self._is_there(key):
+            if self._is_unchanged(key):
                 continue
-            original = alive(self._grown[key]) if key in self._grown else None
+            original = alive(self._non_leaves[key]) if key in self._non_leaves else None
             twin = tensor if original is None else original
             if tensor is not None and copy is not None:
                 is_alone = memory.setdefault(storage_key(tensor), id(tensor)) == id(tensor)
                 if copy.values is not None and not tensor.requires_grad and is_alone:
                     if id(tensor) not in twins:
-                        twins[id(tensor)] = copy.again()
+                        twins[id(tensor)] = copy.clone()
                     twin = twins[id(tensor)]
                 elif not copy.is_of(tensor):
-                    loans.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
-            loans.lent.append((self.layout.home(key), key[1], twin))
+                    substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+            substitutes.values.append((self.layout.dict_of(key), key[1], twin))
         layout = self.layout
         added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
-        loans.lent.extend((layout.home(key), key[1], _NOTHING) for key in added)
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in added)
 
 
-def look(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleState | None, bool]:
+def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleState | None, bool]:
     """Record the modules of ``function`` before it is called on ``args``.
 
-    The bool says whether its calls are known to change buffers. If so, ``lending`` is held, and the caller releases it
-    after the call."""
+    The bool says whether its calls are known to change buffers. If so, ``modules_lock`` is held, and the caller
+    releases it after the call."""
     found = layout_of(function, args)
     if found is None:
         return None, False
     layout, values = found
     if not layout.changing:
         return ModuleState(layout, values), False
-    lending.acquire()
+    modules_lock.acquire()
     try:
         return ModuleState(layout, values_of(layout.tables)), True
     except BaseException:
-        lending.release()
+        modules_lock.release()
         raise
 
 
 @contextmanager
-def lent(loans: Substitutes, function: Function) -> Iterator[None]:
-    """Inside the block, modules hold the lent tensors, and reading a tensor that was changed in place raises."""
-    with _lock_of(function):
-        own = [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in loans.lent]
-        try:
-            _put(loans.lent)
-            if loans.changed:
-                with _Unread(loans.changed, function):
-                    yield
-            else:
-                yield
-        finally:
-            _put(own)
+def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
+    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
+    _acquire_lock(function)
+    own: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        own += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
+        _put(substitutes.values)
+        with _ForbidReads(substitutes.changed, function) if substitutes.changed else nullcontext():
+            yield
+    finally:
+        _put(own)
+        modules_lock.release()
 
 
-@contextmanager
-def _lock_of(function: Function) -> Iterator[None]:
-    if not lending.acquire(timeout=_PATIENCE_SECONDS):
+def _acquire_lock(function: Function) -> None:
+    if not modules_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
         raise RecomputationError(
             f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
-            f"may change. That forward has not ended for {_PATIENCE_SECONDS} seconds; it may be waiting for this "
+            f"may change. That forward has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
             "backward\n"
             "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
         )
-    try:
-        yield
-    finally:
-        lending.release()
 
 
 def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
@@ -223,7 +219,7 @@ def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
 _GRADIENT: Any = getattr(Tensor, "grad").__get__  # noqa: B009  # a descriptor, unknown to torch's stubs
 
 
-class _Unread(TorchFunctionMode):
+class _ForbidReads(TorchFunctionMode):
     """Raises when a function of torch gets a tensor that was changed in place since the forward."""
 
     def __init__(self, changed: dict[int, tuple[Tensor, str]], function: Function) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchckpt.kernel.flags import thread
+from torchckpt.kernel.flags import Replay, thread
 from torchckpt.kernel.private import global_forward_hooks, global_forward_pre_hooks, keep_from_dynamo, norm_layer
 
 __all__ = ["is_statistic", "on_copies", "own_buffers", "unwatch", "updates", "watch"]
@@ -33,41 +33,41 @@ _replays: list[None] = []
 """One entry for each replay that is running, in all threads."""
 
 _lock = threading.Lock()
-_lent: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
-"""The layers that hold copies now: the number of threads that use the copies, and the layer's own buffers."""
+_copied: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
+"""The layers that hold copies now: how many threads use the copies, and the layer's own buffers."""
 
 
-def watch(borrowers: list[nn.Module], function: Any) -> None:
-    """Until ``unwatch``: lend copies to the norm layers that this replay of ``function`` calls."""
+def watch(function: Any) -> None:
+    """Until ``unwatch``: the norm layers that this replay of ``function`` calls get copies."""
     with _lock:
         _replays.append(None)
         if len(_replays) == 1:
-            global_forward_pre_hooks[_KEY], global_forward_hooks[_KEY] = _lend, _end_of_call
+            global_forward_pre_hooks[_KEY], global_forward_hooks[_KEY] = _before_call, _after_call
     # torch warns of any global hook when a compiled module is called: the hook may run twice. Ours may run twice.
     # Each new filter makes Python forget which warnings it has shown, so the filter is added only if it is missing.
     if "torch._dynamo" in sys.modules and _FILTER not in warnings.filters:
         warnings.filterwarnings("ignore", _WARNING)
     if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # a bound forward: no hooks run
-        _lend(function.__self__, None)
+        _before_call(function.__self__, None)
 
 
-def unwatch(borrowers: list[nn.Module]) -> None:
+def unwatch(replay: Replay) -> None:
     """End ``watch``, and take the copies back from layers whose call raised."""
     with _lock:
         _replays.pop()
         if not _replays:
             global_forward_pre_hooks.pop(_KEY, None)
             global_forward_hooks.pop(_KEY, None)
-    if borrowers:
-        _give_back(borrowers)
+    if replay:
+        _restore_buffers(replay)
 
 
 def is_statistic(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may be a lent copy of a buffer: a norm layer is running on copies in this thread's replay."""
+    """Whether ``tensor`` may be a copy of a buffer: a norm layer is running on copies in this thread's replay."""
     return bool(thread.flags[2]) and not tensor.requires_grad
 
 
-def updates(layer: nn.Module) -> bool:
+def updates(layer: nn.Module | None) -> bool:
     """Whether a call of ``layer`` would update its buffers."""
     return isinstance(layer, norm_layer) and layer.training and layer.track_running_stats
 
@@ -75,58 +75,58 @@ def updates(layer: nn.Module) -> bool:
 @contextmanager
 def on_copies(layer: nn.Module) -> Iterator[None]:
     """Inside, ``layer`` updates copies of its buffers."""
-    _borrow(layer)
+    _use_copies(layer)
     try:
         yield
     finally:
-        _give_back([layer])
+        _restore_buffers([layer])
 
 
 def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of ``layer`` itself, even while it holds copies."""
     with _lock:
-        return {**layer._buffers, **_lent.get(layer, (0, {}))[1]}
+        return {**layer._buffers, **_copied.get(layer, (0, {}))[1]}
 
 
-def _borrow(layer: nn.Module) -> None:
-    """Give ``layer`` copies of its buffers. All threads that borrow at the same time share the copies."""
+def _use_copies(layer: nn.Module) -> None:
+    """Give ``layer`` copies of its buffers. All threads that use copies at the same time share them."""
     with _lock:
-        users, own = _lent.get(layer, (0, {}))
+        users, own = _copied.get(layer, (0, {}))
         if not users:
             own = {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
             layer._buffers.update({name: buffer.clone() for name, buffer in own.items()})
-        _lent[layer] = users + 1, own
+        _copied[layer] = users + 1, own
 
 
-def _give_back(layers: list[nn.Module]) -> None:
+def _restore_buffers(layers: list[nn.Module]) -> None:
     """Put back the own buffers of ``layers``, once no other thread uses the copies."""
     for layer in layers:
         with _lock:
-            users, own = _lent.pop(layer)
+            users, own = _copied.pop(layer)
             if users > 1:
-                _lent[layer] = users - 1, own
+                _copied[layer] = users - 1, own
             else:
                 layer._buffers.update(own)
 
 
-def _lend(module: nn.Module, _: Any) -> None:
-    borrowers = thread.flags[2]
-    if borrowers is None:  # another thread is replaying, not this one
+def _before_call(module: nn.Module, _: Any) -> None:
+    replay = thread.flags[2]
+    if replay is None:  # another thread is replaying, not this one
         return
     if not isinstance(module, norm_layer) and _COMPILED not in module._modules:  # most modules: return fast
         return
     for layer in _updating_layers(module):
-        if layer not in borrowers:
-            _borrow(layer)
-            borrowers.append(layer)
+        if layer not in replay:
+            _use_copies(layer)
+            replay.append(layer)
 
 
-def _end_of_call(module: nn.Module, _: Any, __: Any) -> None:
-    borrowers = thread.flags[2]
-    if borrowers:
-        ended = [layer for layer in _updating_layers(module) if layer in borrowers]
-        borrowers[:] = [layer for layer in borrowers if layer not in ended]
-        _give_back(ended)
+def _after_call(module: nn.Module, _: Any, __: Any) -> None:
+    replay = thread.flags[2]
+    if replay:
+        ended = [layer for layer in _updating_layers(module) if layer in replay]
+        replay[:] = [layer for layer in replay if layer not in ended]
+        _restore_buffers(ended)
 
 
 def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -136,7 +136,7 @@ def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield layer
 
 
-_KEY = id(_lend)
+_KEY = id(_before_call)
 """The key of the hooks, the same in every replay: Dynamo recompiles a module when the keys of its hooks change."""
 
-keep_from_dynamo(_lend, _end_of_call)
+keep_from_dynamo(_before_call, _after_call)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchckpt.kernel.state.ambient import accelerator_type
+from torchckpt.tensors import tensors_in
 
 __all__ = ["SyncPoint", "accelerators_among"]
 
@@ -18,8 +18,7 @@ def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     kind = accelerator_type()
     if kind is None:
         return ()
-    leaves = pytree.tree_leaves((args, kwargs))
-    found = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == kind)
+    found = dict.fromkeys(tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == kind)
     if found or not _is_initialized(kind):
         return tuple(found)
     return (torch.device(kind, torch.accelerator.current_device_index()),)

@@ -27,11 +27,11 @@ _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one rank. From ``asked_seconds`` on the rank had nothing else to do, at ``start_seconds`` the input
+    """One action of one rank. From ``due_seconds`` on the rank had nothing else to do, at ``start_seconds`` the input
     was there. All ranks count from the same moment."""
 
     action: Action
-    asked_seconds: float
+    due_seconds: float
     start_seconds: float
     end_seconds: float
 
@@ -60,7 +60,7 @@ def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[
         if kind in _BACKWARDS and (stage, i) in inside:
             turn = min(span.start_seconds + inside[stage, i], span.end_seconds)
             found += [replace(span, action=Action(stage, Kind.RECOMPUTE, i), end_seconds=turn)]
-            found += [replace(span, asked_seconds=turn, start_seconds=turn)]
+            found += [replace(span, due_seconds=turn, start_seconds=turn)]
         elif kind is not Kind.RECOMPUTE or (stage, i) not in inside:
             found.append(span)
     return found
@@ -197,7 +197,7 @@ def _awaits(action: Action, late: Collection[Visit]) -> tuple[int, bool] | None:
 
 
 def _was_waited_for(sender: Span, receiver: Span) -> bool:
-    return receiver.asked_seconds < sender.end_seconds
+    return receiver.due_seconds < sender.end_seconds
 
 
 def _boundary(sender: Span, receiver: Span) -> int:

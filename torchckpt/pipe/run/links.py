@@ -51,22 +51,22 @@ def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
 def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Make the stream ``after`` wait for ``before``, and return ``tensors`` as new tensors. In the backward, the engine
     makes the readers of their gradients wait for the stream that is current now."""
-    return _tensors(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
+    return _as_tuple(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
 
 def copy(
     source: Place,
-    leaves_on: torch.Stream | None,
+    source_stream: torch.Stream | None,
     target: Place,
-    enters_on: torch.Stream | None,
+    target_stream: torch.Stream | None,
     tensors: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """Copy ``tensors`` to ``target``, on the two streams. The backward copies their gradients to ``source``."""
-    outward, back = (source, leaves_on, target, enters_on), (target, enters_on, source, leaves_on)
-    return _tensors(Copy.apply(outward, back, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
+    outward, back = (source, source_stream, target, target_stream), (target, target_stream, source, source_stream)
+    return _as_tuple(Copy.apply(outward, back, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
 
-def _tensors(outputs: Any) -> tuple[Tensor, ...]:
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -106,12 +106,12 @@ class Copy(Function):
 
 
 def _moved(
-    tensor: Tensor, source: Place, leaves_on: torch.Stream | None, target: Place, enters_on: torch.Stream | None
+    tensor: Tensor, source: Place, source_stream: torch.Stream | None, target: Place, target_stream: torch.Stream | None
 ) -> Tensor:
-    with on(leaves_on), on(enters_on):
+    with on(source_stream), on(target_stream):
         moved = _transfer(tensor, target.device)
     # The allocator knows the streams that made these tensors; it must also know those that read them.
-    _record(tensor, leaves_on)
+    _record(tensor, source_stream)
     _record(moved, target.compute)
     return moved
 

@@ -247,7 +247,7 @@ class Step:
         arrived = tensors_of((args, kwargs))[0]
         memory = self._memory.pop((j, i)) if j else Memory.of_caller(arrived)
         given = StageInputs(stage.__qualname__, stage.in_place if visit.frame or memory.kept else None, memory.shared)
-        run = stage.call(StageSkips(skips, partial(self._skip, visit.received, j)), given)
+        run = stage.call(StageSkips(skips, partial(self._received_skip, visit.received, j)), given)
         output, kept = run(*args, **kwargs) if visit.frame is None else visit.frame.forward(run, args, kwargs)
         raise_faults("Pipe.step()", output_faults(stage, output, j + 1 < len(self._stages)))
         leaving, in_flight = tensors_of(output)[0], [*kept.values(), *skips.in_flight()]
@@ -255,42 +255,42 @@ class Step:
         for name, tensor in kept.items():
             skips.sent(name, tensor, (visit.sent, j, tensor, AsyncCopy(tensor, CopyStreams.at(self._places[j]))))
         if j + 1 < len(self._stages):
-            self._inputs[j + 1, i] = pytree.tree_map(partial(self._sent, visit.sent, {}, j), output)
+            self._inputs[j + 1, i] = pytree.tree_map(partial(self._cut, visit.sent, {}, j), output)
         else:
-            self._end(i, visit, output)
+            self._add_loss(i, visit, output)
 
     def _arguments(self, j: int, i: int, visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if j == 0:
             batch = self._micro_batches[i]
-            here: Any = _brought(self._places[j], (batch.args, batch.kwargs))
+            here: Any = _moved_tree(self._places[j], (batch.args, batch.kwargs))
             return here[0], here[1]
         return (pytree.tree_map(partial(_received, visit), self._inputs.pop((j, i))),), {}
 
-    def _end(self, i: int, visit: Visit, output: Any) -> None:
+    def _add_loss(self, i: int, visit: Visit, output: Any) -> None:
         raise_faults("Pipe.step()", self._skips[i].faults())
-        target = _brought(self._places[-1], self._targets[i])
+        target = _moved_tree(self._places[-1], self._targets[i])
         loss = self._loss_fn(output, target)
         raise_faults("Pipe.step()", _loss_faults(loss))
         visit.loss = loss * self._weights[i]
         self._losses.append(visit.loss.detach())
 
-    def _sent(self, passages: list[CutTensor], made: dict[int, CutTensor], j: int, leaf: Any) -> Any:
+    def _cut(self, cuts: list[CutTensor], made: dict[int, CutTensor], j: int, leaf: Any) -> Any:
         """The cut of a leaf of the output of stage ``j``. A tensor that occurs several times has one cut."""
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
             forth = AsyncCopy(leaf, self._activations[j]).sent(self._activations[j + 1])
             made[id(leaf)] = CutTensor(leaf, forth, (self._gradients[j + 1], self._gradients[j]))
-            passages.append(made[id(leaf)])
+            cuts.append(made[id(leaf)])
         return made[id(leaf)]
 
-    def _skip(
+    def _received_skip(
         self, received: list[CutTensor], k: int, sent: tuple[list[CutTensor], int, Tensor, AsyncCopy]
     ) -> Tensor:
         """The skip, as a tensor at stage ``k``, which pops it."""
-        passages, j, tensor, copy = sent
+        cuts, j, tensor, copy = sent
         cut = CutTensor(tensor, copy.sent(CopyStreams.at(self._places[k])), (self._gradients[k], self._gradients[j]))
-        passages.append(cut)
+        cuts.append(cut)
         received.append(cut)
         return cut.received()
 
@@ -317,10 +317,10 @@ class Step:
 def plan(stages: int, micro_batches: int, recomputes: bool) -> tuple[Schedule, list[Action]]:
     """The schedule, and its actions in the order in which one thread launches them."""
     schedule = schedule_for(stages, micro_batches, recomputes)
-    return schedule, in_order(schedule)
+    return schedule, launch_order(schedule)
 
 
-def in_order(schedule: Schedule) -> list[Action]:
+def launch_order(schedule: Schedule) -> list[Action]:
     """The actions of all stages, in the order in which they start if a backward takes twice as long as a forward.
 
     A recompute takes no time, and comes right after the action before it on its stage. So forwards draw the same random
@@ -350,13 +350,13 @@ def _received(visit: Visit, leaf: Any) -> Any:
     return leaf.received(visit.frame)
 
 
-def _brought(place: Place, tree: Any) -> Any:
+def _moved_tree(place: Place, tree: Any) -> Any:
     """The caller's ``tree`` with its tensors moved to ``place`` and detached."""
     tensors, put_back = tensors_of(tree)
-    return put_back([_moved(place, tensor) for tensor in tensors])
+    return put_back([_moved_tensor(place, tensor) for tensor in tensors])
 
 
-def _moved(place: Place, tensor: Tensor) -> Tensor:
+def _moved_tensor(place: Place, tensor: Tensor) -> Tensor:
     if tensor.device == place.device:
         return tensor.detach()
     return AsyncCopy(tensor, CopyStreams.at(Place.of(tensor.device))).sent(CopyStreams.at(place)).arrived(place)

@@ -17,7 +17,7 @@ from torchckpt.kernel.private import (
     hooks_in_force,
     profiler_is_on,
 )
-from torchckpt.kernel.state.ambient import settings, within
+from torchckpt.kernel.state.ambient import settings, use_settings
 
 __all__ = ["Run", "in_caller", "is_bound_to_caller", "workers"]
 
@@ -92,7 +92,7 @@ def _ambient() -> Callable[[Task], None]:
     then, graded = settings(), torch.is_grad_enabled()
 
     def run(task: Task) -> None:
-        with within(then), torch.set_grad_enabled(graded):
+        with use_settings(then), torch.set_grad_enabled(graded):
             task()
 
     return run
