@@ -35,7 +35,7 @@ class Chooser:
     A call with a joint graph returns its schedule, and sets ``plan``.
 
     Raises:
-        ArgumentError: when it is made, with every fault of the arguments.
+        ArgumentError: the constructor found faults in the arguments; it lists all of them.
     """
 
     plan: Plan

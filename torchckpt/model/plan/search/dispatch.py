@@ -1,8 +1,8 @@
 """Dispatch: simulate one step in which each rank decides what to run next, for given choices of kept blocks.
 
-Forwards and backwards come in the order of the schedule. Where a rank would idle, it recomputes what it uses next, as
-far as the budget has room until then, or it does a weight gradient that waits. Where its next forward or backward has
-no room, it does weight gradients first. A split backward that has no room for all of its visit is done as a whole one.
+Forwards and backwards run in the order of the schedule. A rank that would idle recomputes blocks of its next backwards,
+if the budget has room for them until then, or runs a pending weight gradient. If its next forward or backward does not
+fit, it runs pending weight gradients first. A split backward that still does not fit runs as a whole one.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RECOMPUTE", "WEIGHT_GRAD", "Done", "SimulatedStep", "Strategy", "dis
 WEIGHT_GRAD, RECOMPUTE = range(INPUT_GRAD + 1, INPUT_GRAD + 3)
 
 _LOOK = 4
-"""Visits that a rank looks at, to recompute them early."""
+"""How many visits with dropped blocks a rank looks at for an early recompute."""
 _NEVER = -1.0
 _LONG = float("inf")
 
@@ -30,17 +30,17 @@ class Strategy:
     """How a rank decides what to do when it would idle."""
 
     thorough: bool = False
-    """Wait with a recompute until there is room for all that can be early."""
+    """Start a recompute only when there is room for all of the visit's blocks that can be early."""
     near: bool = False
     """Recompute only what the very next backward uses."""
     patience: float = 0.0
-    """Wait for a message instead of starting work, if less than this share of the work is done when it arrives."""
+    """Start work only if at least this share of it is done when the next message arrives."""
 
 
 Done: TypeAlias = tuple[int, int, int, float, int]
 """One action of a rank: its kind, its visit, how many blocks are early, its end, the token that it waited for."""
 Choice: TypeAlias = tuple[int, int, int]
-"""What to do: kind, visit, early blocks."""
+"""The next action: its kind, its visit, how many blocks are early."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class SimulatedStep:
 
     step_seconds: float
     done: list[list[Done]]
-    """Per rank."""
+    """The actions of each rank."""
     arrived: list[float]
-    """Per token; negative where nothing was sent."""
+    """When each token arrived; negative if it was not sent."""
     giver: dict[int, tuple[int, int]]
-    """Per token, the rank that gave it, and its place in ``done``."""
+    """The rank that sent each token, and the place of the sending action in ``done``."""
 
     @property
     def haste(self) -> tuple[float, float]:
@@ -84,9 +84,11 @@ def dispatch(
 
     Args:
         program: the program of the schedule without its weight gradients.
-        held: per rank and visit.
-        expected: per token, when it arrives, as far as one can tell; a patient rank waits for these, too.
-        limit_seconds: stop when the step is sure to take longer; its seconds are then infinite.
+        lanes: one for each rank.
+        held: the holding of each rank and visit.
+        manner: how ranks decide when they would idle.
+        expected: when each token is expected to arrive; a patient rank waits for it. Default: not known.
+        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite. Default: none.
     """
     ranks = [_Rank(lane, own, manner) for lane, own in zip(lanes, held)]
     return _Clock(program, ranks, expected, limit_seconds).run()
@@ -101,7 +103,7 @@ class _Rank:
         self.budget_bytes = lane.budget_bytes
         self.last = len(lane.kinds)
         self.profile = lane.profile(held)
-        """Bytes at each place without the weight gradients that wait; of early blocks, those that were begun."""
+        """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""
         self.place = 0
         self.alive_bytes = 0.0
         self.early = [0] * len(held)
@@ -141,7 +143,7 @@ class _Rank:
         return None
 
     def _recompute(self) -> Choice | None:
-        """Of the next visit of which something can be early, what can be; nothing if it is better to wait."""
+        """The early recompute to start now, of the next visit that has one; None if there is none, or if it waits."""
         lane, held, begun = self.lane, self.held, self.early
         used, made, place, visits = lane.used, lane.made, self.place, len(held)
         visit = self.next_use
@@ -162,7 +164,7 @@ class _Rank:
         return None
 
     def _room(self, visit: int) -> tuple[int, int]:
-        """How many blocks can be early now; how many, when weight gradients are done, or at the backward itself."""
+        """How many blocks can be early now, and how many later, when weight gradients are done or at the backward."""
         own, place, use, budget = self.held[visit], self.place, self.lane.used[visit], self.budget_bytes
         high = max(self.profile[place:use]) if use > place else 0.0
         now = budget - (high if high > self.alive_bytes else self.alive_bytes)
@@ -177,7 +179,7 @@ class _Rank:
         return 0, most
 
     def take(self, kind: int, visit: int, early: int) -> float:
-        """Its seconds."""
+        """Run an action; returns its seconds."""
         own, lane = self.held[visit], self.lane
         holdings = lane.holdings[visit]
         if kind == WEIGHT_GRAD:
@@ -209,7 +211,7 @@ class _Rank:
 
 
 class _Clock:
-    """Wakes each rank when it is done with an action, or when what it waits for arrives."""
+    """Wakes a rank when its action ends, or when the message arrives that it waits for."""
 
     def __init__(
         self, program: Program, ranks: list[_Rank], expected: Sequence[float] | None, limit_seconds: float
@@ -221,7 +223,7 @@ class _Clock:
         self.wire_free = [0.0] * program.wires
         self.giver: dict[int, tuple[int, int]] = {}
         self.blocked: dict[int, tuple[int, float]] = {}
-        """By the token that they wait for, ranks, and since when."""
+        """By token, the rank that waits for it, and since when."""
         self.agenda = [(0.0, rank) for rank in range(len(ranks))]
 
     def run(self) -> SimulatedStep:
@@ -234,7 +236,7 @@ class _Clock:
         return SimulatedStep(step, [rank.done for rank in self.ranks], self.arrived, self.giver)
 
     def _wake(self, at: int, now: float) -> bool:
-        """Let a rank go on until another one is due, or it waits. Whether the step can be within its limit."""
+        """Run a rank until it waits, or until another rank comes first in time. False if the step exceeds its limit."""
         rank, instructions = self.ranks[at], self.program.ranks[at]
         agenda, arrived, last = self.agenda, self.arrived, rank.last
         while rank.place < last:
@@ -266,7 +268,7 @@ class _Clock:
         return True
 
     def _idle_seconds(self, token: int, there: float, now: float) -> float:
-        """How long the rank has to wait, as far as it can tell."""
+        """How long the rank expects to wait."""
         if there < 0.0:
             there = self.expected[token] if self.expected else _NEVER
         return there - now if there > now else _LONG

@@ -30,11 +30,11 @@ _PATIENT = (
     Strategy(patience=1.0),
 )
 _ROUNDS = 3
-"""Steps that are played one after the other, each with what the one before it has shown to be about to arrive."""
+"""How often a step is simulated with the same choices. Each time, ranks expect the arrival times of the time before."""
 _WORK, _FEWEST = 300_000, 150
-"""Actions that are played; so many steps of the schedule, at least."""
+"""The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
 _PARTS = 8
-"""Into which the blocks of a stage are parted, to try how many of them are early."""
+"""How many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
 _OVERHEAD = 20
 """The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
@@ -42,11 +42,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Found:
-    """One way to play the step."""
+    """What was chosen, and the step that was simulated with it."""
 
     reserves: tuple[Reserve, ...]
     held: tuple[list[Holding], ...]
-    """Per rank and visit."""
+    """The holding of each rank and visit."""
     manner: Strategy
     played: SimulatedStep
 
@@ -55,7 +55,7 @@ class Found:
         return sum(own.late_seconds[0] for rank in self.held for own in rank)
 
     def with_rank(self, rank: int, reserve: Reserve, held: list[Holding]) -> Found:
-        """Before it is played."""
+        """This one with other choices for ``rank``. Its step is still the old one."""
         reserves = (*self.reserves[:rank], reserve, *self.reserves[rank + 1 :])
         return replace(self, reserves=reserves, held=(*self.held[:rank], held, *self.held[rank + 1 :]))
 
@@ -78,7 +78,7 @@ class _Search:
         self.target_seconds = target_seconds * (1 + _ROUNDING)
         self.random = Random(0)
         self.work = max(_WORK, _FEWEST * sum(map(len, lanes)))
-        """Actions that may be played."""
+        """The actions that may still be simulated."""
         blocks = {own.stage.blocks for lane in lanes for own in lane.holdings}
         self.is_equal = all(len(set(own)) <= 1 for own in blocks)
         self.most_blocks = max(map(len, blocks), default=0)
@@ -126,7 +126,7 @@ class _Search:
             self.best = found
 
     def _try_alike(self) -> None:
-        """All ranks and all visits alike."""
+        """Try the same choice for all ranks and all visits."""
         for early, wait, order, choice in self._alike():
             reserves = tuple(lane.reserve(early, wait, order, choice) for lane in self.lanes)
             held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
@@ -158,7 +158,7 @@ class _Search:
                 self._offer(found)
 
     def _descend(self, current: Found, until: int) -> Found:
-        """Rank by rank, the reserve that makes the shortest step, all visits of the rank alike."""
+        """For one rank after the other, take the reserve with the shortest step; the same for all visits of a rank."""
         most = self.most_blocks
         earlies = sorted({round(most * part / _PARTS) for part in range(_PARTS + 1)})
         for rank, lane in enumerate(self.lanes):
@@ -178,13 +178,13 @@ class _Search:
         return current
 
     def _halfway(self, choice: str, manner: Strategy) -> Found:
-        """All ranks alike, half of the blocks there when a backward starts: another place to start from."""
+        """Another start for the search: each rank reserves memory for half of the blocks of each visit."""
         reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
         held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
         return self._played(reserves, tuple(own for own in held if own is not None), manner)
 
     def _climb(self, current: Found, until: int) -> None:
-        """Change it again and again, until so much work is left; go on from what is as good."""
+        """Change ``current`` until ``until`` of the work is left. A change that is as good or better stays."""
         path = current.played.critical()
         while not self.is_done and self.work > until:
             changed = self._changed(current, path)
@@ -201,7 +201,7 @@ class _Search:
                     current, path = found, found.played.critical()
 
     def _changed(self, current: Found, path: Sequence[tuple[int, int]]) -> Found | None:
-        """``current`` with one change that is not played yet; None if it cannot be."""
+        """``current`` with one change, not simulated yet; None if no holdings fit the budget."""
         random = self.random
         if random.random() < 0.08:
             return replace(current, manner=random.choice(_QUICK + _PATIENT))
@@ -239,7 +239,7 @@ class _Search:
         return replace(reserve, wait=_set(reserve.wait, stretch, random.choice((1, 1, 2, 3, 4))))
 
     def _other_drops(self, drops: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
-        """So many more or fewer for all of the stretch, or none."""
+        """The drops, with a random number more or fewer for each visit of the stretch."""
         by = self.random.choice((1, 1, 2, -1, -1, -self.most_blocks, self.most_blocks))
         found = list(drops)
         for visit in stretch:
@@ -247,7 +247,7 @@ class _Search:
         return tuple(found)
 
     def _other_early(self, early: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
-        """So many for all of the stretch, or so many more or fewer."""
+        """The early blocks, with one number for all visits of the stretch, or a random number more or fewer each."""
         random, most = self.random, self.most_blocks
         goal = random.choice((0, most, random.randint(0, most), None))
         by = random.choice((-2, -1, 1, 2))
@@ -258,7 +258,7 @@ class _Search:
         return tuple(found)
 
     def _frugal(self) -> Found:
-        """The best, with ranks that keep more where that does not make the step longer."""
+        """The best found. Where a rank can recompute less and the step gets no longer, it does."""
         best = self.best
         limit = best.played.step_seconds * (1 + _ROUNDING)
         order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")

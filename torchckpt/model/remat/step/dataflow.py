@@ -68,7 +68,7 @@ class Dataflow:
 
     @cached_property
     def writer(self) -> dict[int, int]:
-        """Of each storage that is not given, the operation that writes it."""
+        """For each storage that is not given, the operation that writes it."""
         return {storage: index for index, operation in enumerate(self.operations) for storage in operation.writes}
 
     @cached_property
@@ -78,7 +78,7 @@ class Dataflow:
 
     @property
     def seconds(self) -> float:
-        """Of the step in which every operation runs once."""
+        """The seconds of the step in which every operation runs once."""
         return sum(operation.seconds for operation in self.operations)
 
     @property

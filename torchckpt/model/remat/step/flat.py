@@ -9,15 +9,15 @@ from torchckpt.model.remat.step.dataflow import Dataflow, Operation
 __all__ = ["Tables"]
 
 _TIE = 1e-7
-"""Of the mean seconds of an operation, what a repeat costs beyond its own: of two equally fast plans, the shorter."""
+"""The share of an operation's mean seconds that each repeat costs in addition, so that fewer repeats win a tie."""
 
 
 class Tables:
     """What a planner asks about a dataflow whose operations run first in ``order``.
 
-    Everything is indexed by *position*: position p is operation ``order[p]``. Storages that are given are left out, and
-    so are results: they are alive from their first write to the end whatever is planned, so they are part of
-    ``floor_bytes`` and of the step that writes them.
+    Everything is indexed by *position*: position p is operation ``order[p]``. Given storages and results are left out.
+    In every plan, a result is alive from its first write to the end of the step, so its bytes are in ``floor_bytes``
+    and in the extra bytes of the operation that writes it.
 
     Args:
         pinned: storages that no repeat may write.
@@ -56,7 +56,7 @@ class Tables:
         )
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
         self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.again_writes]
-        """Of a position, the first stage in which it may repeat: a new value of a buffer lives to the boundary."""
+        """By position, the first stage in which it may repeat. A new value of a buffer is alive to the boundary."""
 
     def may_repeat(self, position: int, stage: int) -> bool:
         return self.repeatable[position] and stage >= self.earliest[position]
@@ -68,7 +68,7 @@ class Tables:
         return sum(self.sizes[s] for s in operation.writes if s in self.flow.results)
 
     def _repeatable(self, position: int, operation: Operation, pinned: Set[int]) -> bool:
-        """Whether it may repeat, and does any good."""
+        """Whether ``operation`` may repeat, and writes a storage that can be dropped."""
         reads, writes = self.again_reads[position], self.again_writes[position]
         in_order = all(self.writer[s] <= position and s not in writes for s in reads)
         return operation.repeatable and in_order and bool(writes) and not pinned & set(operation.repeat.writes)

@@ -1,14 +1,15 @@
-"""Incremental: a schedule that changes by one repeat at a time, and knows its memory at every moment.
+"""Incremental: a schedule that changes by one repeat at a time, with its memory always up to date.
 
-Stage t is the first run at position t and, before it, the repeats that it takes. A storage is *touched* in a stage that
-reads or writes it, and *born* in one that writes it. Between two touches it is alive, unless it is born in the latter:
+Stage t is the first run at position t, after the repeats that stage t makes for it. A stage *touches* the storages that
+it reads or writes. A storage is *born* in a stage that writes it. Between two touches it is alive, unless it is born in
+the second one:
 
     stage     0     1     2     3     4     5     6
-    touches   W---------R           w-----R           of a storage written, read, brought back, read
+    touches   W---------R           w-----R           of a storage that is written, read, written again, read
     bytes     |#########|           |#####|
 
-So a repeat changes the memory of the stages between neighbouring touches by one number, and of the stages that it
-touches by what happens inside of them, which is simulated anew. Nothing else is.
+So a repeat changes the memory of all stages between two touches by one number. Only the stages whose touches change are
+simulated again.
 """
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ __all__ = ["Stages"]
 class Stages:
     """A schedule that starts without repeats; :meth:`add` and :meth:`remove` change it.
 
-    ``during.at(t)`` is the peak of bytes alive in stage t, equal to what :func:`simulate` computes.
+    ``during.at(t)`` is the peak of bytes alive in stage t, as :func:`simulate` computes it.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -82,7 +83,7 @@ class Stages:
         return tuple(order[p] for stage, repeats in enumerate(self.repeats) for p in (*repeats, stage))
 
     def alive(self, storage: int, stage: int) -> bool:
-        """Whether ``storage`` is alive in ``stage`` anyway, so that a repeat there can read it at no cost in memory."""
+        """Whether ``storage`` is alive in ``stage``, so that a repeat there can read it at no cost in memory."""
         touches = self.touches[storage]
         index = bisect_left(touches, stage)
         if index == len(touches):
@@ -90,17 +91,17 @@ class Stages:
         return touches[index] == stage or (index > 0 and touches[index] not in self.births[storage])
 
     def alive_after(self, storage: int, stage: int) -> bool:
-        """Whether ``stage`` or a later one needs the copy that is there, or comes, in ``stage``."""
+        """Whether ``stage`` or a later one reads the copy of ``storage`` that is alive or written in ``stage``."""
         return stage in self.readers[storage] or self._stays(storage, stage)
 
     def waits_for(self, storage: int, stage: int) -> bool:
-        """Whether it is alive before ``stage`` for one reader of that stage only."""
+        """Whether ``storage`` is alive before ``stage`` only for one reader in that stage."""
         return self.readers[storage][stage] == 1 and stage not in self.births[storage] and (
             not self._stays(storage, stage)
         )
 
     def before(self, storage: int, stage: int) -> int:
-        """The last stage before ``stage`` that touches it."""
+        """The last stage before ``stage`` that touches ``storage``."""
         touches = self.touches[storage]
         return touches[bisect_left(touches, stage) - 1]
 
@@ -114,7 +115,7 @@ class Stages:
 
     def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
         """Apply several changes at once; each is a stage, a position, and whether the repeat is added or removed."""
-        stale: dict[int, set[int]] = {}  # stages, and the storages that may leave them now, or leave them no more
+        stale: dict[int, set[int]] = {}  # by stage, storages that may now be needed after it, or no longer
         for change in changes:
             self.log.append(change)
             self._change(*change, stale)
@@ -126,7 +127,7 @@ class Stages:
         return min(stale)
 
     def back(self, mark: int) -> None:
-        """Undo what was logged after ``mark``, a length of :attr:`log`."""
+        """Undo the changes logged after ``mark``, a length of :attr:`log`."""
         log = self.log
         if len(log) > mark:
             undone = [(stage, position, not added) for stage, position, added in reversed(log[mark:])]
@@ -177,7 +178,7 @@ class Stages:
             stale.setdefault(self._touch(storage, stage, sign, 0), set()).add(storage)
 
     def _touch(self, storage: int, stage: int, reads: int, births: int) -> int:
-        """Change how ``stage`` touches ``storage``; the stage that touched it before, for what leaves that one."""
+        """Change how ``stage`` touches ``storage``. Returns the last stage before it that touches the storage."""
         touches, born, readers = self.touches[storage], self.births[storage], self.readers[storage]
         index = bisect_left(touches, stage)
         touched = index < len(touches) and touches[index] == stage
@@ -211,7 +212,11 @@ class Stages:
         return before
 
     def _inside(self, stage: int, storages: Iterable[int]) -> int:
-        """The most alive at once in ``stage``, of what it touches; ``storages`` may leave it now, or no more."""
+        """The peak bytes in ``stage`` of the storages that it touches.
+
+        Args:
+            storages: those that may now be needed after the stage, or no longer.
+        """
         repeats = self.repeats[stage]
         if not repeats:
             self._steps.pop(stage, None)
@@ -228,7 +233,7 @@ class Stages:
         return steps.peak_bytes(repeats)
 
     def _stays(self, storage: int, stage: int) -> bool:
-        """Whether it is still alive when ``stage`` ends, for a later one."""
+        """Whether ``storage`` is still alive when ``stage`` ends, for a later one."""
         touches = self.touches[storage]
         index = bisect_right(touches, stage)
         return index < len(touches) and touches[index] not in self.births[storage]

@@ -1,4 +1,4 @@
-"""Stage memory: what is alive inside of one stage, its repeats and its first run, as repeats are added and removed."""
+"""Stage memory: the bytes alive during the steps of one stage, its repeats and then its first run."""
 from __future__ import annotations
 
 from bisect import insort
@@ -13,16 +13,16 @@ _START = -1
 
 
 class Steps:
-    """Of a stage without repeats; then, as :meth:`change` makes it. A step is known by the position that it repeats.
+    """Starts with no repeats; :meth:`change` adds and removes them. A step is named by the position that it runs.
 
-    What a stage reads is there from its start, what it writes from the step that does; until the last step that touches
-    it, unless it leaves the stage, for a later one.
+    A storage that the stage only reads is alive from its start, one that it writes from the writing step on. It dies
+    after the last step that touches it, unless a later stage needs it.
     """
 
     def __init__(self, tables: Tables, stage: int) -> None:
         self._tables, self._stage = tables, stage
-        self._come: defaultdict[int, int] = defaultdict(int)  # bytes, by the step that they come with
-        self._go: defaultdict[int, int] = defaultdict(int)  # by the step that they go after
+        self._come: defaultdict[int, int] = defaultdict(int)  # bytes, by the step that allocates them
+        self._go: defaultdict[int, int] = defaultdict(int)  # bytes, by the step after which they are freed
         self._born: dict[int, int] = {}
         self._uses: dict[int, list[int]] = {}
         self._leaving: set[int] = set()
@@ -39,18 +39,22 @@ class Steps:
             self._use(storage, position, added, bears=True)
 
     def leave(self, storage: int, stays: bool) -> None:
-        """``storage`` is needed by a later stage, or is not."""
+        """Set whether a later stage needs ``storage``."""
         if storage in self._uses and stays != (storage in self._leaving):
             self._count(storage, -1)
             self._leaving ^= {storage}
             self._count(storage, 1)
 
     def storages(self) -> Iterable[int]:
-        """All that it touches."""
+        """The storages that the stage touches."""
         return self._uses
 
     def peak_bytes(self, repeats: Sequence[int]) -> int:
-        """The most alive at once, of what it touches; ``repeats`` are those that were added, in their order."""
+        """The most bytes alive at once of the storages that the stage touches.
+
+        Args:
+            repeats: the repeats of the stage in their order.
+        """
         extra, come, go = self._tables.again_extra_bytes, self._come, self._go
         alive, peak = come[_START], 0
         for position in repeats:
