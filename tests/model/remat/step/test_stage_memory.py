@@ -16,7 +16,7 @@ def simulated(tables, stage, repeats, leaving):
         if step == stage:
             held = tables.held if stage == tables.forward - 1 else ()
             return {*tables.first_reads[stage], *held}, set(tables.first_writes[stage])
-        return set(tables.again_reads[step]), set(tables.again_writes[step])
+        return set(tables.repeat_reads[step]), set(tables.repeat_writes[step])
 
     steps = [*repeats, stage]
     every = {storage for step in steps for part in touched(step) for storage in part}
@@ -25,7 +25,7 @@ def simulated(tables, stage, repeats, leaving):
     peak = 0
     for place, step in enumerate(steps):
         alive = [s for s in every if born.get(s, 0) <= place and (place <= last[s] or s in leaving)]
-        extra = tables.first_extra_bytes[stage] if step == stage else tables.again_extra_bytes[step]
+        extra = tables.first_extra_bytes[stage] if step == stage else tables.repeat_extra_bytes[step]
         peak = max(peak, sum(tables.sizes[storage] for storage in alive) + extra)
     return peak
 
@@ -36,7 +36,7 @@ def test_is_that_of_a_simulation_of_its_steps(flow, seed):
     tables, draw = Tables(flow, frozenset()), random.Random(seed)
     stage = draw.randrange(tables.forward, tables.count)
     steps, repeats, leaving = Steps(tables, stage), [], set()
-    able = [position for position in range(tables.forward - 1) if tables.again_writes[position]]
+    able = [position for position in range(tables.forward - 1) if tables.repeat_writes[position]]
     for _ in range(60):
         position = draw.choice(able)
         steps.change(position, position not in repeats)

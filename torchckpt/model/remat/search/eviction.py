@@ -99,7 +99,7 @@ class Eviction:
         for between in range(passed, stage):
             touched.update(tables.first_touches[between])
             for position in self.stages.repeats[between]:
-                touched.update(tables.again_reads[position], tables.again_writes[position])
+                touched.update(tables.repeat_reads[position], tables.repeat_writes[position])
         for storage in touched & tables.recoverable:
             self._push(storage, stage)
 
@@ -150,7 +150,7 @@ class Eviction:
     def _apply(self, closure: Closure, end: int, stage: int) -> int:
         low = self.stages.add(end, *closure.repeats)
         self._bring_forward(end, closure.repeats)
-        reads = {storage for position in closure.repeats for storage in self.tables.again_reads[position]}
+        reads = {storage for position in closure.repeats for storage in self.tables.repeat_reads[position]}
         for storage in reads & self.tables.recoverable:
             self._push(storage, stage)
         return low
@@ -160,7 +160,7 @@ class Eviction:
         stages, last = self.stages, stage
         spared: set[tuple[int, int, bool]] = set()
         for position in positions:
-            for storage in self.tables.again_writes[position]:
+            for storage in self.tables.repeat_writes[position]:
                 later = self._next_birth(storage, stage)
                 if later is not None and position in stages.repeats[later] and self._room(storage, stage, later):
                     spared.add((later, position, False))
@@ -193,7 +193,7 @@ class Eviction:
         self.stages.work += 1
         if end < tables.earliest[writer]:
             return None
-        found, cost, gain = [writer], tables.price[writer], self._gain(writer, end, stage)
+        found, cost, gain = [writer], tables.repeat_cost[writer], self._gain(writer, end, stage)
         if gain <= 0:  # all its storages are empty
             return None
         power = self.taste.size
@@ -214,7 +214,7 @@ class Eviction:
             position = tables.writer[victim]
             cost += self._price(victim, position, end)
             found.append(position)
-            for output in tables.again_writes[position]:
+            for output in tables.repeat_writes[position]:
                 if held.pop(output, None) is not None:
                     net += tables.sizes[output]
             net -= self._hold(position, end, stage, held, found)
@@ -227,7 +227,7 @@ class Eviction:
             their bytes.
         """
         tables, more = self.tables, 0
-        for storage in tables.again_reads[position]:
+        for storage in tables.repeat_reads[position]:
             touches = self.stages.touches[storage]
             index = bisect_left(touches, end)
             if index < len(touches) and (touches[index] == end or touches[index] not in self.stages.births[storage]):
@@ -238,13 +238,13 @@ class Eviction:
             size = tables.sizes[storage]
             more += size
             may = storage in tables.recoverable and storage not in self.kept and end >= tables.earliest[writer]
-            held[storage] = tables.price[writer] / size if may and size else math.inf
+            held[storage] = tables.repeat_cost[writer] / size if may and size else math.inf
         return more
 
     def _gain(self, writer: int, end: int, stage: int) -> int:
         """The bytes freed in ``stage`` if ``writer`` repeats in ``end``."""
         gain = 0
-        for storage in self.tables.again_writes[writer]:
+        for storage in self.tables.repeat_writes[writer]:
             waits = self._waits(storage, stage)
             if waits >= end and (waits == end or self.stages.alive(storage, end)):
                 gain += self.tables.sizes[storage]
@@ -255,7 +255,7 @@ class Eviction:
         later = self._next_birth(storage, end)
         if later is not None and position in self.stages.repeats[later] and self._room(storage, end, later):
             return 0.0
-        return self.tables.price[position]
+        return self.tables.repeat_cost[position]
 
     def _squeeze(self, stage: int) -> int | None:
         """Drop a storage that ``stage`` itself touches, but does not need from its start to its end."""
@@ -276,7 +276,7 @@ class Eviction:
         found: set[tuple[int, int]] = set()
         touched = set(tables.first_touches[stage])
         for position in stages.repeats[stage]:
-            touched.update(tables.again_reads[position], tables.again_writes[position])
+            touched.update(tables.repeat_reads[position], tables.repeat_writes[position])
         for storage in touched & tables.recoverable - self.kept:
             position, touches = tables.writer[storage], stages.touches[storage]
             index = bisect_left(touches, stage + 1)
@@ -284,6 +284,6 @@ class Eviction:
                 found.add((touches[index], position))
             if stage not in stages.births[storage]:
                 found.add((stage, position))
-        worth = (sum(tables.sizes[s] for s in tables.again_writes[position]) or 1e-9 for _, position in sorted(found))
-        rated = sorted((tables.price[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
+        worth = (sum(tables.sizes[s] for s in tables.repeat_writes[position]) or 1e-9 for _, position in sorted(found))
+        rated = sorted((tables.repeat_cost[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
         return [(t, p) for _, t, p in rated if t >= tables.earliest[p] and p not in stages.repeats[t]]

@@ -54,7 +54,7 @@ def prune(stages: Stages, budget_bytes: int) -> bool:
     tables, pruned = stages.tables, False
     repeats = sorted(
         ((stage, p) for stage, positions in enumerate(stages.repeats) for p in positions),
-        key=lambda repeat: (-tables.price[repeat[1]], repeat),
+        key=lambda repeat: (-tables.repeat_cost[repeat[1]], repeat),
     )
     for stage, position in repeats:
         if position in stages.repeats[stage] and _spare(stages, stage, position, budget_bytes):
@@ -66,8 +66,8 @@ def prune(stages: Stages, budget_bytes: int) -> bool:
 def _spare(stages: Stages, stage: int, position: int, budget_bytes: int) -> bool:
     """Remove one repeat if the schedule then still fits the budget; whether it was removed."""
     tables, during = stages.tables, stages.during
-    limit = budget_bytes + sum(tables.sizes[s] for s in tables.again_reads[position] if stages.waits_for(s, stage))
-    for storage in tables.again_writes[position]:
+    limit = budget_bytes + sum(tables.sizes[s] for s in tables.repeat_reads[position] if stages.waits_for(s, stage))
+    for storage in tables.repeat_writes[position]:
         before = stages.before(storage, stage)
         if stage - before > 1 and stages.alive_after(storage, stage) and (
             during.most(before + 1, stage) + tables.sizes[storage] > limit
@@ -84,7 +84,7 @@ def _spare(stages: Stages, stage: int, position: int, budget_bytes: int) -> bool
 def _sweep_useless(stages: Stages, stage: int, position: int) -> None:
     """Remove the repeats that only this removed repeat needed."""
     tables = stages.tables
-    for storage in tables.again_reads[position]:
+    for storage in tables.repeat_reads[position]:
         writer = tables.writer[storage]
         birth = stages.before(storage, stage + 1)
         if writer in stages.repeats[birth] and stages.useless(birth, writer):

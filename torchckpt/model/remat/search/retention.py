@@ -109,14 +109,14 @@ class Retention:
         useful = [-1] * tables.count
         for position in range(tables.count - 1, -1, -1):
             if tables.repeatable[position]:
-                uses = (self._last_use(storage, useful) for storage in tables.again_writes[position])
+                uses = (self._last_use(storage, useful) for storage in tables.repeat_writes[position])
                 useful[position] = max(uses, default=-1)
         return useful
 
     def _last_use(self, storage: int, useful: list[int]) -> int:
         tables = self.tables
         first = max((p for p in self.readers[storage] if storage in tables.first_reads[p]), default=-1)
-        again = max((useful[p] for p in self.readers[storage] if storage in tables.again_reads[p]), default=-1)
+        again = max((useful[p] for p in self.readers[storage] if storage in tables.repeat_reads[p]), default=-1)
         return max(first, again)
 
     def _held_until(self, storage: int) -> int:
@@ -135,7 +135,7 @@ class Retention:
         found: list[Literal] = [True] if writer == stage else []
         if (stage, storage) in self.waits:
             found.append(self.waits[stage, storage])
-        if (stage, writer) in self.repeats and storage in self.tables.again_writes[writer]:
+        if (stage, writer) in self.repeats and storage in self.tables.repeat_writes[writer]:
             found.append(self.repeats[stage, writer])
         return found
 
@@ -145,7 +145,7 @@ class Retention:
             for storage in tables.first_reads[stage]:
                 self._need(storage, stage)  # [1]
         for (stage, position), flag in self.repeats.items():
-            for storage in tables.again_reads[position]:
+            for storage in tables.repeat_reads[position]:
                 self._need(storage, stage, flag)  # [2]
         for (stage, storage), flag in self.waits.items():
             self._need(storage, stage - 1, flag)  # [3]
@@ -168,7 +168,7 @@ class Retention:
                     for position, literal in self._alive(storage, stage, runs):
                         alive[position].append((tables.sizes[storage], literal))
             for position in runs[:-1]:
-                extra = (tables.again_extra_bytes[position], self.repeats[stage, position])
+                extra = (tables.repeat_extra_bytes[position], self.repeats[stage, position])
                 self._within(self.budget_bytes - tables.floor_bytes[stage], [*alive[position], extra])
             room = self.budget_bytes - tables.floor_bytes[stage] - tables.first_extra_bytes[stage]
             self._within(room, alive[stage])
@@ -182,7 +182,7 @@ class Retention:
                 alive = self.waits.get((stage, storage), False)
             elif position == stage:
                 alive = True if storage in tables.first_touches[stage] else alive
-            elif storage in tables.again_reads[position] or storage in tables.again_writes[position]:
+            elif storage in tables.repeat_reads[position] or storage in tables.repeat_writes[position]:
                 alive = self._either(alive, self.repeats[stage, position])
             yield position, alive
 
@@ -202,11 +202,11 @@ class Retention:
 
     def _cut_back(self, stage: int, use: int, storage: int, waiting: list[IntVar]) -> None:
         tables, writer = self.tables, self.tables.writer[storage]
-        spans = range(stage, use + 1) if storage in tables.again_writes[writer] else range(0)
+        spans = range(stage, use + 1) if storage in tables.repeat_writes[writer] else range(0)
         repeats = [self.repeats[t, writer] for t in spans if (t, writer) in self.repeats]
         self.model.add_bool_or([*waiting, *repeats])
         if repeats and len(waiting) <= DEPTH:
-            for read in tables.again_reads[writer]:
+            for read in tables.repeat_reads[writer]:
                 if (stage, read) in self.waits:
                     self._cut_back(stage, use, read, [*waiting, self.waits[stage, read]])
 
@@ -222,7 +222,7 @@ def _readers(tables: Tables) -> dict[int, list[int]]:
     """For each storage, the positions whose first run or repeat reads it, in ascending order."""
     readers: dict[int, list[int]] = defaultdict(list)
     for position in range(tables.count):
-        for storage in {*tables.first_reads[position], *tables.again_reads[position]}:
+        for storage in {*tables.first_reads[position], *tables.repeat_reads[position]}:
             readers[storage].append(position)
     return readers
 
@@ -241,7 +241,7 @@ def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set
     for stage in range(tables.count - 1, -1, -1):
         wanted = wanted.difference(tables.first_writes[stage]).union(tables.first_reads[stage])
         for position in sorted(repeated[stage], reverse=True):
-            wanted = wanted.difference(tables.again_writes[position]).union(tables.again_reads[position])
+            wanted = wanted.difference(tables.repeat_writes[position]).union(tables.repeat_reads[position])
         held = {v for v in tables.held if tables.writer[v] < stage < tables.forward}
         waiting[stage] = wanted | held
     return repeated, waiting

@@ -98,7 +98,7 @@ class RuinAndRecreate:
         for stage, position in gone:
             self.stages.remove(stage, position)
             if random.random() < 0.3:
-                kept.update(self.tables.again_writes[position])
+                kept.update(self.tables.repeat_writes[position])
         return kept
 
     def _disturb(self, repeats: list[tuple[int, int]]) -> set[int]:
@@ -107,7 +107,7 @@ class RuinAndRecreate:
         for _ in range(random.choice((1, 2))):
             position = random.randrange(tables.count)
             if tables.repeatable[position]:
-                storage = tables.again_writes[position][0]
+                storage = tables.repeat_writes[position][0]
                 ends = [end for end in stages.touches[storage][1:]
                         if end not in stages.births[storage] and end >= tables.earliest[position]
                         and position not in stages.repeats[end]]

@@ -32,7 +32,7 @@ class Shortest:
         self.all = (1 << tables.count) - 1
         self.held = _mask(tables.held)
         self.first = [(_mask(r), _mask(w)) for r, w in zip(tables.first_reads, tables.first_writes)]
-        self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.again_reads, tables.again_writes)]
+        self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.repeat_reads, tables.repeat_writes)]
         self.results = [extra - tables.flow.operations[index].workspace_bytes
                         for extra, index in zip(tables.first_extra_bytes, tables.order)]
         self.needed = [_writers(tables, index) for index in tables.order]
@@ -58,7 +58,7 @@ class Shortest:
                 return None
             for position in range(self.tables.count):
                 again = done >> position & 1
-                after_cost = cost + (self.tables.price[position] if again else 0.0)
+                after_cost = cost + (self.tables.repeat_cost[position] if again else 0.0)
                 if after_cost >= self.most_cost:
                     continue
                 after = done | 1 << position
@@ -73,7 +73,7 @@ class Shortest:
         reads, writes = (self.again if again else self.first)[position]
         if reads & ~alive or not (self._may_repeat if again else self._may_start)(done, position):
             return
-        extra = (tables.again_extra_bytes if again else tables.first_extra_bytes)[position]
+        extra = (tables.repeat_extra_bytes if again else tables.first_extra_bytes)[position]
         held = 0 if done & self.forward == self.forward else self.held
         after = done | 1 << position
         for left in self._fitting(alive | writes, reads | writes | held, extra + self._results(done)):
@@ -123,7 +123,7 @@ class Shortest:
                     found |= 1 << storage
                     writer = self.tables.writer[storage]
                     if done >> writer & 1 and storage in self.tables.recoverable:
-                        wanted.extend(self.tables.again_reads[writer])
+                        wanted.extend(self.tables.repeat_reads[writer])
             self.useful[done] = found
         return self.useful[done]
 

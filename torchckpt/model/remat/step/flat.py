@@ -37,25 +37,25 @@ class Tables:
         self.first_touches = [
             frozenset((*reads, *writes)) for reads, writes in zip(self.first_reads, self.first_writes)
         ]
-        self.again_reads = [self._tracked(operation.repeat.reads) for operation in operations]
-        self.again_writes = [self._tracked(operation.repeat.writes) for operation in operations]
+        self.repeat_reads = [self._tracked(operation.repeat.reads) for operation in operations]
+        self.repeat_writes = [self._tracked(operation.repeat.writes) for operation in operations]
         written = [self._result_bytes(operation) for operation in operations]
         self.floor_bytes = [0, *accumulate(written)][: self.count]
         self.first_extra_bytes = [o.workspace_bytes + more for o, more in zip(operations, written)]
-        self.again_extra_bytes = [o.repeat.workspace_bytes + self._result_bytes(o.repeat) for o in operations]
+        self.repeat_extra_bytes = [o.repeat.workspace_bytes + self._result_bytes(o.repeat) for o in operations]
         self.plain_bytes = [
             extra + sum(self.sizes[s] for s in touched)
             for extra, touched in zip(self.first_extra_bytes, self.first_touches)
         ]
         tie = _TIE * (sum(o.repeat.seconds for o in operations) / max(1, self.count) or 1.0)
-        self.price = [operation.repeat.seconds + tie for operation in operations]
+        self.repeat_cost = [operation.repeat.seconds + tie for operation in operations]
         self.writer = {s: position for position, writes in enumerate(self.first_writes) for s in writes}
         self.repeatable = [self._repeatable(position, o, pinned) for position, o in enumerate(operations)]
         self.recoverable = frozenset(
-            s for position in range(self.count) if self.repeatable[position] for s in self.again_writes[position]
+            s for position in range(self.count) if self.repeatable[position] for s in self.repeat_writes[position]
         )
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
-        self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.again_writes]
+        self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.repeat_writes]
         """By position, the first stage in which it may repeat. A new value of a buffer is alive to the boundary."""
 
     def may_repeat(self, position: int, stage: int) -> bool:
@@ -69,6 +69,6 @@ class Tables:
 
     def _repeatable(self, position: int, operation: Operation, pinned: Set[int]) -> bool:
         """Whether ``operation`` may repeat, and writes a storage that can be dropped."""
-        reads, writes = self.again_reads[position], self.again_writes[position]
+        reads, writes = self.repeat_reads[position], self.repeat_writes[position]
         in_order = all(self.writer[s] <= position and s not in writes for s in reads)
         return operation.repeatable and in_order and bool(writes) and not pinned & set(operation.repeat.writes)

@@ -150,7 +150,7 @@ class Stages:
 
     def useless(self, stage: int, position: int) -> bool:
         """Whether nothing reads the storages that this repeat writes."""
-        for storage in self.tables.again_writes[position]:
+        for storage in self.tables.repeat_writes[position]:
             if stage in self.readers[storage]:
                 return False
             touches = self.touches[storage]
@@ -162,7 +162,7 @@ class Stages:
     def _change(self, stage: int, position: int, added: bool, stale: dict[int, set[int]]) -> None:
         tables, sign = self.tables, 1 if added else -1
         self.work += 2
-        self.cost += sign * tables.price[position]
+        self.cost += sign * tables.repeat_cost[position]
         if added:
             insort(self.repeats[stage], position)
         else:
@@ -170,10 +170,10 @@ class Stages:
         here = stale.setdefault(stage, set())
         if stage in self._steps:
             self._steps[stage].change(position, added)
-        for storage in tables.again_writes[position]:
+        for storage in tables.repeat_writes[position]:
             here.add(storage)
             stale.setdefault(self._touch(storage, stage, 0, sign), set()).add(storage)
-        for storage in tables.again_reads[position]:
+        for storage in tables.repeat_reads[position]:
             here.add(storage)
             stale.setdefault(self._touch(storage, stage, sign, 0), set()).add(storage)
 

@@ -33,9 +33,9 @@ class Steps:
             self._use(storage, stage, True, bears=True)
 
     def change(self, position: int, added: bool) -> None:
-        for storage in self._tables.again_reads[position]:
+        for storage in self._tables.repeat_reads[position]:
             self._use(storage, position, added)
-        for storage in self._tables.again_writes[position]:
+        for storage in self._tables.repeat_writes[position]:
             self._use(storage, position, added, bears=True)
 
     def leave(self, storage: int, stays: bool) -> None:
@@ -55,7 +55,7 @@ class Steps:
         Args:
             repeats: the repeats of the stage in their order.
         """
-        extra, come, go = self._tables.again_extra_bytes, self._come, self._go
+        extra, come, go = self._tables.repeat_extra_bytes, self._come, self._go
         alive, peak = come[_START], 0
         for position in repeats:
             alive += come[position]
