@@ -16,13 +16,13 @@ from torchckpt.graph.step.emit import Emitter, forward_of
 from torchckpt.graph.step.joint import Joint, reached
 from torchckpt.model.remat.step.dataflow import Schedule
 
-__all__ = ["Backward", "Partial"]
+__all__ = ["Backward", "PartialBackwards"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
 
 
-class Partial:
+class PartialBackwards:
     """The backwards of a joint graph for missing gradients of outputs, each emitted when it is first needed.
 
     Args:

@@ -74,11 +74,11 @@ class _Rank:
         self.place = 0
         self.end_seconds = -1.0
 
-    def advance(self, there_seconds: float) -> None:
-        """Add one action, whose input arrives at ``there_seconds``."""
+    def advance(self, arrival_seconds: float) -> None:
+        """Add one action, whose input arrives at ``arrival_seconds``."""
         lane, place = self.lane, self.place
-        if there_seconds > self.end_seconds * (1 + _TINY):
-            self.windows.append(Window(self.capacity, place, there_seconds))
+        if arrival_seconds > self.end_seconds * (1 + _TINY):
+            self.windows.append(Window(self.capacity, place, arrival_seconds))
         visit, kind = lane.visit_at[place], lane.kinds[place]
         holdings = lane.holdings[visit]
         seconds, waits = holdings.forward_seconds, 0.0

@@ -51,11 +51,11 @@ class Capacity:
         self.gains = [high - low for low, high in zip([0.0, *self.floors], self.floors)]
         self.is_equal = len({(block.freed_bytes, block.recompute_seconds) for block in blocks}) <= 1
         self.least = {holdings: holdings.without(range(holdings.blocks)) for holdings in own}
-        self.beside = {holdings: least.use_bytes[0] - least.held_bytes for holdings, least in self.least.items()}
+        self.backward_extra_bytes = {one: least.use_bytes[0] - least.held_bytes for one, least in self.least.items()}
         """The least bytes that a backward adds to those that its visit holds when it recomputes all blocks."""
         self._alive_at(own)
-        self._made: dict[tuple[int, int], list[float] | float | None] = {}
-        self._many: dict[int, list[dict[Holdings, int]]] = {}
+        self._fillings: dict[tuple[int, int], list[float] | float | None] = {}
+        self._too_many: dict[int, list[dict[Holdings, int]]] = {}
         """By layer, the counts of visits with too many sums. Larger counts have too many, too."""
         self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
         self._options: dict[tuple[Holdings, float, bool], _Front] = {}
@@ -100,7 +100,7 @@ class Capacity:
         holdings = self.lane.holdings[visit]
         if self.is_equal or holdings.blocks > _FEW_BLOCKS:
             return self.totals[layer][holdings]
-        left = self.left_bytes[self.lane.used[visit]]
+        left = self.left_bytes[self.lane.backward_place[visit]]
         return max((sizes[layer] for _, _, _, sizes in self.allowed(holdings, left)), default=0.0)
 
     def rounded(self, layer: int, place: int, amount_bytes: float) -> float:
@@ -108,9 +108,9 @@ class Capacity:
         if amount_bytes <= 0.0:
             return 0.0
         key = layer, self.alive[place]
-        if key not in self._made:
-            self._made[key] = self._sums(layer, self.counts[self.alive[place]])
-        sums = self._made[key]
+        if key not in self._fillings:
+            self._fillings[key] = self._sums(layer, self.counts[self.alive[place]])
+        sums = self._fillings[key]
         if sums is None:
             return amount_bytes
         if isinstance(sums, list):
@@ -119,7 +119,7 @@ class Capacity:
 
     def _sums(self, layer: int, counts: dict[Holdings, int]) -> list[float] | float | None:
         """The total bytes of every set of blocks, ascending; the size of one if they are equal; None if too many."""
-        many = self._many.setdefault(layer, [])
+        many = self._too_many.setdefault(layer, [])
         if any(all(counts[holdings] >= few for holdings, few in one.items()) for one in many):
             return None
         sizes = [size for holdings, count in counts.items() for size in self._sizes(layer, holdings) * count]
@@ -220,7 +220,8 @@ class Window:
         """The least seconds of recomputation in the window, by the two relaxations."""
         self.wait_seconds = 0.0
         """The seconds of weight gradients that belong to backwards in the window."""
-        alive = [visit for visit, used in enumerate(lane.used) if lane.made[visit] < place <= used]
+        places = zip(lane.forward_place, lane.backward_place)
+        alive = [visit for visit, (forward, backward) in enumerate(places) if forward < place <= backward]
         self.kept = [{visit: full[visit] for visit in alive} for full in capacity.full]
         self.order = [[*alive] for _ in capacity.full]
         """By layer, the visits that have blocks in memory, in the order of their backwards."""
@@ -246,33 +247,33 @@ class Window:
         is_forward = lane.kinds[place] == FORWARD
         for layer, gain in enumerate(self.capacity.gains):
             if is_forward:
-                self._make(layer, visit, place)
+                self._forward(layer, visit, place)
             else:
-                self.layer_seconds += gain * self._use(layer, visit, place)
+                self.layer_seconds += gain * self._backward(layer, visit, place)
         if self.capacity.has_groups and not is_forward:
-            self._use_of_group(visit, place)
+            self._backward_of_group(visit, place)
 
-    def _make(self, layer: int, visit: int, place: int) -> None:
+    def _forward(self, layer: int, visit: int, place: int) -> None:
         full = self.capacity.full[layer][visit]
         self.kept[layer][visit] = full
         self.kept_bytes[layer] += full
         insort(self.order[layer], visit)
         self._lose(layer, self.capacity.rounded(layer, place, self.capacity.left_bytes[place]), -1)
 
-    def _use(self, layer: int, visit: int, place: int) -> float:
+    def _backward(self, layer: int, visit: int, place: int) -> float:
         """The bytes of ``visit`` that are lost, and have to be recomputed for its backward."""
         capacity, kept = self.capacity, self.kept[layer]
         left = capacity.left_bytes[place]
-        beside = capacity.beside[capacity.lane.holdings[visit]]
+        extra = capacity.backward_extra_bytes[capacity.lane.holdings[visit]]
         own, most = kept[visit], capacity.rounded(layer, place, left)
         if own > most:
             self._lose(layer, 0.0, visit)
             self.kept_bytes[layer] += most - own
             own = most
-        elif own >= beside:
+        elif own >= extra:
             self._lose(layer, most - own, visit)
         else:
-            self._lose(layer, capacity.rounded(layer, place, left - beside), visit)
+            self._lose(layer, capacity.rounded(layer, place, left - extra), visit)
         self.kept_bytes[layer] -= own
         del kept[visit]
         order = self.order[layer]
@@ -300,9 +301,9 @@ class Window:
         self.group_before, self.group_total = self.group_seconds, 0.0
         self.front = [(0.0, 0.0)]
 
-    def _use_of_group(self, visit: int, place: int) -> None:
+    def _backward_of_group(self, visit: int, place: int) -> None:
         capacity, lane = self.capacity, self.capacity.lane
-        if lane.made[visit] > self.anchor:
+        if lane.forward_place[visit] > self.anchor:
             self._start_group(place)
         holdings = lane.holdings[visit]
         options = capacity.options(holdings, capacity.left_bytes[place], place == self.anchor)

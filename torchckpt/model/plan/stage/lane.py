@@ -53,10 +53,10 @@ class Lane:
         number = {visit: at for at, visit in enumerate(self.visits)}
         self.kinds = [_KINDS[kind] for _, kind, _ in order]
         self.visit_at = [number[j, i] for j, _, i in order]
-        self.made, self.used = [0] * len(self.visits), [0] * len(self.visits)
+        self.forward_place, self.backward_place = [0] * len(self.visits), [0] * len(self.visits)
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
-            (self.used if kind else self.made)[visit] = place
-        self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.used]
+            (self.backward_place if kind else self.forward_place)[visit] = place
+        self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.backward_place]
         self.holdings = [holdings[stage] for stage, _ in self.visits]
         self.plain_seconds = sum(own.forward_seconds + own.backward_seconds for own in self.holdings)
         self.budget_bytes = budget_bytes * (1 + _ROUNDING)
@@ -120,20 +120,20 @@ class _Sweep:
         lane = self.lane
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
             self.alive_bytes -= self.pending.pop(place, 0.0)
-            if not (self._use(visit, place) if kind else self._make(visit)):
+            if not (self._backward(visit, place) if kind else self._forward(visit)):
                 return None
         return [levels[level] for levels, level in zip(self.levels, self.level)]
 
-    def _make(self, visit: int) -> bool:
+    def _forward(self, visit: int) -> bool:
         self.alive_bytes += self.levels[visit][self.level[visit]].held_bytes
         self.is_alive[visit] = 1
         self._push(visit)
         while self.alive_bytes > self.lane.budget_bytes:
-            if not (self._drop(-1) or self._let_go()):
+            if not (self._drop(-1) or self._run_pending()):
                 return False
         return True
 
-    def _use(self, visit: int, place: int) -> bool:
+    def _backward(self, visit: int, place: int) -> bool:
         lane, reserve = self.lane, self.reserve
         wait = reserve.wait[visit]
         early = lane.holdings[visit].blocks if wait else reserve.early[visit]
@@ -146,7 +146,7 @@ class _Sweep:
             elif self.level[visit] + 1 < len(self.levels[visit]):
                 self._lower(visit)
                 own = self.levels[visit][self.level[visit]]
-            elif not self._let_go():
+            elif not self._run_pending():
                 return False
         self.is_alive[visit] = 0
         self.alive_bytes -= own.held_bytes
@@ -193,7 +193,7 @@ class _Sweep:
             first = self.densities[visit][level]
         heappush(self.heap, (first, -visit, level))
 
-    def _let_go(self) -> bool:
+    def _run_pending(self) -> bool:
         """Run the weight gradients that have waited longest now; False if none wait."""
         if not self.pending:
             return False

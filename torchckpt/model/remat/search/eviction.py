@@ -52,11 +52,11 @@ class Eviction:
     """
 
     def __init__(
-        self, stages: Stages, budget_bytes: int, taste: EvictionScore, kept: frozenset[int] = frozenset()
+        self, stages: Stages, budget_bytes: int, scoring: EvictionScore, kept: frozenset[int] = frozenset()
     ) -> None:
         self.stages, self.tables = stages, stages.tables
-        self.budget_bytes, self.taste = budget_bytes, taste
-        self.kept = kept if taste.gradients else kept | self.tables.gradients
+        self.budget_bytes, self.scoring = budget_bytes, scoring
+        self.kept = kept if scoring.gradients else kept | self.tables.gradients
         self.heap: list[tuple[float, int, int]] = []
         self.put_off: set[int] = set()
 
@@ -144,7 +144,7 @@ class Eviction:
                 return low
             self.stages.back(mark)
             self.put_off.add(storage)
-            heappush(self.heap, (closure.score * self.taste.put_off, storage, now))
+            heappush(self.heap, (closure.score * self.scoring.put_off, storage, now))
         return self._squeeze(stage)
 
     def _apply(self, closure: Closure, end: int, stage: int) -> int:
@@ -196,10 +196,10 @@ class Eviction:
         found, cost, gain = [writer], tables.repeat_cost[writer], self._gain(writer, end, stage)
         if gain <= 0:  # all its storages are empty
             return None
-        power = self.taste.size
-        value = (end - self.stages.before(storage, end)) ** self.taste.length
-        if self.taste.noise:
-            value *= self.taste.noise(storage)
+        power = self.scoring.size
+        value = (end - self.stages.before(storage, end)) ** self.scoring.length
+        if self.scoring.noise:
+            value *= self.scoring.noise(storage)
         held: dict[int, float] = {}
         net = gain - self._hold(writer, end, stage, held, found)
         best, number = 1e300, 0

@@ -8,10 +8,10 @@ from torchckpt.model.remat.step.flat import Tables
 from torchckpt.model.remat.step.incremental import Stages
 from torchckpt.model.remat.step.memory import simulate
 
-__all__ = ["prune", "stages_of", "undo"]
+__all__ = ["prune", "remove_repeats", "stages_of"]
 
 
-def undo(
+def remove_repeats(
     flow: Dataflow, schedule: Schedule, budget_bytes: int, pinned: Set[int] = frozenset()
 ) -> Schedule:
     """``schedule`` with as many repeats removed as fits in ``budget_bytes``, the slowest repeats first.

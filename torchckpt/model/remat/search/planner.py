@@ -33,7 +33,7 @@ from torchckpt.model.remat.step.separators import separating_storages
 
 __all__ = ["Solution", "fit", "least", "near", "silent", "solution"]
 
-_TASTES = (
+_SCORINGS = (
     EvictionScore(1.0, 0.5, gradients=False),
     EvictionScore(1.0, 0.5, put_off=50.0),
     EvictionScore(1.0, 0.0),
@@ -111,7 +111,7 @@ def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = 
     """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
     tables = Tables(flow, pinned)
     again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
-    found = [again, *_candidates(tables, budget_bytes, pinned, _TASTES[:2])]
+    found = [again, *_candidates(tables, budget_bytes, pinned, _SCORINGS[:2])]
     best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
     if tables.count > _LARGE:
         return solution(flow, best.schedule())
@@ -150,7 +150,7 @@ def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
     """The first schedule found that fits. If there is none, the one of least peak."""
     tables, tried = Tables(flow, pinned), []
     for stages in chain(
-        _candidates(tables, budget_bytes, pinned, _TASTES[:2], (1.0, 2.0)),
+        _candidates(tables, budget_bytes, pinned, _SCORINGS[:2], (1.0, 2.0)),
         (_evicted(Stages(Tables(flow, pinned, hoisted(flow, sink))), budget_bytes) for sink in (False, True)),
     ):
         tried.append(stages)
@@ -209,7 +209,7 @@ def _ruin(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Stages
 
 
 def _candidates(
-    tables: Tables, budget_bytes: int, pinned: Set[int], tastes: Sequence[EvictionScore] = _TASTES,
+    tables: Tables, budget_bytes: int, pinned: Set[int], scorings: Sequence[EvictionScore] = _SCORINGS,
     shares: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0),
 ) -> Iterator[Stages]:
     """Schedules by eviction, from the eager one, and from some that keep separating storages.
@@ -218,9 +218,9 @@ def _candidates(
     """
     flow = tables.flow
     if tables.count > _MEDIUM:
-        tastes, shares = tastes[:4] if tables.count <= _LARGE else tastes[:2], shares[-2:-1]
-    for taste in tastes:
-        yield _evicted(Stages(tables), budget_bytes, taste)
+        scorings, shares = scorings[:4] if tables.count <= _LARGE else scorings[:2], shares[-2:-1]
+    for scoring in scorings:
+        yield _evicted(Stages(tables), budget_bytes, scoring)
     separating = separating_storages(flow)
     counts = {round(math.sqrt(len(separating)) * share) for share in shares} - {0}
     for count in sorted(counts):
@@ -236,8 +236,8 @@ def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[St
         if order != best.tables.order:
             tables = Tables(flow, pinned, order)
             yield _evicted(transplanted(best, order, tables), budget_bytes)
-            for taste in _TASTES[:2]:
-                yield _evicted(Stages(tables), budget_bytes, taste)
+            for scoring in _SCORINGS[:2]:
+                yield _evicted(Stages(tables), budget_bytes, scoring)
 
 
 def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
@@ -262,7 +262,7 @@ def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
     return best
 
 
-def _evicted(stages: Stages, budget_bytes: int, taste: EvictionScore = _TASTES[0]) -> Stages:
-    Eviction(stages, budget_bytes, taste).run()
+def _evicted(stages: Stages, budget_bytes: int, scoring: EvictionScore = _SCORINGS[0]) -> Stages:
+    Eviction(stages, budget_bytes, scoring).run()
     prune(stages, max(budget_bytes, stages.peak_bytes))
     return stages

@@ -60,7 +60,7 @@ class RuinAndRecreate:
         stages.log.clear()
         target = max(self.budget_bytes, int(peak * _LOWER))
         kept = self._ruin()
-        Eviction(stages, target, self._taste(), frozenset(kept)).run()
+        Eviction(stages, target, self._random_scoring(), frozenset(kept)).run()
         if stages.peak_bytes < peak:
             prune(stages, max(target, stages.peak_bytes))
         else:
@@ -70,7 +70,7 @@ class RuinAndRecreate:
         stages, cost = self.stages, self.stages.cost
         stages.log.clear()
         kept = self._ruin()
-        fits = Eviction(stages, self.budget_bytes, self._taste(), frozenset(kept)).run(_SLACK * cost)
+        fits = Eviction(stages, self.budget_bytes, self._random_scoring(), frozenset(kept)).run(_SLACK * cost)
         if fits:
             prune(stages, self.budget_bytes)
         if not fits or stages.cost > max(cost, self.best_cost * (1 + warmth * self.random.random())):
@@ -116,7 +116,7 @@ class RuinAndRecreate:
         prune(stages, self.budget_bytes)
         return set()
 
-    def _taste(self) -> EvictionScore:
+    def _random_scoring(self) -> EvictionScore:
         random = self.random
         amplitude = random.choice((0.0, 0.3, 1.0))
         noise: dict[int, float] = {}

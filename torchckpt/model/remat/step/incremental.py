@@ -20,7 +20,7 @@ from itertools import pairwise
 from torchckpt.model.remat.step.dataflow import Schedule
 from torchckpt.model.remat.step.flat import Tables
 from torchckpt.model.remat.step.profile import Profile, profile
-from torchckpt.model.remat.step.stage_memory import Steps
+from torchckpt.model.remat.step.stage_memory import StageMemory
 
 __all__ = ["Stages"]
 
@@ -38,7 +38,7 @@ class Stages:
         self.births: list[set[int]] = [set() for _ in tables.sizes]
         self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
         self.inside = list(tables.plain_bytes)
-        self._steps: dict[int, Steps] = {}
+        self._memories: dict[int, StageMemory] = {}
         self.cost = 0.0
         self.work = 0
         self.log: list[tuple[int, int, bool]] = []
@@ -168,8 +168,8 @@ class Stages:
         else:
             self.repeats[stage].remove(position)
         here = stale.setdefault(stage, set())
-        if stage in self._steps:
-            self._steps[stage].change(position, added)
+        if stage in self._memories:
+            self._memories[stage].change(position, added)
         for storage in tables.repeat_writes[position]:
             here.add(storage)
             stale.setdefault(self._touch(storage, stage, 0, sign), set()).add(storage)
@@ -219,18 +219,18 @@ class Stages:
         """
         repeats = self.repeats[stage]
         if not repeats:
-            self._steps.pop(stage, None)
+            self._memories.pop(stage, None)
             return self.tables.plain_bytes[stage]
         self.work += len(repeats) // 4
-        steps = self._steps.get(stage)
-        if steps is None:
-            steps = self._steps[stage] = Steps(self.tables, stage)
+        memory = self._memories.get(stage)
+        if memory is None:
+            memory = self._memories[stage] = StageMemory(self.tables, stage)
             for position in repeats:
-                steps.change(position, added=True)
-            storages = steps.storages()
+                memory.change(position, added=True)
+            storages = memory.storages()
         for storage in storages:
-            steps.leave(storage, self._stays(storage, stage))
-        return steps.peak_bytes(repeats)
+            memory.set_needed_later(storage, self._stays(storage, stage))
+        return memory.peak_bytes(repeats)
 
     def _stays(self, storage: int, stage: int) -> bool:
         """Whether ``storage`` is still alive when ``stage`` ends, for a later one."""
