@@ -1,9 +1,9 @@
-"""Kernels: what an accelerator runs where a CPU runs something else, and saves other bytes for it.
+"""Kernels: run the fused kernels of an accelerator on tensors without memory, so that saved bytes are counted right.
 
-Three operators are made of others on a CPU, and are one kernel on an accelerator: dropout keeps its mask as bytes
-there, RMS norm its statistics instead of copies in float32, attention with dropout or with fewer heads of keys the
-statistics instead of a matrix of tokens by tokens. Tensors without memory are the CPU's (an accelerator's would need
-a driver), so the kernel is put in by hand.
+Three operators run as several on a CPU, and as one fused kernel on an accelerator, which saves fewer bytes. Dropout
+saves its mask as bytes. RMS norm saves its statistics instead of copies in float32. Attention with dropout, or with
+fewer heads of keys than of queries, saves statistics instead of a matrix of tokens by tokens. Accelerator tensors
+without memory would need a driver. So the tensors are on the CPU, and this module calls the fused kernels for them.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST_HEAD = 256
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """Within, operators run the kernels of ``KERNELS``."""
+    """Inside this context, operators run the kernels of ``name``, one of :data:`KERNELS`."""
     return _Accelerator() if name == "accelerator" else nullcontext()
 
 
@@ -73,8 +73,8 @@ def _attention(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Of a CPU there is no such kernel to be seen. The one of layer norm reads and writes the same, and saves one value
-    a row more, which is left out here. Its numbers are wrong; there are none."""
+    """A stand-in for the fused RMS norm, which a CPU does not have. It runs layer norm, which reads and writes the same
+    bytes, and leaves out the mean of each row. Its numbers would be wrong, but tensors without memory have none."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:

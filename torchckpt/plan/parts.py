@@ -1,10 +1,9 @@
 """Parts: which calls in the forward of a stage are its blocks.
 
-A block is an outermost region (``checkpoint``, ``checkpoint_module``, ``Checkpointing``). A model without regions has
-blocks where it repeats itself: the children of ``nn.Sequential``, ``nn.ModuleList`` and ``nn.ModuleDict`` whose class
-occurs more than once among such children, over all stages. A container among such children is a block if its own
-children are of different classes, as a convolution, a norm and an activation are; otherwise its children are looked at.
-What is inside a block is part of it.
+A block is an outermost region (``checkpoint``, ``checkpoint_module``, ``Checkpointing``). In a model without regions,
+blocks are children of ``nn.Sequential``, ``nn.ModuleList`` and ``nn.ModuleDict`` whose class occurs more than once
+among such children of all stages. A child that is a container, too, is a block only if its own children have different
+classes, such as a convolution, a norm and an activation. Otherwise its children may be blocks. Blocks do not nest.
 """
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Watcher(Protocol):
 
 
 class _Regions(Scope):
-    """Tells of the outermost regions, and has each of them keep what it saves."""
+    """Tells a watcher when outermost regions start and end, and makes every region keep its saved tensors."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__(keep=True)
@@ -54,8 +53,7 @@ class _Regions(Scope):
 
 @contextmanager
 def watched(watcher: Watcher, children: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Within, ``watcher`` is told of each block: of regions; or of calls of ``children``, where regions are part of
-    what they are in."""
+    """Inside this context, ``watcher`` is told of each block: each outermost region, or each call of ``children``."""
     with ExitStack() as stack:
         if children is None:
             stack.enter_context(_Regions(watcher).entered())
@@ -72,7 +70,7 @@ def watched(watcher: Watcher, children: Sequence[nn.Module] | None = None) -> It
 
 
 def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
-    """Children of containers, whose class occurs more than once among them."""
+    """The children of containers whose class occurs more than once among such children."""
     found: list[nn.Module] = []
     level: list[nn.Module] = list(stages)
     while level:
@@ -84,7 +82,8 @@ def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of the outermost containers in ``module``, itself included, and of uniform containers in those."""
+    """The children of the outermost containers in ``module``, which may be one itself. A uniform container among these
+    children is replaced by its own."""
     for child in module.children():
         if not isinstance(module, _CONTAINERS) or _is_uniform(child):
             yield from _in_containers(child)

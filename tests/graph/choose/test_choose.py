@@ -11,7 +11,7 @@ from tests.models.untuned import UNTUNED
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.graph.choose import choose
-from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.model.remat.plan import Plan
 from torchckpt.model.remat.search import planner
 
@@ -24,7 +24,7 @@ def chain(x):
 
 def made(**options):
     defaults = {"keep": None, "budget": None, "costs": "roofline", "rng": "keep", "exact": False}
-    return Chooser("f()", **{**defaults, **options})
+    return GraphPlanner("f()", **{**defaults, **options})
 
 
 # faults ---------------------------------------------------------------------------------------------------------------

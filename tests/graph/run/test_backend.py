@@ -16,7 +16,7 @@ from tests.models import MODELS
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
-from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.graph.run.backend import Backend, backend
 from torchckpt.model.remat.search.planner import fit
 from torchckpt.model.remat.step.late import late
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWar
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++")
 
 
-class Planner(Chooser):
+class Planner(GraphPlanner):
     """Plans by a function of the dataflow, and remembers the joint graph."""
 
     def __init__(self, schedule):

@@ -138,8 +138,8 @@ def test_dropout_is_repeated_by_its_mask():
     dropout = next(operation for operation in flow.operations if operation.name == "native_dropout")
     output, mask, *_ = dropout.writes
     assert dropout.repeatable
-    assert dropout.again.reads == (dropout.reads[0], mask)
-    assert dropout.again.writes == (output,)
+    assert dropout.substitute.reads == (dropout.reads[0], mask)
+    assert dropout.substitute.writes == (output,)
 
 
 # sparse ---------------------------------------------------------------------------------------------------------------

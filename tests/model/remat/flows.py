@@ -119,8 +119,8 @@ class Tape:
         if batch:
             running, out = self.storage(64), self.storage(size)
             self.forward_results.add(running)
-            again = Operation("norm_again", (x,), (out, statistics), seconds)
-            self.operations.append(Operation("norm", (x,), (out, statistics, running), seconds, again=again))
+            substitute = Operation("norm_again", (x,), (out, statistics), seconds)
+            self.operations.append(Operation("norm", (x,), (out, statistics, running), seconds, substitute=substitute))
         else:
             out = self.run("norm", (x,), size, seconds, also=(statistics,))
 
@@ -149,8 +149,8 @@ class Tape:
         size = self.sizes[x]
         seconds = size * POINTWISE_SECONDS_PER_BYTE
         mask, out = self.storage(size // 4), self.storage(size)
-        again = Operation("dropout_again", (x, mask), (out,), seconds)
-        self.operations.append(Operation("dropout", (x,), (out, mask), seconds, again=again))
+        substitute = Operation("dropout_again", (x, mask), (out,), seconds)
+        self.operations.append(Operation("dropout", (x,), (out, mask), seconds, substitute=substitute))
 
         def backward() -> None:
             self.accumulate(x, self.run("dropout_dx", (self.gradients[out], mask), size, seconds))

@@ -17,7 +17,7 @@ from torchckpt.model.remat.step.memory import Memory
 FLOW = Dataflow(
     (
         Operation("mm", (0,), (1,), 4.0, flops=100),
-        Operation("dropout", (1,), (2, 3), 1.0, again=Operation("scale", (1, 3), (2,), 1.0, flops=1)),
+        Operation("dropout", (1,), (2, 3), 1.0, substitute=Operation("scale", (1, 3), (2,), 1.0, flops=1)),
         Operation("mm_1", (2,), (4,), 4.0, flops=200),
         Operation("back_1", (2,), (5,), 5.0),
         Operation("back", (1, 3, 5), (6,), 6.0),
@@ -107,7 +107,9 @@ def test_json_has_all_of_it(plan):
     twin = Plan.from_json(plan.to_json())
     assert twin == plan
     assert str(twin) == str(plan)
-    assert json.loads(plan.to_json())["format"] == 1
+    stored = json.loads(plan.to_json())
+    assert stored["format"] == 1
+    assert [one["again"]["name"] for one in stored["flow"]["operations"] if one["again"]] == ["scale"]
 
 
 def test_json_of_random_steps():

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model import Schedule
 from torchckpt.model.plan import PipelinePlan
-from torchckpt.model.plan.stage.limit import Bytes, limits_of
+from torchckpt.model.plan.stage.limit import Bytes, bytes_per_rank
 
 __all__ = ["Plan", "check_budget", "plan_for", "use_faults"]
 
@@ -36,7 +36,7 @@ def use_faults(budget: object, plan: object, others: Mapping[str, object]) -> It
 
 def check_budget(caller: str, budget: Bytes, ranks: int) -> None:
     """Raise ``ArgumentError`` unless ``budget`` is a valid budget for ``ranks`` ranks."""
-    limits_of(caller, budget, ranks, 1.0)
+    bytes_per_rank(caller, budget, ranks, 1.0)
 
 
 def plan_for(caller: str, plan: Plan, schedule: Schedule) -> PipelinePlan:

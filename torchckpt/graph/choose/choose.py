@@ -20,7 +20,7 @@ from torchckpt.model.remat.search.planner import fit
 from torchckpt.model.remat.step.dataflow import Dataflow, Schedule
 from torchckpt.model.remat.step.memory import simulate
 
-__all__ = ["Chooser", "Costs"]
+__all__ = ["Costs", "GraphPlanner"]
 
 Costs: TypeAlias = "str | Mapping[str, float]"
 """``"roofline"``, ``"profile"``, or seconds by the names of operators."""
@@ -29,13 +29,13 @@ _RESERVED_BYTES = 64
 """Reserved for a loss outside of the call and its gradient: two scalars, alive during the step."""
 
 
-class Chooser:
+class GraphPlanner:
     """Checks the options that ``rematerialize`` and ``backend`` share, and plans a joint graph.
 
     A call with a joint graph returns its schedule, and sets ``plan``.
 
     Raises:
-        ArgumentError: when it is made, with every fault of the arguments.
+        ArgumentError: the constructor found faults in the arguments; it lists all of them.
     """
 
     plan: Plan

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.values import Value, Values
-from torchckpt.model.remat.search.improve import undo
+from torchckpt.model.remat.search.improve import remove_repeats
 from torchckpt.model.remat.search.planner import least
 from torchckpt.model.remat.search.select import every_sqrt
 from torchckpt.model.remat.step.dataflow import Dataflow, Schedule
@@ -66,7 +66,7 @@ def schedule_of(joint: Joint, keep: Keep) -> Schedule:
     if keep is None:
         return late(flow, kept | _marked(values), values.homes, values.regions)
     schedule = late(flow, kept, values.homes, values.regions)
-    return undo(flow, schedule, simulate(flow, schedule).peak_bytes)
+    return remove_repeats(flow, schedule, simulate(flow, schedule).peak_bytes)
 
 
 def _collection(joint: Joint, values: Values) -> frozenset[int]:

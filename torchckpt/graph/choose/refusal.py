@@ -58,13 +58,13 @@ def infeasible(
 
 
 def _parts(peak: Breakdown, path: str) -> dict[str, int]:
-    """Bytes at the peak that every other schedule has at this operation, too."""
+    """By purpose, the bytes at the peak that every other schedule needs at this operation, too."""
     operation = f"{peak.name} of {path}" if path else peak.name
     touched, workspace = f"what {operation} reads and writes", "its workspace"
     return {**peak.results_bytes, touched: peak.touched_bytes, workspace: peak.workspace_bytes}
 
 
 def _listed(parts: Mapping[str, int]) -> str:
-    """The largest first."""
+    """The parts as text, the largest first."""
     order = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"

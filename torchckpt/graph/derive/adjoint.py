@@ -14,7 +14,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError
-from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.derivative import Derivative
 from torchckpt.graph.private.runtime import storage_of
@@ -23,7 +23,7 @@ from torchckpt.graph.step.emit import emit_one
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.kernel.flags import thread
 
-__all__ = ["FORWARD_OUTPUTS", "chooser_of", "planned", "unrecorded"]
+__all__ = ["FORWARD_OUTPUTS", "planned", "planner_of", "unrecorded"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,17 +31,17 @@ FORWARD_OUTPUTS = "forward_outputs"
 """Key in a module's ``meta``: the number of returned tensors that are outputs of its forward."""
 
 
-def chooser_of(caller: str, checkpoints: Keep) -> Chooser:
-    """A :class:`Chooser` that plans a joint graph by ``checkpoints``, which has the forms of ``keep``.
+def planner_of(caller: str, checkpoints: Keep) -> GraphPlanner:
+    """A :class:`GraphPlanner` that plans a joint graph by ``checkpoints``, which has the forms of ``keep``.
 
     Raises:
         ArgumentError: ``checkpoints`` has none of these forms.
     """
     with _errors_name_checkpoints():
-        return Chooser(caller, checkpoints, None, "roofline", "keep", False)
+        return GraphPlanner(caller, checkpoints, None, "roofline", "keep", False)
 
 
-def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> fx.GraphModule:
+def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True) -> fx.GraphModule:
     """A module that takes the inputs as positional arguments, and returns outputs and gradients.
 
     New values of buffers are copied into them at the end. Without ``outputs``, the gradients are all that it returns.
@@ -49,11 +49,11 @@ def planned(derivative: Derivative, chooser: Chooser, outputs: bool = True) -> f
     Raises:
         ArgumentError: ``checkpoints`` has an unknown name, or selects nothing.
     """
-    joint = joint_of(derivative.module, derivative.forward_outputs, chooser.cost)
+    joint = joint_of(derivative.module, derivative.forward_outputs, planner.cost)
     if not outputs:
         joint = _without_outputs(joint, derivative.outputs)
     with _errors_name_checkpoints():
-        module = emit_one(joint, chooser(joint))
+        module = emit_one(joint, planner(joint))
     _write_buffers(module.graph, derivative)
     structure = _return(module.graph, derivative, outputs)
     module.graph.set_codegen(_Code(structure))

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep
-from torchckpt.graph.derive.adjoint import chooser_of, planned
+from torchckpt.graph.derive.adjoint import planned, planner_of
 from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
 from torchckpt.graph.derive.primal import Marks, Primal, is_real
 
@@ -60,7 +60,7 @@ def gradient(
             scalar; a policy or a name in ``checkpoints`` is unknown. The message lists every fault.
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
-    chooser = chooser_of(_CALLER, checkpoints)
+    planner = planner_of(_CALLER, checkpoints)
     primal = Primal(_CALLER, fn, example)
     wanted = _wanted(require_grads, primal)
     marks = Marks({name for name in wanted if isinstance(name, str)} - set(primal.inputs))
@@ -76,7 +76,7 @@ def gradient(
     given = {**primal.inputs, **primal.state}
     required = {name for name in given if name in wanted} | (set(primal.inputs) if marks.wanted else set())
     derivative = derivative_of(primal, {name for name in required if is_real(given[name])}, marks, ask)
-    return planned(derivative, chooser)
+    return planned(derivative, planner)
 
 
 def _wanted(require_grads: Sequence[int | str] | None, primal: Primal) -> list[object]:

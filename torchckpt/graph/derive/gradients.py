@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep
-from torchckpt.graph.derive.adjoint import chooser_of, planned
+from torchckpt.graph.derive.adjoint import planned, planner_of
 from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
 from torchckpt.graph.derive.primal import Marks, Primal
 
@@ -54,7 +54,7 @@ def gradients(
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    chooser = chooser_of(_CALLER, _without_inputs(checkpoints, tensors))
+    planner = planner_of(_CALLER, _without_inputs(checkpoints, tensors))
     primal = Primal(_CALLER, fn, tensors)
     arriving = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [])
     required = {name for name, tensor in primal.inputs.items() if tensor.is_floating_point() or tensor.is_complex()}
@@ -69,7 +69,7 @@ def gradients(
 
     more = [one for one in arriving if one is not None]
     derivative = derivative_of(primal, required, Marks(), ask, more)
-    made = planned(derivative, chooser, outputs=False)(*tensors, *more)
+    made = planned(derivative, planner, outputs=False)(*tensors, *more)
     return made[0] if isinstance(inputs, Tensor) else type(inputs)(made)  # type: ignore[call-arg]
 
 

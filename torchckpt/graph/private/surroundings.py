@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 def as_in_eager(trace: Callable[[], T]) -> T:
-    """Call ``trace()``. If it fails, call it again with ``torch.compiler.is_compiling()`` being true.
+    """Call ``trace()``. If it fails, call it again while ``torch.compiler.is_compiling()`` is true.
 
-    Code that reads values of tensors often checks ``is_compiling()``, and then does without the values. If the failure
-    was in a function that ``torch.compile`` has made, the second trace uses the original function.
+    Code that reads values of tensors often checks ``is_compiling()``, and then does not read them. If the failure was
+    in a function made by ``torch.compile``, the second trace uses the original function.
     """
     with eager_kernels(), backward_without_autocast():
         try:
@@ -43,13 +43,13 @@ def as_in_eager(trace: Callable[[], T]) -> T:
 def casting_once(
     tensors: Sequence[Tensor], are_leaves: Sequence[bool], is_enabled: bool
 ) -> AbstractContextManager[None]:
-    """Inside this context, autocast casts each leaf among ``tensors`` once, as eager does. A trace disables that cache.
+    """Inside this context, autocast casts each leaf among ``tensors`` only once, as in eager.
 
-    So the gradients of all uses of a leaf are added in the dtype of the cast.
+    So the gradients of all uses of a leaf are added in the dtype of the cast. A trace disables the cache of casts.
 
     Args:
         tensors: the tensors of the trace.
-        are_leaves: for each, whether the original tensor is a leaf; in a trace none is.
+        are_leaves: for each tensor, whether the original one is a leaf. In a trace none is a leaf.
         is_enabled: whether the autocast cache was enabled before the trace.
     """
     for tensor, is_leaf in zip(tensors, are_leaves):
@@ -86,12 +86,12 @@ def _cast_cache(is_enabled: bool) -> Iterator[None]:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Inside this context, autocast is off: a traced graph has its casts as operations of its own."""
+    """Inside this context, autocast is off. A traced graph is run in it, for its casts are operations of the graph."""
     return torch._C._DisableAutocast()
 
 
 def backward_without_autocast() -> AbstractContextManager[Any]:
-    """Inside this context, a backward is traced as outside of autocast: only the casts of the forward count."""
+    """Inside this context, a backward is traced without autocast. Only the casts of the forward count."""
     from torch._functorch import config
 
     return config.patch(backward_pass_autocast="off")  # type: ignore[no-any-return]
@@ -122,9 +122,9 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Inside this context, a trace has the kernels that eager runs, not torch's Python decompositions of them.
+    """Inside this context, a trace records the kernels that eager runs, instead of torch's Python decompositions.
 
-    Decompositions are for compilers: a bilinear upsampling becomes dozens of operations, with different last bits.
+    Decompositions are for compilers: a bilinear upsampling becomes dozens of operations, and rounds differently.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     operators = [getattr(packet, name) for packet in _in_formulas() for name in packet.overloads()]

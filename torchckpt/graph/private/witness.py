@@ -27,7 +27,7 @@ class Witness:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
 
     def watching(self, given: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Inside this context, record the results of operators, and the tensors ``given`` to the forward."""
+        """Inside this context, record the results of operators. Records the tensors ``given`` to the forward, too."""
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made = operator(*args, **kwargs)
             self._saw(made, f"a result of {operator}")
@@ -37,7 +37,7 @@ class Witness:
         return operating(run)
 
     def refuse_left(self) -> None:
-        """Raise a CaptureError if a recorded tensor is still alive: it has no data, so nobody may use it."""
+        """Raise a CaptureError if an object still holds a recorded tensor. Such a tensor has no data to use."""
         if any(True for _ in self._left()):
             gc.collect()  # a reference cycle may hold it
         for tensor, what in self._left():

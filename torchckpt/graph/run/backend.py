@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
 from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotate.annotations import hide_marks, restore_marks
-from torchckpt.graph.choose.choose import Chooser, Costs
+from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.inductor import by_inductor
@@ -47,7 +47,7 @@ _ATTEMPTS = 8
 
 
 class Planner(Protocol):
-    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.choose.Chooser`."""
+    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.choose.GraphPlanner`."""
 
     plan: Plan
     replay: bool
@@ -92,7 +92,7 @@ def backend(
         rule = "graph.backend() returns a backend; it is not a backend itself"
         works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
         return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
-    return Backend(partial(Chooser, "backend()", keep, budget, costs, rng, exact), inner, told=True)
+    return Backend(partial(GraphPlanner, "backend()", keep, budget, costs, rng, exact), inner, told=True)
 
 
 class Backend:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.annotate.names import named_modules
-from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.trace.capture import Capture
@@ -27,7 +27,7 @@ class Call:
 
     def __init__(
         self, model: nn.Module, run: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any],
-        chooser: Chooser,
+        planner: GraphPlanner,
     ) -> None:
         self._model, self._run, self._names = model, run, names
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
@@ -36,12 +36,12 @@ class Call:
         self._places = places_of(tensors)
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
-        chooser.inputs = frozenset(data)
+        planner.inputs = frozenset(data)
         with restoring_modules(model):
-            self._capture = Capture(self._function, _distinct(tensors), data, chooser.cost, chooser, chooser.replay)
+            self._capture = Capture(self._function, _distinct(tensors), data, planner.cost, planner, planner.replay)
         self._capture.witness.refuse_left()
-        self.plan: Plan | None = getattr(chooser, "plan", None)
-        self.planning_seconds = chooser.watch.planning_seconds
+        self.plan: Plan | None = getattr(planner, "plan", None)
+        self.planning_seconds = planner.watch.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CheckpointError, Fault, brief, raise_faults
 from torchckpt.graph.annotate.annotations import is_tracing
-from torchckpt.graph.choose.choose import Chooser
+from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import Stopwatch, log
 from torchckpt.graph.run.backend import Backend
@@ -48,7 +48,7 @@ def module_faults(function: str, model: object) -> list[Fault]:
 
 
 def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
-    """Faults of the arguments that :class:`Chooser` does not check."""
+    """Faults of the arguments that :class:`GraphPlanner` does not check."""
     faults = []
     if engine not in ("eager", "inductor"):
         faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
@@ -70,10 +70,10 @@ class Calls:
     """
 
     def __init__(
-        self, caller: str, model: nn.Module, run: nn.Module, chooser: Callable[[], Chooser], engine: str
+        self, caller: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
     ) -> None:
-        self._caller, self.model, self._run, self._chooser, self._engine = caller, model, run, chooser, engine
-        self._backend, self._compiling = Backend(chooser), threading.Lock()  # Backend checks the chooser's arguments
+        self._caller, self.model, self._run, self._planner, self._engine = caller, model, run, planner, engine
+        self._backend, self._compiling = Backend(planner), threading.Lock()  # Backend checks the planner's arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
         self._latest: Call | CompiledCall | None = None
@@ -158,7 +158,7 @@ class Calls:
         reason = partial(reason_of, self.model, tuple(self.known), known, args, kwargs)
         watch = Stopwatch()
         if self._engine == "eager":
-            call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._chooser())
+            call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
         else:
             call = CompiledCall(self._run, self._backend, args, kwargs)
         log(self._caller, self.model, reason, watch.seconds, call.planning_seconds, call.plan)

@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.choose.choose import Chooser, Costs
+from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.run.rematerialize import Rematerialized
@@ -40,21 +40,21 @@ class _Bare(nn.Module):
 class _Setting:
     """The options and the traced calls of one module. A copy of the module gets its own traced calls."""
 
-    __slots__ = ("calls", "chooser", "engine")
+    __slots__ = ("calls", "engine", "planner")
 
-    def __init__(self, chooser: Callable[[], Chooser], engine: str) -> None:
-        self.chooser, self.engine = chooser, engine
+    def __init__(self, planner: Callable[[], GraphPlanner], engine: str) -> None:
+        self.planner, self.engine = planner, engine
         self.calls: Calls | None = None
 
     def __reduce__(self) -> Any:
-        return _Setting, (self.chooser, self.engine)
+        return _Setting, (self.planner, self.engine)
 
     def calls_of(self, module: nn.Module) -> Calls:
         if self.calls is not None and self.calls.model is not module:  # a shallow copy, at its first call
-            module.__dict__[_SETTING] = other = _Setting(self.chooser, self.engine)
+            module.__dict__[_SETTING] = other = _Setting(self.planner, self.engine)
             return other.calls_of(module)
         if self.calls is None:
-            self.calls = Calls(_CALLER, module, _Bare(module), self.chooser, self.engine)
+            self.calls = Calls(_CALLER, module, _Bare(module), self.planner, self.engine)
         return self.calls
 
 
@@ -151,8 +151,8 @@ def rematerialize_(
     faults = [*module_faults("rematerialize_", module), *_faults(module)]
     raise_faults(_CALLER, [*faults, *option_faults(engine, rng, example_kwargs)])
     check_bare(_CALLER, module)
-    setting = _Setting(partial(Chooser, _CALLER, keep, budget, costs, rng, exact), engine)
-    setting.chooser()  # it checks its arguments
+    setting = _Setting(partial(GraphPlanner, _CALLER, keep, budget, costs, rng, exact), engine)
+    setting.planner()  # it checks its arguments
     put(module, _InPlace, setting)
     handle = RematerializeHandle(module, setting)
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.choose.choose import Chooser, Costs
+from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.trace.unsupported import check_bare, refuse_copies
@@ -89,7 +89,7 @@ def rematerialize(
     caller = "rematerialize()"
     raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(caller, model)
-    made = Rematerialized(model, partial(Chooser, caller, keep, budget, costs, rng, exact), engine)
+    made = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact), engine)
     made._calls.prepare_example(example, example_kwargs)
     return made
 
@@ -108,11 +108,11 @@ class Rematerialized(nn.Module):
     def __new__(cls, model: nn.Module, *_: Any) -> Rematerialized:
         return super().__new__(_class_for(model))
 
-    def __init__(self, model: nn.Module, chooser: Callable[[], Chooser], engine: str) -> None:
+    def __init__(self, model: nn.Module, planner: Callable[[], GraphPlanner], engine: str) -> None:
         super().__init__()
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
-        self.__dict__.update(original=model, _chooser=chooser, _engine=engine)
-        self.__dict__["_calls"] = Calls("rematerialize()", model, model, chooser, engine)
+        self.__dict__.update(original=model, _planner=planner, _engine=engine)
+        self.__dict__["_calls"] = Calls("rematerialize()", model, model, planner, engine)
 
     @property
     def plan(self) -> Plan:
@@ -191,7 +191,7 @@ class Rematerialized(nn.Module):
         return self
 
     def __reduce__(self) -> Any:
-        return Rematerialized, (self.original, self._chooser, self._engine)
+        return Rematerialized, (self.original, self._planner, self._engine)
 
     def _replicate_for_data_parallel(self) -> None:
         refuse_copies()

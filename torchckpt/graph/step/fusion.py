@@ -63,7 +63,7 @@ def _inlined(joint: Joint) -> dict[int, int]:
     for index, operation in enumerate(flow.operations):
         read = readers.get(operation.writes[0], []) if len(operation.writes) == 1 else []
         near = len(read) == 1 and kernels[read[0]] == kernels[index] and not lasting & set(operation.writes)
-        if near and _is_pointwise(nodes[index]) and operation.repeatable and operation.again is None:
+        if near and _is_pointwise(nodes[index]) and operation.repeatable and operation.substitute is None:
             found[index] = read[0]
     return found
 

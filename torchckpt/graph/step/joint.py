@@ -101,7 +101,7 @@ class _Builder:
         self.order: tuple[fx.Node | None, ...] = (*first, *arrival, *(n for n in self.writes if n not in forward))
 
     def flow(self) -> tuple[Dataflow, dict[int, Repeat]]:
-        repeats = {index: again for index, node in enumerate(self.order) if node and (again := repeat_of(node))}
+        repeats = {index: repeat for index, node in enumerate(self.order) if node and (repeat := repeat_of(node))}
         operations = [self._operation(node, repeats.get(index)) for index, node in enumerate(self.order)]
         self._keep_order(operations)
         there = [node for node in self.storages if node.op in ("placeholder", "get_attr")]
@@ -124,22 +124,22 @@ class _Builder:
                 operations[index] = replace(operation, reads=reads, writes=writes)
                 before = (token,)
 
-    def _operation(self, node: fx.Node | None, again: Repeat | None) -> Operation:
+    def _operation(self, node: fx.Node | None, repeat: Repeat | None) -> Operation:
         if node is None:
             return Operation(TANGENTS, (), self._reads_of(self.tangents), 0.0, repeatable=False)
         cost = self._costs[node]
         reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
-        repeat = None if again is None else self._repeat(node.name, again)
-        changed = self._roots_of(self.changed).intersection(reads if repeat is None else repeat.reads)
+        substitute = None if repeat is None else self._substitute(node.name, repeat)
+        changed = self._roots_of(self.changed).intersection(reads if substitute is None else substitute.reads)
         # A changed input has a new value afterwards, so its readers cannot be repeated.
-        once = bool(changed) or (self._runs_once(node) and again is None)
-        return Operation(node.name, reads, writes, cost.seconds, cost.flops, cost.workspace_bytes, not once, repeat)
+        once = bool(changed) or (self._runs_once(node) and repeat is None)
+        return Operation(node.name, reads, writes, cost.seconds, cost.flops, cost.workspace_bytes, not once, substitute)
 
     def _runs_once(self, node: fx.Node) -> bool:
         return runs_once(node) or self._costs[node].draws
 
-    def _repeat(self, name: str, again: Repeat) -> Operation:
-        """The costs of a repeat, from what ``again`` emits into a new graph. Intermediate values count as workspace."""
+    def _substitute(self, name: str, repeat: Repeat) -> Operation:
+        """``repeat`` as an operation, with the costs of the nodes that it emits. Intermediate values are workspace."""
         graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 
         def resolve(argument: Any) -> Any:
@@ -151,11 +151,11 @@ class _Builder:
                 inputs[node].meta["val"] = node.meta["val"]
             return inputs[node]
 
-        again.emit(graph, resolve)
+        repeat.emit(graph, resolve)
         made = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
         costs = [self._cost(node) for node in made]
         seconds, flops = sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
-        reads, writes = self._reads_of(again.reads), self._reads_of(again.writes)
+        reads, writes = self._reads_of(repeat.reads), self._reads_of(repeat.writes)
         return Operation(name, reads, writes, seconds, flops, max(cost.workspace_bytes for cost in costs))
 
     def _add(self, node: fx.Node) -> None:

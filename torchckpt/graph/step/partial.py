@@ -1,8 +1,8 @@
-"""Partial: the backward where gradients of some outputs have not arrived, because no loss reads those outputs.
+"""Partial: backwards for missing gradients of outputs, which no loss reads.
 
 Autograd skips the operations that depend only on the missing gradients. Zeros in place of those gradients would cost
-time, and would give NaN where a derivative is infinite. So the backward of the plan is emitted again without them: the
-remaining steps keep their order.
+time, and would give NaN where a derivative is infinite. So the backward of the plan is emitted again without these
+operations. The other operations keep their order.
 """
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchckpt.graph.step.emit import Emitter, forward_of
 from torchckpt.graph.step.joint import Joint, reached
 from torchckpt.model.remat.step.dataflow import Schedule
 
-__all__ = ["Backward", "Partial"]
+__all__ = ["Backward", "PartialBackwards"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
 
 
-class Partial:
+class PartialBackwards:
     """The backwards of a joint graph for missing gradients of outputs, each emitted when it is first needed.
 
     Args:
@@ -88,7 +88,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 class _Without(Emitter):
-    """Emits a backward without the absent nodes; an operation that still reads one of them gets zeros."""
+    """Emits a backward without the absent nodes. An operation that still reads one of them gets zeros."""
 
     def __init__(self, joint: Joint, before: Emitter, absent: _Absent) -> None:
         super().__init__(joint, [node for node in joint.tangents if node not in absent.nodes], before)
@@ -114,7 +114,7 @@ class _Without(Emitter):
         return self._node(self._absent.same[node]) if is_same else super()._node(node)
 
     def _is_needed(self, node: fx.Node) -> bool:
-        """Whether to keep ``node`` though nothing reads it; not the in-place scaling of a repeated dropout."""
+        """Whether to keep ``node`` though nothing reads it. The in-place scaling of a repeated dropout is not kept."""
         return super()._is_needed(node) and node.target is not torch.ops.aten.mul_.Tensor
 
     def _zeros(self, like: Tensor) -> fx.Node:

@@ -21,7 +21,7 @@ from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, joint_of
-from torchckpt.graph.step.partial import Backward, Partial
+from torchckpt.graph.step.partial import Backward, PartialBackwards
 from torchckpt.graph.step.unused_outputs import UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
@@ -101,7 +101,7 @@ class Capture:
         schedule = self._choose(self.joint)
         boundary = simulate(self.joint.flow, schedule).boundary
         forward, backward = emit(self.joint, schedule, boundary)
-        self._partial = Partial(self.joint, schedule, boundary, backward)
+        self._partial = PartialBackwards(self.joint, schedule, boundary, backward)
         return forward, backward
 
     def _backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:

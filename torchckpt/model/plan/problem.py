@@ -12,7 +12,7 @@ from torchckpt.model.plan.search.bound import least_seconds
 from torchckpt.model.plan.search.replay import Choice, replay, without_weight_grads
 from torchckpt.model.plan.stage.holding import Holdings
 from torchckpt.model.plan.stage.lane import Lane, lanes_of
-from torchckpt.model.plan.stage.limit import DeviceMemory, Limit, limits_of, without_static
+from torchckpt.model.plan.stage.limit import DeviceMemory, Limit, bytes_per_rank, without_static
 from torchckpt.model.plan.stage.stage import Stage, restaged, stage_faults
 from torchckpt.model.schedule.action import Kind
 from torchckpt.model.schedule.costs import Link
@@ -117,7 +117,7 @@ def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget:
         limits = without_static(caller, budget, static_bytes(schedule, stages))
         return Problem(schedule, tuple(stages), tuple(links), limits, budget)
     peak = max(keep_all(schedule, stages, links).peak_bytes)
-    limits = limits_of(caller, budget, len(schedule.ranks), peak)
+    limits = bytes_per_rank(caller, budget, len(schedule.ranks), peak)
     return Problem(schedule, tuple(stages), tuple(links), limits)
 
 

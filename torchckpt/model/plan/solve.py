@@ -41,7 +41,7 @@ def planned(problem: Problem) -> PipelinePlan:
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
     found = search(problem.program, problem.lanes, target, keep_all=kept is not None)
-    plan = _plan(problem, found.played, found.held)
+    plan = _plan(problem, found.step, found.held)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
 
 
@@ -55,10 +55,10 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     return PipelinePlan.of(problem, problem.schedule, {visit: every[visit[0]] for visit in visits})
 
 
-def _plan(problem: Problem, played: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
+def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
-    for lane, done, own in zip(problem.lanes, played.done, held):
+    for lane, done, own in zip(problem.lanes, step.done, held):
         early = [0] * len(own)
         for kind, visit, blocks, _, _ in done:
             if kind == RECOMPUTE:

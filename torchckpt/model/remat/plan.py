@@ -131,7 +131,7 @@ class Plan:
 
     def to_json(self) -> str:
         """All of the plan: ``keep=Plan.from_json(text)`` saves the search for a schedule."""
-        flow = {**asdict(self.flow), **{name: sorted(getattr(self.flow, name)) for name in _SETS}}
+        flow = asdict(self.flow, dict_factory=_stored) | {name: sorted(getattr(self.flow, name)) for name in _SETS}
         fields = {"schedule": self.schedule, "paths": self.paths, "names": dict(self.names)}
         return json.dumps({"format": _FORMAT, "flow": flow, **fields, "budget_bytes": self.budget_bytes})
 
@@ -191,12 +191,17 @@ class Plan:
 _SETS = ("given", "results", "forward_results")
 
 
+def _stored(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a dataclass as stored plans name them: ``substitute`` is "again"."""
+    return {"again" if name == "substitute" else name: value for name, value in fields}
+
+
 def _operation(told: dict[str, Any]) -> Operation:
     again = told.pop("again")
     reads, writes = tuple(told.pop("reads")), tuple(told.pop("writes"))
-    return Operation(reads=reads, writes=writes, again=again and _operation(again), **told)
+    return Operation(reads=reads, writes=writes, substitute=again and _operation(again), **told)
 
 
 def _lowered(operation: Operation, spare_bytes: int) -> Operation:
-    again = None if operation.again is None else _lowered(operation.again, spare_bytes)
-    return replace(operation, workspace_bytes=operation.workspace_bytes - spare_bytes, again=again)
+    substitute = None if operation.substitute is None else _lowered(operation.substitute, spare_bytes)
+    return replace(operation, workspace_bytes=operation.workspace_bytes - spare_bytes, substitute=substitute)

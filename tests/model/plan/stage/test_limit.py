@@ -11,7 +11,7 @@ from tests.numpy_numbers import np
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.model import one_f_one_b, zero_bubble
 from torchckpt.model.plan import plan_bound, plan_pipeline
-from torchckpt.model.plan.stage.limit import limits_of
+from torchckpt.model.plan.stage.limit import bytes_per_rank
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from torchckpt.model.plan.stage.limit import limits_of
     ],
 )
 def test_what_a_budget_may_be(limit, found):
-    assert limits_of("test()", limit, 2, 16000.0) == found
+    assert bytes_per_rank("test()", limit, 2, 16000.0) == found
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_what_a_budget_may_be(limit, found):
 )
 def test_what_it_may_not_be(limit):
     with pytest.raises(ArgumentError, match=r'works:    budget="60GB", budget="50%", budget=6e10'):
-        limits_of("test()", limit, 2, 16000.0)
+        bytes_per_rank("test()", limit, 2, 16000.0)
 
 
 def test_what_is_wrong_with_each_is_said():
     match = r"(?s)2 faults.*budget\[0\]='5' \(it has no unit\).*budget\[2\]='6G' \(G is not a unit\)"
     with pytest.raises(ArgumentError, match=match):
-        limits_of("test()", ["5", "50%", "6G"], 3, 16000.0)
+        bytes_per_rank("test()", ["5", "50%", "6G"], 3, 16000.0)
 
 
 def test_above_the_peak_nothing_is_recomputed():

@@ -104,10 +104,10 @@ def paths_of(flow: Dataflow, per_layer: int = 4) -> list[str]:
 
 def uneven() -> Dataflow:
     """Three layers; a repeat of the second is twice as fast as its first run."""
-    again = Operation("f1 again", (1,), (2,), 1.0)
+    substitute = Operation("f1 again", (1,), (2,), 1.0)
     operations = (
         Operation("f0", (0,), (1,), 1.0),
-        Operation("f1", (1,), (2,), 2.0, again=again),
+        Operation("f1", (1,), (2,), 2.0, substitute=substitute),
         Operation("f2", (2,), (3,), 1.0),
         Operation("b2", (2, 3), (4,), 2.0),
         Operation("b1", (1, 2, 4), (5,), 3.0),

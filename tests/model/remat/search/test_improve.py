@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.model.remat.flows import chain, mlp, random_step, resnet, transformer
-from torchckpt.model.remat.search.improve import stages_of, undo
+from torchckpt.model.remat.search.improve import remove_repeats, stages_of
 from torchckpt.model.remat.search.planner import solution
 from torchckpt.model.remat.step.dataflow import Dataflow
 from torchckpt.model.remat.step.late import late
@@ -27,7 +27,7 @@ def test_with_room_for_everything_all_repeats_are_dropped(name: str) -> None:
     flow = FLOWS[name]
     everything = late(flow, frozenset())
     budget = max(peak_bytes(flow, flow.eager), peak_bytes(flow, everything))
-    assert tuple(undo(flow, everything, budget)) == tuple(flow.eager)
+    assert tuple(remove_repeats(flow, everything, budget)) == tuple(flow.eager)
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -37,16 +37,16 @@ def test_the_budget_holds_and_no_single_repeat_more_can_be_spared(name: str) -> 
     for share in (0.0, 0.3, 0.6):
         low, high = peak_bytes(flow, start), peak_bytes(flow, flow.eager)
         budget = int(low + share * max(0, high - low))
-        found = undo(flow, start, budget)
+        found = remove_repeats(flow, start, budget)
         assert peak_bytes(flow, found) <= budget
         assert solution(flow, found).seconds <= solution(flow, start).seconds
-        assert tuple(undo(flow, found, budget)) == tuple(found)
+        assert tuple(remove_repeats(flow, found, budget)) == tuple(found)
 
 
 def test_over_the_budget_it_stays_as_it_is() -> None:
     flow = FLOWS["mlp"]
     start = late(flow, frozenset())
-    assert undo(flow, start, 1) is start
+    assert remove_repeats(flow, start, 1) is start
 
 
 def test_a_schedule_survives_the_way_through_stages() -> None:

@@ -119,8 +119,8 @@ def test_a_dropout_keeps_its_mask_for_the_repeat() -> None:
 
 
 def test_a_repeat_is_timed_as_what_runs_in_its_place() -> None:
-    again = Operation("again", (0,), (1,), 0.5)
-    first = Operation("first", (0,), (1,), 2.0, again=again)
+    substitute = Operation("again", (0,), (1,), 0.5)
+    first = Operation("first", (0,), (1,), 2.0, substitute=substitute)
     flow = Dataflow((first, Operation("use", (1,), (2,), 1.0)), (1, 1, 1), 2, frozenset({0}), frozenset({2}))
     assert solution(flow, (0, 0, 1)).seconds == 3.5
 

@@ -13,20 +13,20 @@ FLOWS = {"mlp": mlp(8), "resnet": resnet(3), "random_step": random_step(15, seed
 PLAIN = EvictionScore()
 
 
-def evicted(name: str, share: float, taste: EvictionScore = PLAIN) -> tuple[Stages, int]:
+def evicted(name: str, share: float, scoring: EvictionScore = PLAIN) -> tuple[Stages, int]:
     flow = FLOWS[name]
     stages = Stages(Tables(flow))
     budget = int(share * stages.peak_bytes)
-    Eviction(stages, budget, taste).run()
+    Eviction(stages, budget, scoring).run()
     return stages, budget
 
 
 @pytest.mark.parametrize("name", FLOWS)
 @pytest.mark.parametrize(
-    "taste", [EvictionScore(), EvictionScore(0.5, 0.0, put_off=50.0), EvictionScore(1.0, 1.0, gradients=False)]
+    "scoring", [EvictionScore(), EvictionScore(0.5, 0.0, put_off=50.0), EvictionScore(1.0, 1.0, gradients=False)]
 )
-def test_an_eviction_fits(name: str, taste: EvictionScore) -> None:
-    stages, budget = evicted(name, 0.7, taste)
+def test_an_eviction_fits(name: str, scoring: EvictionScore) -> None:
+    stages, budget = evicted(name, 0.7, scoring)
     assert simulate(FLOWS[name], stages.schedule()).peak_bytes == stages.peak_bytes <= budget
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from torchckpt.model.remat.step.dataflow import Dataflow, Operation
 
-MASKED = Operation("dropout", (0,), (1, 2), 3.0, repeatable=True, again=Operation("scale", (0, 2), (1,), 1.0))
+MASKED = Operation("dropout", (0,), (1, 2), 3.0, repeatable=True, substitute=Operation("scale", (0, 2), (1,), 1.0))
 DRAWN = Operation("draw", (1,), (3,), 2.0, repeatable=False)
 GRADIENT = Operation("backward", (2, 3), (4, 5), 5.0, flops=7)
 

@@ -85,9 +85,9 @@ def test_kept_whatever_its_depth():
 
 def test_what_no_repeat_writes_is_kept():
     """A mask that was drawn, and what runs once."""
-    again = Operation("scale", (0, 2), (1,), 1.0)
+    substitute = Operation("scale", (0, 2), (1,), 1.0)
     operations = (
-        Operation("dropout", (0,), (1, 2), 1.0, again=again),
+        Operation("dropout", (0,), (1, 2), 1.0, substitute=substitute),
         Operation("once", (1,), (3,), 1.0, repeatable=False),
         Operation("back", (1, 2, 3), (4,), 1.0),
     )

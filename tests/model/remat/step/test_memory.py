@@ -105,8 +105,8 @@ def test_schedule_that_repeats_what_runs_once():
 
 def test_repeat_reads_what_runs_in_its_place():
     """The mask must be there: the operation itself does not need it."""
-    again = Operation("scale", (1,), (0,), 1.0)
-    operations = (Operation("dropout", (), (0, 1), 1.0, again=again), Operation("b", (0,), (2,), 1.0))
+    substitute = Operation("scale", (1,), (0,), 1.0)
+    operations = (Operation("dropout", (), (0, 1), 1.0, substitute=substitute), Operation("b", (0,), (2,), 1.0))
     flow = Dataflow(operations, (10, 1, 5), 1, results=frozenset({2}))
     assert simulate(flow, [0, 0, 1]) == Memory((11, 11, 15), 1, (1,))
 

@@ -7,16 +7,16 @@ import pytest
 
 from tests.model.remat import flows
 from torchckpt.model.remat.step.flat import Tables
-from torchckpt.model.remat.step.stage_memory import Steps
+from torchckpt.model.remat.step.stage_memory import StageMemory
 
 
-def simulated(tables, stage, repeats, leaving):
+def simulated(tables, stage, repeats, needed_later):
     """By the definition: each step with what it reads, what it writes, and what a later one touches."""
     def touched(step):
         if step == stage:
             held = tables.held if stage == tables.forward - 1 else ()
             return {*tables.first_reads[stage], *held}, set(tables.first_writes[stage])
-        return set(tables.again_reads[step]), set(tables.again_writes[step])
+        return set(tables.repeat_reads[step]), set(tables.repeat_writes[step])
 
     steps = [*repeats, stage]
     every = {storage for step in steps for part in touched(step) for storage in part}
@@ -24,8 +24,8 @@ def simulated(tables, stage, repeats, leaving):
     last = {storage: place for place, step in enumerate(steps) for part in touched(step) for storage in part}
     peak = 0
     for place, step in enumerate(steps):
-        alive = [s for s in every if born.get(s, 0) <= place and (place <= last[s] or s in leaving)]
-        extra = tables.first_extra_bytes[stage] if step == stage else tables.again_extra_bytes[step]
+        alive = [s for s in every if born.get(s, 0) <= place and (place <= last[s] or s in needed_later)]
+        extra = tables.first_extra_bytes[stage] if step == stage else tables.repeat_extra_bytes[step]
         peak = max(peak, sum(tables.sizes[storage] for storage in alive) + extra)
     return peak
 
@@ -35,23 +35,23 @@ def simulated(tables, stage, repeats, leaving):
 def test_is_that_of_a_simulation_of_its_steps(flow, seed):
     tables, draw = Tables(flow, frozenset()), random.Random(seed)
     stage = draw.randrange(tables.forward, tables.count)
-    steps, repeats, leaving = Steps(tables, stage), [], set()
-    able = [position for position in range(tables.forward - 1) if tables.again_writes[position]]
+    memory, repeats, needed_later = StageMemory(tables, stage), [], set()
+    able = [position for position in range(tables.forward - 1) if tables.repeat_writes[position]]
     for _ in range(60):
         position = draw.choice(able)
-        steps.change(position, position not in repeats)
+        memory.change(position, position not in repeats)
         repeats = sorted({position} ^ set(repeats))
-        leaving = {storage for storage in steps.storages() if draw.random() < 0.3}
-        for storage in [*steps.storages()]:
-            steps.leave(storage, storage in leaving)
+        needed_later = {storage for storage in memory.storages() if draw.random() < 0.3}
+        for storage in [*memory.storages()]:
+            memory.set_needed_later(storage, storage in needed_later)
         if repeats:
-            assert steps.peak_bytes(repeats) == simulated(tables, stage, repeats, leaving)
+            assert memory.peak_bytes(repeats) == simulated(tables, stage, repeats, needed_later)
 
 
 def test_what_it_does_not_touch_cannot_leave_it():
     tables = Tables(flows.mlp(3), frozenset())
-    steps = Steps(tables, tables.count - 1)
-    before = steps.peak_bytes([])
-    untouched = next(storage for storage in range(len(tables.sizes)) if storage not in set(steps.storages()))
-    steps.leave(untouched, True)
-    assert steps.peak_bytes([]) == before
+    memory = StageMemory(tables, tables.count - 1)
+    before = memory.peak_bytes([])
+    untouched = next(storage for storage in range(len(tables.sizes)) if storage not in set(memory.storages()))
+    memory.set_needed_later(untouched, True)
+    assert memory.peak_bytes([]) == before

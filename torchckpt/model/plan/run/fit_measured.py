@@ -18,7 +18,7 @@ from torchckpt.model.plan.run.extra_memory import ExtraMemory, MeasuredStep, pea
 from torchckpt.model.plan.run.gradient_sums import summed_as_given
 from torchckpt.model.plan.search.replay import Choice
 from torchckpt.model.plan.solve import planned
-from torchckpt.model.plan.stage.limit import Bytes, limits_of
+from torchckpt.model.plan.stage.limit import Bytes, bytes_per_rank
 from torchckpt.model.plan.stage.stage import Stage
 from torchckpt.model.schedule.action import Action
 from torchckpt.model.schedule.costs import Link
@@ -64,7 +64,7 @@ def fitted(
     beside = took.beside(stages)
     least, most = took.least(stages), took.most(stages)
     everything = keep_all(schedule, stages, links).peak_bytes
-    limits = limits_of(caller, budget, len(schedule.ranks), max(map(sum, zip(everything, least))))
+    limits = bytes_per_rank(caller, budget, len(schedule.ranks), max(map(sum, zip(everything, least))))
     best: Fitted | None = None
     for share in _SHARES if most != least else (0.0,):
         reserve = [low + share * (high - low) for low, high in zip(least, most)]

@@ -5,14 +5,14 @@ plans have the same order of forwards and backwards on each rank, and the same c
 rank, where x is y or runs before y::
 
     end(y) >= start(x) + the forwards and backwards from x to y
-                       + the least that is recomputed from x on of what is used from x to y
-                       + weight gradients of backwards from x to y, but for those that can wait beyond y
+                       + the least recomputation from x on for the backwards from x to y
+                       + the weight gradients of backwards from x to y, except those that can wait beyond y
 
-The first three cannot overlap, for they run on one rank, one after the other. What is recomputed before x has to be in
-memory at x, beside everything else that is there; see :mod:`window`. What waits beyond y has to be in memory during y.
-So each pair is an edge in a graph in which forwards and messages are edges, too, and a longest path through it is no
-longer than any step. One pass finds it: an edge that starts where a rank has not idled before is no better than the one
-that started before it, and of edges that can never say more than others, none is followed.
+These cannot overlap: they run on one rank, one after the other. Blocks that were recomputed before x have to fit in
+memory at x; see :mod:`window`. Weight gradients that wait beyond y have to fit in memory during y. So each pair (x, y)
+is an edge of a graph, and so is each message. No step is shorter than the longest path through this graph. One pass
+finds the path. It opens a window only after a rank has idled, since any other window gives a lower bound than the one
+before it. It closes a window whose bound can never again be above that of another.
 """
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ __all__ = ["least_seconds"]
 
 _TINY = 1e-9
 _MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 20_000
-"""Of a rank at once; fewer where it has many actions, or blocks of many kinds. Those that say least are left out."""
+"""The most windows of a rank at once, and the fewest; in between, ``_WORK`` over the actions and layers of the rank.
+The windows with the lowest bounds are closed first."""
 
 
 def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
@@ -73,11 +74,11 @@ class _Rank:
         self.place = 0
         self.end_seconds = -1.0
 
-    def advance(self, there_seconds: float) -> None:
-        """One more action, whose input is there then."""
+    def advance(self, arrival_seconds: float) -> None:
+        """Add one action, whose input arrives at ``arrival_seconds``."""
         lane, place = self.lane, self.place
-        if there_seconds > self.end_seconds * (1 + _TINY):
-            self.windows.append(Window(self.capacity, place, there_seconds))
+        if arrival_seconds > self.end_seconds * (1 + _TINY):
+            self.windows.append(Window(self.capacity, place, arrival_seconds))
         visit, kind = lane.visit_at[place], lane.kinds[place]
         holdings = lane.holdings[visit]
         seconds, waits = holdings.forward_seconds, 0.0
@@ -109,7 +110,7 @@ class _Rank:
         self.windows = kept
 
     def last_seconds(self) -> float:
-        """When everything is done, weight gradients as well."""
+        """The earliest end of the rank's work, weight gradients included."""
         return max((window.seconds + window.wait_seconds for window in self.windows), default=0.0)
 
 

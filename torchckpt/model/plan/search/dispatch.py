@@ -1,8 +1,8 @@
 """Dispatch: simulate one step in which each rank decides what to run next, for given choices of kept blocks.
 
-Forwards and backwards come in the order of the schedule. Where a rank would idle, it recomputes what it uses next, as
-far as the budget has room until then, or it does a weight gradient that waits. Where its next forward or backward has
-no room, it does weight gradients first. A split backward that has no room for all of its visit is done as a whole one.
+Forwards and backwards run in the order of the schedule. A rank that would idle recomputes blocks of its next backwards,
+if the budget has room for them until then, or runs a pending weight gradient. If its next forward or backward does not
+fit, it runs pending weight gradients first. A split backward that still does not fit runs as a whole one.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RECOMPUTE", "WEIGHT_GRAD", "Done", "SimulatedStep", "Strategy", "dis
 WEIGHT_GRAD, RECOMPUTE = range(INPUT_GRAD + 1, INPUT_GRAD + 3)
 
 _LOOK = 4
-"""Visits that a rank looks at, to recompute them early."""
+"""How many visits with dropped blocks a rank looks at for an early recompute."""
 _NEVER = -1.0
 _LONG = float("inf")
 
@@ -29,18 +29,18 @@ _LONG = float("inf")
 class Strategy:
     """How a rank decides what to do when it would idle."""
 
-    thorough: bool = False
-    """Wait with a recompute until there is room for all that can be early."""
-    near: bool = False
+    all_at_once: bool = False
+    """Start a recompute only when there is room for all of the visit's blocks that can be early."""
+    next_only: bool = False
     """Recompute only what the very next backward uses."""
     patience: float = 0.0
-    """Wait for a message instead of starting work, if less than this share of the work is done when it arrives."""
+    """Start work only if at least this share of it is done when the next message arrives."""
 
 
 Done: TypeAlias = tuple[int, int, int, float, int]
 """One action of a rank: its kind, its visit, how many blocks are early, its end, the token that it waited for."""
 Choice: TypeAlias = tuple[int, int, int]
-"""What to do: kind, visit, early blocks."""
+"""The next action: its kind, its visit, how many blocks are early."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class SimulatedStep:
 
     step_seconds: float
     done: list[list[Done]]
-    """Per rank."""
+    """The actions of each rank."""
     arrived: list[float]
-    """Per token; negative where nothing was sent."""
-    giver: dict[int, tuple[int, int]]
-    """Per token, the rank that gave it, and its place in ``done``."""
+    """When each token arrived; negative if it was not sent."""
+    sender: dict[int, tuple[int, int]]
+    """The rank that sent each token, and the place of the sending action in ``done``."""
 
     @property
-    def haste(self) -> tuple[float, float]:
+    def sort_key(self) -> tuple[float, float]:
         """A key to compare steps, smaller is better: the seconds of the step, then how early messages arrive."""
         return self.step_seconds, sum(self.arrived)
 
@@ -68,7 +68,7 @@ class SimulatedStep:
         while place >= 0:
             _, visit, _, _, awaited = self.done[rank][place]
             path.append((rank, visit))
-            rank, place = self.giver.get(awaited, (rank, place - 1))
+            rank, place = self.sender.get(awaited, (rank, place - 1))
         return path
 
 
@@ -76,7 +76,7 @@ def dispatch(
     program: Program,
     lanes: Sequence[Lane],
     held: Sequence[Sequence[Holding]],
-    manner: Strategy,
+    strategy: Strategy,
     expected: Sequence[float] | None = None,
     limit_seconds: float = _LONG,
 ) -> SimulatedStep:
@@ -84,24 +84,27 @@ def dispatch(
 
     Args:
         program: the program of the schedule without its weight gradients.
-        held: per rank and visit.
-        expected: per token, when it arrives, as far as one can tell; a patient rank waits for these, too.
-        limit_seconds: stop when the step is sure to take longer; its seconds are then infinite.
+        lanes: one for each rank.
+        held: the holding of each rank and visit.
+        strategy: how ranks decide when they would idle.
+        expected: when each token is expected to arrive; a patient rank waits for it. Default: not known.
+        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite. Default: none.
     """
-    ranks = [_Rank(lane, own, manner) for lane, own in zip(lanes, held)]
+    ranks = [_Rank(lane, own, strategy) for lane, own in zip(lanes, held)]
     return _Clock(program, ranks, expected, limit_seconds).run()
 
 
 class _Rank:
     """The state of one rank, and its next decision."""
 
-    def __init__(self, lane: Lane, held: Sequence[Holding], manner: Strategy) -> None:
+    def __init__(self, lane: Lane, held: Sequence[Holding], strategy: Strategy) -> None:
         self.lane, self.held = lane, held
-        self.is_thorough, self.is_near, self.patience = manner.thorough, manner.near, manner.patience
+        self.all_at_once, self.next_only = strategy.all_at_once, strategy.next_only
+        self.patience = strategy.patience
         self.budget_bytes = lane.budget_bytes
         self.last = len(lane.kinds)
         self.profile = lane.profile(held)
-        """Bytes at each place without the weight gradients that wait; of early blocks, those that were begun."""
+        """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""
         self.place = 0
         self.alive_bytes = 0.0
         self.early = [0] * len(held)
@@ -111,7 +114,7 @@ class _Rank:
         self.done: list[Done] = []
         self.left_seconds = lane.plain_seconds + sum(own.late_seconds[0] for own in held)
 
-    def main(self) -> Choice:
+    def next_in_order(self) -> Choice:
         """The next action of the order, or a weight gradient that makes room for it: kind, visit, early blocks."""
         lane, waiting = self.lane, self.waiting
         visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
@@ -129,8 +132,8 @@ class _Rank:
                 kind = BACKWARD
         return kind, visit, early
 
-    def aside(self, idle_seconds: float) -> Choice | None:
-        """What to do while the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
+    def while_idle(self, idle_seconds: float) -> Choice | None:
+        """What to do if the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
         found = self._recompute()
         if found and idle_seconds >= self.patience * self.held[found[1]].early_seconds[found[2]]:
             return found
@@ -141,20 +144,20 @@ class _Rank:
         return None
 
     def _recompute(self) -> Choice | None:
-        """Of the next visit of which something can be early, what can be; nothing if it is better to wait."""
+        """The early recompute to start now, of the next visit that has one; None if there is none, or if it waits."""
         lane, held, begun = self.lane, self.held, self.early
-        used, made, place, visits = lane.used, lane.made, self.place, len(held)
+        backward, forward, place, visits = lane.backward_place, lane.forward_place, self.place, len(held)
         visit = self.next_use
-        while visit < visits and (used[visit] < place or begun[visit] or not held[visit].dropped):
+        while visit < visits and (backward[visit] < place or begun[visit] or not held[visit].dropped):
             visit += 1
         self.next_use, looked = visit, 0
-        while visit < visits and looked < _LOOK and made[visit] < place:
-            if self.is_near and used[visit] != place:
+        while visit < visits and looked < _LOOK and forward[visit] < place:
+            if self.next_only and backward[visit] != place:
                 return None
             if held[visit].dropped and not begun[visit]:
                 looked += 1
                 early, later = self._room(visit)
-                if later > early and (self.waiting or self.is_thorough):
+                if later > early and (self.waiting or self.all_at_once):
                     return None
                 if early:
                     return RECOMPUTE, visit, early
@@ -162,11 +165,11 @@ class _Rank:
         return None
 
     def _room(self, visit: int) -> tuple[int, int]:
-        """How many blocks can be early now; how many, when weight gradients are done, or at the backward itself."""
-        own, place, use, budget = self.held[visit], self.place, self.lane.used[visit], self.budget_bytes
+        """How many blocks can be early now, and how many later, when weight gradients are done or at the backward."""
+        own, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
         high = max(self.profile[place:use]) if use > place else 0.0
         now = budget - (high if high > self.alive_bytes else self.alive_bytes)
-        later = _LONG if self.is_thorough else budget - high
+        later = _LONG if self.all_at_once else budget - high
         at_use = budget - self.profile[use] + own.use_bytes[0]
         use_bytes, early_bytes, most = own.use_bytes, own.early_bytes, 0
         for count in range(len(use_bytes) - 1, 0, -1):
@@ -176,8 +179,8 @@ class _Rank:
                     return count, most
         return 0, most
 
-    def take(self, kind: int, visit: int, early: int) -> float:
-        """Its seconds."""
+    def run(self, kind: int, visit: int, early: int) -> float:
+        """Run an action; returns its seconds."""
         own, lane = self.held[visit], self.lane
         holdings = lane.holdings[visit]
         if kind == WEIGHT_GRAD:
@@ -199,7 +202,7 @@ class _Rank:
         return own.late_seconds[early] + holdings.input_grad_seconds
 
     def _begin(self, visit: int, early: int) -> None:
-        own, use = self.held[visit], self.lane.used[visit]
+        own, use = self.held[visit], self.lane.backward_place[visit]
         more = own.early_bytes[early]
         self.early[visit] = early
         self.alive_bytes += more
@@ -209,7 +212,7 @@ class _Rank:
 
 
 class _Clock:
-    """Wakes each rank when it is done with an action, or when what it waits for arrives."""
+    """Wakes a rank when its action ends, or when the message arrives that it waits for."""
 
     def __init__(
         self, program: Program, ranks: list[_Rank], expected: Sequence[float] | None, limit_seconds: float
@@ -219,9 +222,9 @@ class _Clock:
         for token in program.given:
             self.arrived[token] = 0.0
         self.wire_free = [0.0] * program.wires
-        self.giver: dict[int, tuple[int, int]] = {}
+        self.sender: dict[int, tuple[int, int]] = {}
         self.blocked: dict[int, tuple[int, float]] = {}
-        """By the token that they wait for, ranks, and since when."""
+        """By token, the rank that waits for it, and since when."""
         self.agenda = [(0.0, rank) for rank in range(len(ranks))]
 
     def run(self) -> SimulatedStep:
@@ -229,44 +232,44 @@ class _Clock:
         while agenda:
             now, at = heappop(agenda)
             if not self._wake(at, now):
-                return SimulatedStep(_LONG, [rank.done for rank in self.ranks], self.arrived, self.giver)
+                return SimulatedStep(_LONG, [rank.done for rank in self.ranks], self.arrived, self.sender)
         step = max((rank.done[-1][3] for rank in self.ranks if rank.done), default=0.0)
-        return SimulatedStep(step, [rank.done for rank in self.ranks], self.arrived, self.giver)
+        return SimulatedStep(step, [rank.done for rank in self.ranks], self.arrived, self.sender)
 
     def _wake(self, at: int, now: float) -> bool:
-        """Let a rank go on until another one is due, or it waits. Whether the step can be within its limit."""
+        """Run a rank until it waits, or until another rank comes first in time. False if the step exceeds its limit."""
         rank, instructions = self.ranks[at], self.program.ranks[at]
         agenda, arrived, last = self.agenda, self.arrived, rank.last
         while rank.place < last:
-            token, gives, _, wire, travel = instructions[rank.place]
+            token, sends, _, wire, travel = instructions[rank.place]
             there = 0.0 if token == NOTHING else arrived[token]
             if 0.0 <= there <= now:
-                choice: Choice | None = rank.main()
+                choice: Choice | None = rank.next_in_order()
             else:
-                choice = rank.aside(self._idle_seconds(token, there, now))
+                choice = rank.while_idle(self._idle_seconds(token, there, now))
             if choice is None:
                 self._sleep(at, now, token, there)
                 return True
             kind, visit, early = choice
-            seconds = rank.take(kind, visit, early)
+            seconds = rank.run(kind, visit, early)
             end = now + seconds
             rank.done.append((kind, visit, early, end, token if there == now else NOTHING))
             rank.left_seconds -= seconds
             if end + rank.left_seconds > self.limit_seconds:
                 return False
             now = end
-            if gives != NOTHING and kind <= INPUT_GRAD:
-                self._send(at, end, gives, wire, travel)
+            if sends != NOTHING and kind <= INPUT_GRAD:
+                self._send(at, end, sends, wire, travel)
             if agenda and agenda[0][0] <= now:
                 heappush(agenda, (now, at))
                 return True
         for visit in list(rank.waiting):
-            now += rank.take(WEIGHT_GRAD, visit, 0)
+            now += rank.run(WEIGHT_GRAD, visit, 0)
             rank.done.append((WEIGHT_GRAD, visit, 0, now, NOTHING))
         return True
 
     def _idle_seconds(self, token: int, there: float, now: float) -> float:
-        """How long the rank has to wait, as far as it can tell."""
+        """How long the rank expects to wait."""
         if there < 0.0:
             there = self.expected[token] if self.expected else _NEVER
         return there - now if there > now else _LONG
@@ -277,13 +280,13 @@ class _Clock:
         else:
             heappush(self.agenda, (there, at))
 
-    def _send(self, at: int, end: float, gives: int, wire: int, travel: float) -> None:
+    def _send(self, at: int, end: float, sends: int, wire: int, travel: float) -> None:
         arrives = end
         if wire != NOTHING:
             free = self.wire_free[wire]
             arrives = self.wire_free[wire] = (free if free > end else end) + travel
-        self.arrived[gives] = arrives
-        self.giver[gives] = at, len(self.ranks[at].done) - 1
-        if gives in self.blocked:
-            waiter, since = self.blocked.pop(gives)
+        self.arrived[sends] = arrives
+        self.sender[sends] = at, len(self.ranks[at].done) - 1
+        if sends in self.blocked:
+            waiter, since = self.blocked.pop(sends)
             heappush(self.agenda, (arrives if arrives > since else since, waiter))

@@ -19,7 +19,7 @@ from torchckpt.model.simulation.timeline import Timeline
 __all__ = ["Choice", "Choices", "Level", "levels", "memory_of", "replay", "without_weight_grads"]
 
 _Step: TypeAlias = tuple[float, float]
-"""Bytes that an action takes as it starts, and frees as it ends."""
+"""The bytes that an action allocates when it starts, and those that it frees when it ends."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Choice:
 
     kept: tuple[int, ...]
     early: tuple[int, ...] = ()
-    """Recomputed by ``R``, before the backward."""
+    """Recomputed by an ``R`` action, before the backward."""
     late: tuple[int, ...] = ()
     """Recomputed inside the backward."""
 
@@ -40,16 +40,15 @@ Choices: TypeAlias = Mapping[Visit, Choice]
 
 
 def without_weight_grads(schedule: Schedule) -> Schedule:
-    """The forwards and backwards alone; of a split backward, ``I``."""
+    """``schedule`` with its ``W`` actions removed."""
     ranks = (tuple(action for action in order if action.kind is not Kind.WEIGHT_GRAD) for order in schedule.ranks)
     return replace(schedule, ranks=tuple(ranks))
 
 
 def replay(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], choices: Choices) -> Timeline:
-    """The step of ``schedule``, which has an ``R`` for every visit of which something is early.
+    """Simulate the step of ``schedule``, which has an ``R`` for every visit with early blocks.
 
-    Memory is what the actions on a rank hold; static bytes are not in it. A whole backward counts as its highest point
-    from its start to its end.
+    Memory is without static bytes. A whole backward counts with its peak from its start to its end.
     """
     program = _program(schedule, stages, links, choices)
     played = run(program)
@@ -60,23 +59,23 @@ def replay(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], c
 def memory_of(
     schedule: Schedule, stages: Sequence[Stage], choices: Choices, played: Run
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Per rank, what its actions hold over the time of a step, on paper or measured."""
+    """For each rank, pairs of a time and the bytes alive from then on. ``played`` has simulated or measured times."""
     return tuple(_curve(order, stages, choices, played, rank) for rank, order in enumerate(schedule.ranks))
 
 
 class Level(NamedTuple):
-    """Bytes that a rank holds."""
+    """Bytes of a rank during one action, and after it."""
 
     highest: float
-    """During an action, the most."""
+    """The most during the action."""
     left: float
-    """When it ended."""
+    """When the action has ended."""
     entered: float = 0.0
-    """During a backward, the most before it recomputes anything; where it was measured."""
+    """If measured: during a backward, the most before it recomputes anything."""
 
 
 def levels(order: Sequence[Action], stages: Sequence[Stage], choices: Choices) -> list[Level]:
-    """Of each action of one rank."""
+    """The level of each action of one rank."""
     found, alive = [], 0.0
     for action in order:
         takes, frees = _changes(action.kind, stages[action.stage], choices[action.stage, action.micro_batch])

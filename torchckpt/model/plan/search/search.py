@@ -18,49 +18,49 @@ from torchckpt.model.plan.stage.holding import DROP_ORDERS, Holding
 from torchckpt.model.plan.stage.lane import CHOICES, Lane, Reserve
 from torchckpt.model.schedule.program import Program
 
-__all__ = ["Found", "search"]
+__all__ = ["Candidate", "search"]
 
 _T = TypeVar("_T")
 
-_QUICK = (Strategy(), Strategy(thorough=True), Strategy(thorough=True, near=True))
+_QUICK = (Strategy(), Strategy(all_at_once=True), Strategy(all_at_once=True, next_only=True))
 _PATIENT = (
     Strategy(patience=0.25),
     Strategy(patience=0.5),
-    Strategy(thorough=True, patience=0.5),
+    Strategy(all_at_once=True, patience=0.5),
     Strategy(patience=1.0),
 )
 _ROUNDS = 3
-"""Steps that are played one after the other, each with what the one before it has shown to be about to arrive."""
+"""How often a step is simulated with the same choices. Each time, ranks expect the arrival times of the time before."""
 _WORK, _FEWEST = 300_000, 150
-"""Actions that are played; so many steps of the schedule, at least."""
+"""The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
 _PARTS = 8
-"""Into which the blocks of a stage are parted, to try how many of them are early."""
+"""How many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
 _OVERHEAD = 20
 """The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Found:
-    """One way to play the step."""
+class Candidate:
+    """What was chosen, and the step that was simulated with it."""
 
     reserves: tuple[Reserve, ...]
     held: tuple[list[Holding], ...]
-    """Per rank and visit."""
-    manner: Strategy
-    played: SimulatedStep
+    """The holding of each rank and visit."""
+    strategy: Strategy
+    step: SimulatedStep
 
     @property
     def recompute_seconds(self) -> float:
         return sum(own.late_seconds[0] for rank in self.held for own in rank)
 
-    def with_rank(self, rank: int, reserve: Reserve, held: list[Holding]) -> Found:
-        """Before it is played."""
+    def with_rank(self, rank: int, reserve: Reserve, held: list[Holding]) -> Candidate:
+        """This one with other choices for ``rank``. Its step is still the old one."""
         reserves = (*self.reserves[:rank], reserve, *self.reserves[rank + 1 :])
         return replace(self, reserves=reserves, held=(*self.held[:rank], held, *self.held[rank + 1 :]))
 
 
-def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool = False) -> Found:
+def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool = False) -> Candidate:
     """The shortest step that was found.
 
     Args:
@@ -78,65 +78,65 @@ class _Search:
         self.target_seconds = target_seconds * (1 + _ROUNDING)
         self.random = Random(0)
         self.work = max(_WORK, _FEWEST * sum(map(len, lanes)))
-        """Actions that may be played."""
+        """The actions that may still be simulated."""
         blocks = {own.stage.blocks for lane in lanes for own in lane.holdings}
         self.is_equal = all(len(set(own)) <= 1 for own in blocks)
         self.most_blocks = max(map(len, blocks), default=0)
         self.is_split = any(any(lane.is_split) for lane in lanes)
         held = [lane.all_kept() if keep_all else lane.all_dropped() for lane in lanes]
         reserves = [lane.reserve(0, 0, DROP_ORDERS[0], CHOICES[0]) for lane in lanes]
-        self.best = self._played(tuple(reserves), tuple(held), Strategy())
+        self.best = self._simulated(tuple(reserves), tuple(held), Strategy())
 
-    def run(self) -> Found:
+    def run(self) -> Candidate:
         if not self.keep_all:
-            self._try_alike()
+            self._try_uniform()
         if self.is_split:
             self._try_patience()
         if self.keep_all:
             return self.best
-        start, share = self._halfway("even", Strategy(thorough=True)), self.work // 4
+        start, share = self._half_reserved("even", Strategy(all_at_once=True)), self.work // 4
         if not self.is_done:
-            self._descend(start, self.work - share)
-        self._descend(self.best, self.work - share)
-        for choice, manner in (("last", Strategy(thorough=True)), ("even", Strategy())):
+            self._tune_ranks(start, self.work - share)
+        self._tune_ranks(self.best, self.work - share)
+        for choice, strategy in (("last", Strategy(all_at_once=True)), ("even", Strategy())):
             if not self.is_done:
-                self._climb(self._halfway(choice, manner), self.work - share // 2)
-        self._climb(self.best, 0)
-        return self._frugal()
+                self._improve(self._half_reserved(choice, strategy), self.work - share // 2)
+        self._improve(self.best, 0)
+        return self._with_less_recompute()
 
     @property
     def is_done(self) -> bool:
-        return self.work <= 0 or self.best.played.step_seconds <= self.target_seconds
+        return self.work <= 0 or self.best.step.step_seconds <= self.target_seconds
 
-    def _played(
+    def _simulated(
         self,
         reserves: tuple[Reserve, ...],
         held: tuple[list[Holding], ...],
-        manner: Strategy,
+        strategy: Strategy,
         before: SimulatedStep | None = None,
         limit_seconds: float = float("inf"),
-    ) -> Found:
-        expected = before.arrived if before and manner.patience else None
-        played = dispatch(self.program, self.lanes, held, manner, expected, limit_seconds)
-        self.work -= _OVERHEAD + sum(map(len, played.done))
-        return Found(reserves, held, manner, played)
+    ) -> Candidate:
+        expected = before.arrived if before and strategy.patience else None
+        step = dispatch(self.program, self.lanes, held, strategy, expected, limit_seconds)
+        self.work -= _OVERHEAD + sum(map(len, step.done))
+        return Candidate(reserves, held, strategy, step)
 
-    def _offer(self, found: Found) -> None:
-        if found.played.haste < self.best.played.haste:
+    def _offer(self, found: Candidate) -> None:
+        if found.step.sort_key < self.best.step.sort_key:
             self.best = found
 
-    def _try_alike(self) -> None:
-        """All ranks and all visits alike."""
-        for early, wait, order, choice in self._alike():
+    def _try_uniform(self) -> None:
+        """Try the same choice for all ranks and all visits."""
+        for early, wait, order, choice in self._uniform():
             reserves = tuple(lane.reserve(early, wait, order, choice) for lane in self.lanes)
             held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
             kept = tuple(own for own in held if own is not None)
-            for manner in _QUICK if len(kept) == len(held) else ():
+            for strategy in _QUICK if len(kept) == len(held) else ():
                 if self.is_done:
                     return
-                self._offer(self._played(reserves, kept, manner))
+                self._offer(self._simulated(reserves, kept, strategy))
 
-    def _alike(self) -> Iterator[tuple[int, int, str, str]]:
+    def _uniform(self) -> Iterator[tuple[int, int, str, str]]:
         most = self.most_blocks
         reserved = [(early, 0) for early in sorted({0, most // 2, most})]
         reserved += [(most, wait) for wait in (1, 3) if self.is_split]
@@ -149,78 +149,77 @@ class _Search:
 
     def _try_patience(self) -> None:
         start = self.best
-        for manner in _PATIENT:
+        for strategy in _PATIENT:
             found = start
             for _ in range(_ROUNDS):
                 if self.is_done:
                     return
-                found = self._played(start.reserves, start.held, manner, found.played)
+                found = self._simulated(start.reserves, start.held, strategy, found.step)
                 self._offer(found)
 
-    def _descend(self, current: Found, until: int) -> Found:
-        """Rank by rank, the reserve that makes the shortest step, all visits of the rank alike."""
+    def _tune_ranks(self, current: Candidate, until: int) -> None:
+        """For one rank after the other, take the reserve with the shortest step; the same for all visits of a rank."""
         most = self.most_blocks
         earlies = sorted({round(most * part / _PARTS) for part in range(_PARTS + 1)})
         for rank, lane in enumerate(self.lanes):
             for early, choice in product(earlies, CHOICES[:2]):
                 if self.is_done or self.work <= until:
-                    return current
+                    return
                 reserve = lane.reserve(early, 0, DROP_ORDERS[0], choice)
                 held = lane.keep(reserve)
                 if held is None or held == current.held[rank]:
                     continue
-                limit = current.played.step_seconds * (1 + _ROUNDING)
+                limit = current.step.step_seconds * (1 + _ROUNDING)
                 other = current.with_rank(rank, reserve, held)
-                found = self._played(other.reserves, other.held, other.manner, current.played, limit)
+                found = self._simulated(other.reserves, other.held, other.strategy, current.step, limit)
                 self._offer(found)
-                if found.played.haste < current.played.haste:
+                if found.step.sort_key < current.step.sort_key:
                     current = found
-        return current
 
-    def _halfway(self, choice: str, manner: Strategy) -> Found:
-        """All ranks alike, half of the blocks there when a backward starts: another place to start from."""
+    def _half_reserved(self, choice: str, strategy: Strategy) -> Candidate:
+        """Another start for the search: each rank reserves memory for half of the blocks of each visit."""
         reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
         held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-        return self._played(reserves, tuple(own for own in held if own is not None), manner)
+        return self._simulated(reserves, tuple(own for own in held if own is not None), strategy)
 
-    def _climb(self, current: Found, until: int) -> None:
-        """Change it again and again, until so much work is left; go on from what is as good."""
-        path = current.played.critical()
+    def _improve(self, current: Candidate, until: int) -> None:
+        """Change ``current`` until ``until`` of the work is left. A change that is as good or better stays."""
+        path = current.step.critical()
         while not self.is_done and self.work > until:
             changed = self._changed(current, path)
             if changed is None:
                 self.work -= _OVERHEAD
-            elif changed.held == current.held and changed.manner == current.manner:
+            elif changed.held == current.held and changed.strategy == current.strategy:
                 self.work -= _OVERHEAD
                 current = changed
             else:
-                limit = current.played.step_seconds * (1 + _ROUNDING)
-                found = self._played(changed.reserves, changed.held, changed.manner, current.played, limit)
+                limit = current.step.step_seconds * (1 + _ROUNDING)
+                found = self._simulated(changed.reserves, changed.held, changed.strategy, current.step, limit)
                 self._offer(found)
-                if found.played.haste <= current.played.haste:
-                    current, path = found, found.played.critical()
+                if found.step.sort_key <= current.step.sort_key:
+                    current, path = found, found.step.critical()
 
-    def _changed(self, current: Found, path: Sequence[tuple[int, int]]) -> Found | None:
-        """``current`` with one change that is not played yet; None if it cannot be."""
+    def _changed(self, current: Candidate, path: Sequence[tuple[int, int]]) -> Candidate | None:
+        """``current`` with one change, not simulated yet; None if no holdings fit the budget."""
         random = self.random
         if random.random() < 0.08:
-            return replace(current, manner=random.choice(_QUICK + _PATIENT))
-        rank, visit = self._place(path)
+            return replace(current, strategy=random.choice(_QUICK + _PATIENT))
+        rank, visit = self._rank_and_visit(path)
         lane = self.lanes[rank]
         if not lane.visits:
             return None
-        reserve = self._other(lane, current.reserves[rank], visit)
+        reserve = self._changed_reserve(lane, current.reserves[rank], visit)
         held = lane.keep(reserve)
         return None if held is None else current.with_rank(rank, reserve, held)
 
-    def _place(self, path: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    def _rank_and_visit(self, path: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """A rank and a visit, most often on the critical path."""
         if self.random.random() < 0.7:
             return self.random.choice(path)
         rank = self.random.randrange(len(self.lanes))
         return rank, self.random.randrange(max(1, len(self.lanes[rank].visits)))
 
-    def _other(self, lane: Lane, reserve: Reserve, visit: int) -> Reserve:
+    def _changed_reserve(self, lane: Lane, reserve: Reserve, visit: int) -> Reserve:
         """Another reserve for a stretch of visits around ``visit``, or another choice of what is dropped."""
         random, visits = self.random, len(lane.visits)
         length = random.choice((1, 1, 2, 4, 8, visits))
@@ -232,22 +231,22 @@ class _Search:
         if kind < 0.3 and not self.is_equal:
             return replace(reserve, order=_set(reserve.order, stretch, random.choice(DROP_ORDERS)))
         if kind < (0.4 if self.is_equal else 0.55):
-            return replace(reserve, drops=self._other_drops(reserve.drops, stretch, lane))
+            return replace(reserve, drops=self._changed_drops(reserve.drops, stretch, lane))
         if kind < 0.8 or not self.is_split:
-            early = self._other_early(reserve.early, stretch, lane)
+            early = self._changed_early(reserve.early, stretch, lane)
             return replace(reserve, early=early, wait=_set(reserve.wait, stretch, 0))
         return replace(reserve, wait=_set(reserve.wait, stretch, random.choice((1, 1, 2, 3, 4))))
 
-    def _other_drops(self, drops: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
-        """So many more or fewer for all of the stretch, or none."""
+    def _changed_drops(self, drops: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
+        """The drops, with a random number more or fewer for each visit of the stretch."""
         by = self.random.choice((1, 1, 2, -1, -1, -self.most_blocks, self.most_blocks))
         found = list(drops)
         for visit in stretch:
             found[visit] = min(lane.holdings[visit].droppable, max(0, drops[visit] + by))
         return tuple(found)
 
-    def _other_early(self, early: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
-        """So many for all of the stretch, or so many more or fewer."""
+    def _changed_early(self, early: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
+        """The early blocks, with one number for all visits of the stretch, or a random number more or fewer each."""
         random, most = self.random, self.most_blocks
         goal = random.choice((0, most, random.randint(0, most), None))
         by = random.choice((-2, -1, 1, 2))
@@ -257,10 +256,10 @@ class _Search:
             found[visit] = min(lane.holdings[visit].blocks, max(0, wanted))
         return tuple(found)
 
-    def _frugal(self) -> Found:
-        """The best, with ranks that keep more where that does not make the step longer."""
+    def _with_less_recompute(self) -> Candidate:
+        """The best found. Where a rank can recompute less and the step gets no longer, it does."""
         best = self.best
-        limit = best.played.step_seconds * (1 + _ROUNDING)
+        limit = best.step.step_seconds * (1 + _ROUNDING)
         order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")
         for rank, lane in enumerate(self.lanes):
             reserve = lane.reserve(0, 0, order, choice)
@@ -269,8 +268,8 @@ class _Search:
                 continue
             other = best.with_rank(rank, reserve, held)
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
-                found = self._played(other.reserves, other.held, other.manner, best.played)
-                if found.played.step_seconds <= limit:
+                found = self._simulated(other.reserves, other.held, other.strategy, best.step)
+                if found.step.step_seconds <= limit:
                     best = found
         return best
 

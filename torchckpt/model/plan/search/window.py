@@ -1,16 +1,18 @@
 """Window: consecutive actions of one rank, and the least recomputation in them that every plan needs.
 
-What of a visit is there when its backward starts, kept or recomputed before, has to fit beside what is there of others.
-At the start of a window everything may be there that fits at that moment, however it came to be there; from then on,
-what does not fit any more is lost, and has to be recomputed inside the window or later, before or in its own backward.
-To lose what is used last loses least, for every end of the window at once (Belady 1966).
+A visit is a micro-batch on a stage. When its backward starts, blocks that are kept or were recomputed early are in
+memory, and have to fit beside those of other visits. A window starts with as many blocks in memory as fit; they cost
+nothing. From then on, blocks that do not fit are lost. A lost block is recomputed inside the window or later, before
+its backward or in it. The visit whose backward comes last loses its blocks first: this is the least loss, for every
+end of the window at once (Belady 1966).
 
-That is exact for equal blocks. Blocks of unequal worth are relaxed twice, and the larger bound of the two counts:
+The bound is exact for equal blocks. Blocks that differ are relaxed in two ways, and the larger bound counts:
 
-* *layers*: the seconds of a block are its bytes times its density, seconds for a byte. For each density that occurs,
-  the least bytes that are lost of blocks at least as dense, counted with the density's excess over the one before. A
-  capacity counts only as far as some set of blocks fills it.
-* *groups*, where few blocks are alive: of visits that are alive at the same moment, the most seconds that fit at once.
+* *layers*: The seconds of a block are its bytes times its density (seconds per byte). Sorted densities cut these
+  seconds into layers. A layer holds the blocks that are at least as dense as its floor. Its cost is the least bytes
+  that these blocks lose, times the difference to the floor below. A capacity counts only as far as a set of blocks can
+  fill it.
+* *groups*, if few blocks are alive: the most seconds of blocks that fit at once, for visits alive at the same moment.
 """
 from __future__ import annotations
 
@@ -25,15 +27,16 @@ from torchckpt.model.plan.stage.lane import FORWARD, Lane
 __all__ = ["Capacity", "Window"]
 
 _Front: TypeAlias = list[tuple[float, float]]
-"""Bytes and the most seconds that they can hold; both increase."""
+"""Pairs of bytes and the most recompute seconds of blocks that fit in them; both increase."""
 
 _CLASSES = 8
+"""The most layers."""
 _SUMS = 600
-"""Of a set of blocks; of more, a capacity counts as it is."""
+"""The most sums of block sizes. If there are more, a capacity is not rounded down to such a sum."""
 _FEW_BLOCKS, _FEW_ALIVE = 8, 24
-"""Of a stage, and of a rank at once, so that its groups are looked at."""
+"""The most blocks of a stage, and blocks alive on a rank at once, for which groups are computed."""
 _POINTS = 48
-"""Of a front; of more, neighbours are merged into one that is better than both."""
+"""The most points of a front. If there are more, neighbours are merged into a point that is better than both."""
 _TINY = 1e-9
 
 
@@ -48,12 +51,12 @@ class Capacity:
         self.gains = [high - low for low, high in zip([0.0, *self.floors], self.floors)]
         self.is_equal = len({(block.freed_bytes, block.recompute_seconds) for block in blocks}) <= 1
         self.least = {holdings: holdings.without(range(holdings.blocks)) for holdings in own}
-        self.beside = {holdings: least.use_bytes[0] - least.held_bytes for holdings, least in self.least.items()}
-        """At a backward, at least, more than boundaries and what is fixed."""
+        self.backward_extra_bytes = {one: least.use_bytes[0] - least.held_bytes for one, least in self.least.items()}
+        """The least bytes that a backward adds to those that its visit holds when it recomputes all blocks."""
         self._alive_at(own)
-        self._made: dict[tuple[int, int], list[float] | float | None] = {}
-        self._many: dict[int, list[dict[Holdings, int]]] = {}
-        """By layer, counts that have too many sums; more have, too."""
+        self._fillings: dict[tuple[int, int], list[float] | float | None] = {}
+        self._too_many: dict[int, list[dict[Holdings, int]]] = {}
+        """By layer, the counts of visits with too many sums. Larger counts have too many, too."""
         self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
         self._options: dict[tuple[Holdings, float, bool], _Front] = {}
         few = max((len(holdings.stage.blocks) for holdings in own), default=0) <= _FEW_BLOCKS
@@ -61,15 +64,15 @@ class Capacity:
         layers, visits = range(len(self.gains)), range(len(lane.visits))
         self.totals = [{holdings: sum(self._sizes(layer, holdings)) for holdings in own} for layer in layers]
         self.full = [[self._full(visit, layer) for visit in visits] for layer in layers]
-        """By layer and visit, the bytes that can be there at the backward."""
+        """By layer and visit, the most bytes that can be in memory when the backward starts."""
 
     def _alive_at(self, own: Sequence[Holdings]) -> None:
-        """At each place, the bytes that are left, and which visits are alive, counted by stage."""
+        """Compute for each place the bytes that are left, and how many visits of each stage are alive."""
         lane = self.lane
         counts, used_bytes = dict.fromkeys(own, 0), 0.0
         self.left_bytes: list[float] = []
         self.alive: list[int] = []
-        """A number for each set of counts."""
+        """By place, an index of :attr:`counts`."""
         self.counts: list[dict[Holdings, int]] = []
         numbers: dict[tuple[int, ...], int] = {}
         for kind, visit in zip(lane.kinds, lane.visit_at):
@@ -88,7 +91,7 @@ class Capacity:
         self.most_alive = max((sum(h.blocks * n for h, n in one.items()) for one in self.counts), default=0)
 
     def _sizes(self, layer: int, holdings: Holdings) -> list[float]:
-        """Of blocks of a stage that belong to a layer, the bytes."""
+        """The bytes of each block of the stage that belongs to the layer."""
         floor = self.floors[layer] * (1 - _TINY)
         blocks = [block for block in holdings.stage.blocks if block.freed_bytes]
         return [one.freed_bytes for one in blocks if density(one.recompute_seconds, one.freed_bytes) >= floor]
@@ -97,7 +100,7 @@ class Capacity:
         holdings = self.lane.holdings[visit]
         if self.is_equal or holdings.blocks > _FEW_BLOCKS:
             return self.totals[layer][holdings]
-        left = self.left_bytes[self.lane.used[visit]]
+        left = self.left_bytes[self.lane.backward_place[visit]]
         return max((sizes[layer] for _, _, _, sizes in self.allowed(holdings, left)), default=0.0)
 
     def rounded(self, layer: int, place: int, amount_bytes: float) -> float:
@@ -105,18 +108,18 @@ class Capacity:
         if amount_bytes <= 0.0:
             return 0.0
         key = layer, self.alive[place]
-        if key not in self._made:
-            self._made[key] = self._sums(layer, self.counts[self.alive[place]])
-        sums = self._made[key]
+        if key not in self._fillings:
+            self._fillings[key] = self._sums(layer, self.counts[self.alive[place]])
+        sums = self._fillings[key]
         if sums is None:
             return amount_bytes
         if isinstance(sums, list):
             return min(amount_bytes, sums[bisect_right(sums, amount_bytes * (1 + _TINY)) - 1])
-        return int(amount_bytes / sums + _TINY) * sums  # whose sizes may be whole numbers
+        return int(amount_bytes / sums + _TINY) * sums  # _TINY: the division may round a whole number down
 
     def _sums(self, layer: int, counts: dict[Holdings, int]) -> list[float] | float | None:
-        """Of all sets of blocks; of equal ones, the size of one; None of too many."""
-        many = self._many.setdefault(layer, [])
+        """The total bytes of every set of blocks, ascending; the size of one if they are equal; None if too many."""
+        many = self._too_many.setdefault(layer, [])
         if any(all(counts[holdings] >= few for holdings, few in one.items()) for one in many):
             return None
         sizes = [size for holdings, count in counts.items() for size in self._sizes(layer, holdings) * count]
@@ -131,15 +134,19 @@ class Capacity:
         return sorted(found)
 
     def allowed(self, holdings: Holdings, left_bytes: float) -> list[tuple[float, float, float, list[float]]]:
-        """Of each set of blocks that can be there when the backward starts: its bytes, those at the highest point of
-        the backward, its seconds, and its bytes by layer."""
+        """The sets of blocks that can be in memory when the backward starts.
+
+        Returns:
+            for each set, its bytes, the bytes that the peak of the backward adds to the least that a visit holds, its
+            recompute seconds, and its bytes by layer.
+        """
         key = holdings, round(left_bytes, 9)
         if key not in self._allowed:
             self._allowed[key] = [one for one in self._all_sets(holdings) if one[1] <= left_bytes * (1 + _TINY)]
         return self._allowed[key]
 
     def options(self, holdings: Holdings, left_bytes: float, starts: bool) -> _Front:
-        """Of the sets that can be there when the backward starts: bytes, at its highest point or not, and seconds."""
+        """The front of the sets that can be in memory when the backward starts; with its peak bytes if ``starts``."""
         key = holdings, round(left_bytes, 9), starts
         if key not in self._options:
             sets = self.allowed(holdings, left_bytes)
@@ -165,7 +172,7 @@ class Capacity:
         return self._allowed[key]
 
     def deferrable_seconds(self, place: int, visit: int) -> float:
-        """Of weight gradients that can wait while the action at ``place``, of ``visit``, is done."""
+        """The most seconds of weight gradients that can wait during the action of ``visit`` at ``place``."""
         lane = self.lane
         left = self.left_bytes[place]
         if lane.kinds[place] != FORWARD:
@@ -175,7 +182,7 @@ class Capacity:
 
 
 def _floors(densities: Sequence[float]) -> list[float]:
-    """Ascending; of too many, some, with those between counted as the next lower."""
+    """The distinct densities, ascending. If there are too many, some; another density counts as the next lower one."""
     found: list[float] = []
     for one in sorted(densities):
         if not found or one > found[-1] * (1 + _TINY):
@@ -186,7 +193,7 @@ def _floors(densities: Sequence[float]) -> list[float]:
 
 
 def _most(kinds: Sequence[tuple[float, float]], left_bytes: float) -> float:
-    """The most seconds of things of these (bytes, seconds) that fit."""
+    """The most seconds of items that fit in ``left_bytes``. Each kind is (bytes, seconds) of an item."""
     if left_bytes <= 0.0 or not kinds:
         return 0.0
     if len(kinds) > 2:
@@ -199,7 +206,7 @@ def _most(kinds: Sequence[tuple[float, float]], left_bytes: float) -> float:
 
 
 class Window:
-    """From the place at which it was opened up to the last one that it has passed."""
+    """The actions of a rank from the place where the window was opened to the last one that it has passed."""
 
     __slots__ = ("anchor", "capacity", "front", "group_before", "group_seconds", "group_total", "kept", "kept_bytes",
                  "layer_seconds", "order", "plain_seconds", "wait_seconds")
@@ -208,15 +215,16 @@ class Window:
         lane = capacity.lane
         self.capacity = capacity
         self.plain_seconds = start_seconds
-        """When the window starts at the soonest, and its forwards and backwards."""
+        """The earliest start of the window, plus the seconds of its forwards and backwards."""
         self.layer_seconds = self.group_seconds = 0.0
-        """The least seconds of recomputation in the window."""
+        """The least seconds of recomputation in the window, by the two relaxations."""
         self.wait_seconds = 0.0
-        """Of weight gradients of backwards in the window."""
-        alive = [visit for visit, used in enumerate(lane.used) if lane.made[visit] < place <= used]
+        """The seconds of weight gradients that belong to backwards in the window."""
+        places = zip(lane.forward_place, lane.backward_place)
+        alive = [visit for visit, (forward, backward) in enumerate(places) if forward < place <= backward]
         self.kept = [{visit: full[visit] for visit in alive} for full in capacity.full]
         self.order = [[*alive] for _ in capacity.full]
-        """Visits of which something is there, in the order of their backwards."""
+        """By layer, the visits that have blocks in memory, in the order of their backwards."""
         self.kept_bytes = [sum(kept.values()) for kept in self.kept]
         self.anchor = -1
         self.group_before = self.group_total = 0.0
@@ -230,7 +238,7 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Where everything that can wait has waited."""
+        """The earliest end of the window if its weight gradients run later."""
         return self.plain_seconds + self.redo_seconds
 
     def pass_place(self, place: int) -> None:
@@ -239,33 +247,33 @@ class Window:
         is_forward = lane.kinds[place] == FORWARD
         for layer, gain in enumerate(self.capacity.gains):
             if is_forward:
-                self._make(layer, visit, place)
+                self._forward(layer, visit, place)
             else:
-                self.layer_seconds += gain * self._use(layer, visit, place)
+                self.layer_seconds += gain * self._backward(layer, visit, place)
         if self.capacity.has_groups and not is_forward:
-            self._use_of_group(visit, place)
+            self._backward_of_group(visit, place)
 
-    def _make(self, layer: int, visit: int, place: int) -> None:
+    def _forward(self, layer: int, visit: int, place: int) -> None:
         full = self.capacity.full[layer][visit]
         self.kept[layer][visit] = full
         self.kept_bytes[layer] += full
         insort(self.order[layer], visit)
         self._lose(layer, self.capacity.rounded(layer, place, self.capacity.left_bytes[place]), -1)
 
-    def _use(self, layer: int, visit: int, place: int) -> float:
-        """The bytes that are not there any more."""
+    def _backward(self, layer: int, visit: int, place: int) -> float:
+        """The bytes of ``visit`` that are lost, and have to be recomputed for its backward."""
         capacity, kept = self.capacity, self.kept[layer]
         left = capacity.left_bytes[place]
-        beside = capacity.beside[capacity.lane.holdings[visit]]
+        extra = capacity.backward_extra_bytes[capacity.lane.holdings[visit]]
         own, most = kept[visit], capacity.rounded(layer, place, left)
         if own > most:
             self._lose(layer, 0.0, visit)
             self.kept_bytes[layer] += most - own
             own = most
-        elif own >= beside:
+        elif own >= extra:
             self._lose(layer, most - own, visit)
         else:
-            self._lose(layer, capacity.rounded(layer, place, left - beside), visit)
+            self._lose(layer, capacity.rounded(layer, place, left - extra), visit)
         self.kept_bytes[layer] -= own
         del kept[visit]
         order = self.order[layer]
@@ -275,7 +283,7 @@ class Window:
         return capacity.totals[layer][capacity.lane.holdings[visit]] - own
 
     def _lose(self, layer: int, most_bytes: float, but: int) -> None:
-        """Of visits other than ``but``, down to ``most_bytes``, what is used last."""
+        """Lose bytes of visits other than ``but`` until ``most_bytes`` are left, of the last backward first."""
         kept, order = self.kept[layer], self.order[layer]
         excess = self.kept_bytes[layer] - kept.get(but, 0.0) - most_bytes
         while excess > _TINY * most_bytes and order and order[-1] != but:
@@ -288,14 +296,14 @@ class Window:
                 order.pop()
 
     def _start_group(self, place: int) -> None:
-        """Of all visits that are alive at ``place``."""
+        """Start a group: the visits that are alive at ``place``."""
         self.anchor = place
         self.group_before, self.group_total = self.group_seconds, 0.0
         self.front = [(0.0, 0.0)]
 
-    def _use_of_group(self, visit: int, place: int) -> None:
+    def _backward_of_group(self, visit: int, place: int) -> None:
         capacity, lane = self.capacity, self.capacity.lane
-        if lane.made[visit] > self.anchor:
+        if lane.forward_place[visit] > self.anchor:
             self._start_group(place)
         holdings = lane.holdings[visit]
         options = capacity.options(holdings, capacity.left_bytes[place], place == self.anchor)
@@ -306,9 +314,9 @@ class Window:
         self.group_seconds = self.group_before + self.group_total - (self.front[-1][1] if self.front else 0.0)
 
     def covers(self, other: Window) -> bool:
-        """Whether ``other``, opened earlier or later, can never again say more than this one.
+        """Whether the bound of ``other`` can never again be above that of this window.
 
-        From here on it can lose less than this one at most what this one has more of, up to any backward.
+        From now on, ``other`` recomputes at most as many bytes more as this window holds more of, up to any backward.
         """
         ahead = self.plain_seconds - other.plain_seconds
         slack = min(ahead, ahead + self.wait_seconds - other.wait_seconds) + _TINY * self.plain_seconds

@@ -1,8 +1,8 @@
 """Holding: what one visit, a micro-batch on a stage, has in memory when some of its blocks are dropped.
 
-A dropped block is recomputed *early*, by an ``R`` before the gradient is there, or *late*, inside the backward. Which
-of the dropped blocks are early is not chosen: they are the last ones. A backward goes from the last block to the first,
-so what it recomputes late it recomputes in room that later blocks have left.
+A dropped block is recomputed *early*, by an ``R`` action before the gradient arrives, or *late*, inside the backward.
+The last of the dropped blocks are the early ones. A backward goes from the last block to the first, so it recomputes
+the late ones in memory that later blocks have freed.
 """
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchckpt.model.plan.stage.stage import Stage
 __all__ = ["DROP_ORDERS", "Holding", "Holdings", "use_bytes"]
 
 DROP_ORDERS = ("first", "cheap", "small", "large")
-"""Which block is dropped before which: the first of the stage, the one that is recomputed fastest for its bytes, the
-one that frees the fewest bytes, the one that frees the most. All the same where blocks are equal."""
+"""Which block of a stage is dropped first: the first one, the one with the fewest recompute seconds per byte, the one
+that frees the fewest bytes, or the one that frees the most. If all blocks are equal, the orders are the same."""
 
 
 class Holding:
-    """One choice of blocks that are dropped. Lists are indexed by how many of them are early."""
+    """The bytes and seconds of a visit for one choice of dropped blocks. Lists are indexed by how many are early."""
 
     __slots__ = ("dropped", "early_bytes", "early_seconds", "held_bytes", "kept", "late_seconds", "use_bytes")
 
@@ -27,13 +27,13 @@ class Holding:
         self.dropped = dropped
         self.kept = len(blocks) - len(dropped)
         self.held_bytes = stage.saved_bytes - sum(blocks[at].freed_bytes for at in dropped)
-        """From the forward to the backward."""
+        """Bytes from the forward to the backward, without early blocks."""
         self.early_bytes: list[float] = []
-        """What ``R`` adds."""
+        """Bytes that ``R`` adds."""
         self.early_seconds: list[float] = []
         self.late_seconds: list[float] = []
         self.use_bytes: list[float] = []
-        """At the highest point of a whole backward."""
+        """Bytes at the peak of a whole backward."""
         for early in range(len(dropped) + 1):
             late, back = dropped[: len(dropped) - early], dropped[len(dropped) - early :]
             self.early_bytes.append(sum(blocks[at].freed_bytes for at in back))
@@ -42,12 +42,12 @@ class Holding:
             self.use_bytes.append(use_bytes(stage, late))
 
     def reserved_bytes(self, blocks: int) -> float:
-        """At the backward, where so many blocks are there when it starts, kept or early."""
+        """The peak bytes of the backward if ``blocks`` are in memory when it starts, kept or early."""
         return self.use_bytes[min(len(self.dropped), max(0, blocks - self.kept))]
 
 
 def use_bytes(stage: Stage, late: Collection[int]) -> float:
-    """At the highest point of a whole backward that recomputes ``late``.
+    """The bytes of a visit at the peak of a whole backward that recomputes the blocks ``late``.
 
     >>> stage = Stage((Block(boundary_bytes=0.25),) * 2)
     >>> use_bytes(stage, ()), use_bytes(stage, (0,)), use_bytes(stage, (0, 1))
@@ -66,7 +66,7 @@ def use_bytes(stage: Stage, late: Collection[int]) -> float:
 
 
 class Holdings:
-    """Of one stage, every choice that was asked for, made once."""
+    """The holdings of one stage, each made when it is first asked for."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -82,9 +82,9 @@ class Holdings:
             name: [self.without(order[:count]) for count in range(len(order) + 1)]
             for name, order in self.orders.items()
         }
-        """By drop order, what is held after so many drops."""
+        """By drop order, the holding after each number of drops."""
         self.droppable = len(self.orders[DROP_ORDERS[0]])
-        """Blocks that free something if they are dropped."""
+        """The number of blocks that free bytes if they are dropped."""
         blocks = stage.blocks
         self.densities = {
             name: [density(blocks[at].recompute_seconds, blocks[at].freed_bytes) for at in order]
@@ -99,7 +99,7 @@ class Holdings:
 
 
 def density(seconds: float, amount_bytes: float) -> float:
-    """What a byte of memory saves."""
+    """The recompute seconds that a byte of memory saves."""
     return seconds / amount_bytes if amount_bytes else float("inf")
 
 

@@ -1,9 +1,8 @@
-"""Lane: the forwards and backwards of one rank in their order, and what is kept of its visits under a byte budget.
+"""Lane: the forwards and backwards of one rank in their order, and the blocks that it keeps under a byte budget.
 
-What is kept is decided by bytes alone, rank by rank: a kept block occupies its bytes from the forward to the backward.
-Where the budget is exceeded, something that is alive has to be dropped; to drop what is used last is best (Belady
-1966), for equal blocks even optimal. Weight gradients have no place here: they are moved, and :mod:`dispatch` places
-them.
+Each rank decides by bytes alone: a kept block occupies its bytes from the forward to the backward. Where the budget is
+exceeded, a block of a visit that is alive is dropped. A good choice is the visit whose backward comes last (Belady
+1966); for equal blocks it is optimal. A lane has no weight gradients: :mod:`dispatch` decides when they run.
 """
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ FORWARD, BACKWARD, INPUT_GRAD = range(3)
 _KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.INPUT_GRAD: INPUT_GRAD}
 
 CHOICES = ("last", "even", "cheap")
-"""Which block to drop next: one of the visit that is used last (``last``), one of the visit that keeps most (``even``),
-or the block of any visit with the fewest recompute seconds per byte (``cheap``)."""
+"""Which block to drop next: one of the visit whose backward comes last (``last``), one of the visit that keeps most
+blocks (``even``), or the block of any visit with the fewest recompute seconds per byte (``cheap``)."""
 
 _ROUNDING = 1e-11
-"""Of a budget: what sums of numbers may be off. Less than a byte of 60 GB."""
+"""The share of a budget that sums of bytes may exceed it by, due to rounding. Less than a byte of 60 GB."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +33,19 @@ class Reserve:
     """How to choose the kept blocks, and how much memory to reserve. One entry per visit, in the order of backwards."""
 
     early: tuple[int, ...]
-    """Blocks that shall be there when the backward starts, kept or early."""
+    """The blocks to have in memory when the backward starts, kept or early."""
     wait: tuple[int, ...]
-    """Actions of the rank that a weight gradient shall be able to wait for."""
+    """How many later actions of the rank a weight gradient may wait for."""
     order: tuple[str, ...]
     """One of ``DROP_ORDERS``."""
     drops: tuple[int, ...]
-    """Blocks that are dropped in any case."""
+    """The blocks that are dropped even if they fit."""
     choice: str = "last"
+    """One of ``CHOICES``."""
 
 
 class Lane:
-    """Visits are numbered in the order of their backwards; places are those of ``kinds``."""
+    """One rank. Visits are numbered in the order of their backwards; a place is an index of ``kinds``."""
 
     def __init__(self, rank: int, schedule: Schedule, holdings: Sequence[Holdings], budget_bytes: float) -> None:
         order = [action for action in schedule.ranks[rank] if action.kind in _KINDS]
@@ -53,14 +53,14 @@ class Lane:
         number = {visit: at for at, visit in enumerate(self.visits)}
         self.kinds = [_KINDS[kind] for _, kind, _ in order]
         self.visit_at = [number[j, i] for j, _, i in order]
-        self.made, self.used = [0] * len(self.visits), [0] * len(self.visits)
+        self.forward_place, self.backward_place = [0] * len(self.visits), [0] * len(self.visits)
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
-            (self.used if kind else self.made)[visit] = place
-        self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.used]
+            (self.backward_place if kind else self.forward_place)[visit] = place
+        self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.backward_place]
         self.holdings = [holdings[stage] for stage, _ in self.visits]
         self.plain_seconds = sum(own.forward_seconds + own.backward_seconds for own in self.holdings)
         self.budget_bytes = budget_bytes * (1 + _ROUNDING)
-        """With room for rounding."""
+        """The budget, with room for rounding."""
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -72,7 +72,7 @@ class Lane:
         return [own.levels[DROP_ORDERS[0]][-1] for own in self.holdings]
 
     def profile(self, held: Sequence[Holding]) -> list[float]:
-        """Bytes alive at each place, where whole backwards recompute everything that is dropped."""
+        """Bytes alive at each place if backwards are whole and recompute all dropped blocks."""
         found, alive = [0.0] * len(self.kinds), 0.0
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
             own = held[visit]
@@ -89,7 +89,7 @@ class Lane:
         return _Sweep(self, reserve).run()
 
     def reserve(self, early: int, wait: int, order: str, choice: str) -> Reserve:
-        """The same for every visit."""
+        """A reserve that is the same for every visit."""
         blocks = tuple(min(early, own.blocks) for own in self.holdings)
         waits = tuple(wait if split else 0 for split in self.is_split)
         visits = len(self.visits)
@@ -101,7 +101,7 @@ def lanes_of(schedule: Schedule, holdings: Sequence[Holdings], budget_bytes: Seq
 
 
 class _Sweep:
-    """Goes along the order, and where it does not fit, drops one block after the other."""
+    """Goes through the order of a lane, and drops blocks, one at a time, where an action exceeds the budget."""
 
     def __init__(self, lane: Lane, reserve: Reserve) -> None:
         self.lane, self.reserve = lane, reserve
@@ -112,28 +112,28 @@ class _Sweep:
         self.is_alive = bytearray(len(pairs))
         self.alive_bytes = 0.0
         self.pending: dict[int, float] = {}
-        """Bytes of weight gradients that wait, by the place at which they have been done."""
+        """Bytes of pending weight gradients, by the place before which they run at the latest."""
         self.heap: list[tuple[float, int, int]] = []
-        """Of what may be dropped: which is first, the visit (negative), its level then."""
+        """The visits that may drop a block: a sort key, the negative visit, and its level when it was pushed."""
 
     def run(self) -> list[Holding] | None:
         lane = self.lane
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
             self.alive_bytes -= self.pending.pop(place, 0.0)
-            if not (self._use(visit, place) if kind else self._make(visit)):
+            if not (self._backward(visit, place) if kind else self._forward(visit)):
                 return None
         return [levels[level] for levels, level in zip(self.levels, self.level)]
 
-    def _make(self, visit: int) -> bool:
+    def _forward(self, visit: int) -> bool:
         self.alive_bytes += self.levels[visit][self.level[visit]].held_bytes
         self.is_alive[visit] = 1
         self._push(visit)
         while self.alive_bytes > self.lane.budget_bytes:
-            if not (self._drop(-1) or self._let_go()):
+            if not (self._drop(-1) or self._run_pending()):
                 return False
         return True
 
-    def _use(self, visit: int, place: int) -> bool:
+    def _backward(self, visit: int, place: int) -> bool:
         lane, reserve = self.lane, self.reserve
         wait = reserve.wait[visit]
         early = lane.holdings[visit].blocks if wait else reserve.early[visit]
@@ -146,7 +146,7 @@ class _Sweep:
             elif self.level[visit] + 1 < len(self.levels[visit]):
                 self._lower(visit)
                 own = self.levels[visit][self.level[visit]]
-            elif not self._let_go():
+            elif not self._run_pending():
                 return False
         self.is_alive[visit] = 0
         self.alive_bytes -= own.held_bytes
@@ -157,7 +157,7 @@ class _Sweep:
         return True
 
     def _drop(self, but: int) -> bool:
-        """One block of another visit than ``but``, if there is any."""
+        """Drop one block of a visit other than ``but``; False if there is none."""
         heap, aside = self.heap, None
         while heap:
             entry = heappop(heap)
@@ -193,8 +193,8 @@ class _Sweep:
             first = self.densities[visit][level]
         heappush(self.heap, (first, -visit, level))
 
-    def _let_go(self) -> bool:
-        """The weight gradients that have waited longest are done earlier than they could be."""
+    def _run_pending(self) -> bool:
+        """Run the weight gradients that have waited longest now; False if none wait."""
         if not self.pending:
             return False
         self.alive_bytes -= self.pending.pop(min(self.pending))

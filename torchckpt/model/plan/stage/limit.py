@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
 from torchckpt.model.amount import Amount, read, trouble
 
-__all__ = ["Bytes", "DeviceMemory", "Limit", "limits_of", "without_static"]
+__all__ = ["Bytes", "DeviceMemory", "Limit", "bytes_per_rank", "without_static"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,10 @@ def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[flo
     )
 
 
-def limits_of(
-    caller: str, limit: Bytes, ranks: int, peak_bytes: float
-) -> tuple[float, ...]:
-    """Bytes per rank.
+def bytes_per_rank(caller: str, limit: Bytes, ranks: int, peak_bytes: float) -> tuple[float, ...]:
+    """The budget of each rank in bytes.
 
-    >>> limits_of("plan()", ["50%", "1kB"], 2, 8000.0)
+    >>> bytes_per_rank("plan()", ["50%", "1kB"], 2, 8000.0)
     (4000.0, 1000.0)
 
     Args:

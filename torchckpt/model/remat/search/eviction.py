@@ -1,4 +1,4 @@
-"""Eviction: repeats added until a schedule fits its budget, the best value for the memory first."""
+"""Eviction: add repeats until a schedule fits its budget; first those with the lowest cost for the memory they free."""
 from __future__ import annotations
 
 import math
@@ -12,20 +12,21 @@ from torchckpt.model.remat.step.incremental import Stages
 __all__ = ["Closure", "Eviction", "EvictionScore"]
 
 _LONGEST = 64
-"""Operations in a row that one eviction may plan to repeat: beyond it, later evictions add them one by one."""
+"""The most operations that one eviction repeats; later evictions may add more."""
 
 _WORK = 40
-"""Per operation, before a sweep gives up: there is no room, and repeat is piled on repeat."""
+"""The work per operation after which a sweep gives up, since repeats only lead to more repeats."""
 
 
 @dataclass(frozen=True)
 class EvictionScore:
-    """What makes a good victim: seconds to bring it back / (bytes ** ``size`` * stages without it ** ``length``).
+    """The score of a storage to drop, lower is better: recompute seconds / (bytes ** ``size`` * stages ** ``length``).
 
-    Belady evicts what is needed last, DTR (Kirisame et al., 2021) weighs cost, size and staleness; which exponents are
-    best depends on the graph, so a planner tries some. A victim whose return does not fit either counts as ``put_off``
-    times worse. ``noise`` multiplies the score of a storage. Without ``gradients``, nothing that the backward writes is
-    dropped: to bring that back takes much of the backward.
+    The stages are those in which the storage is gone. Belady (1966) evicts what is needed last; DTR (Kirisame et al.,
+    2021) weighs cost, size and staleness. Which exponents are best depends on the graph, so a planner tries some. If
+    the recomputed storage would not fit at its next use, its score is multiplied by ``put_off``. ``noise`` multiplies
+    the score of a storage. Without ``gradients``, storages that the backward writes are kept, since recomputing them
+    takes much of the backward.
     """
 
     size: float = 1.0
@@ -37,30 +38,30 @@ class EvictionScore:
 
 @dataclass(frozen=True)
 class Closure:
-    """The repeats that bring a storage back, and what they are worth at the stage that asks."""
+    """The repeats that recompute a storage, and their score for the stage that is over the budget."""
 
     score: float
     repeats: tuple[int, ...]
 
 
 class Eviction:
-    """Sweeps over the stages; where memory is over the budget, storages that are only waiting are dropped.
+    """Sweeps over the stages. Where memory is over the budget, it drops storages that are alive but not touched there.
 
-    A dropped storage is brought back in the stage of its next use. What that repeat reads lives until then or, if that
-    scores better, is brought back as well; a later stage may drop it, so a drop is revised as long as the sweep lasts.
+    A dropped storage is recomputed in the stage of its next use. The storages that this repeat reads stay alive until
+    then, or are recomputed too if that scores better. A later stage of the sweep may drop them, too.
     """
 
     def __init__(
-        self, stages: Stages, budget_bytes: int, taste: EvictionScore, kept: frozenset[int] = frozenset()
+        self, stages: Stages, budget_bytes: int, scoring: EvictionScore, kept: frozenset[int] = frozenset()
     ) -> None:
         self.stages, self.tables = stages, stages.tables
-        self.budget_bytes, self.taste = budget_bytes, taste
-        self.kept = kept if taste.gradients else kept | self.tables.gradients
+        self.budget_bytes, self.scoring = budget_bytes, scoring
+        self.kept = kept if scoring.gradients else kept | self.tables.gradients
         self.heap: list[tuple[float, int, int]] = []
         self.put_off: set[int] = set()
 
     def run(self, most_cost: float = math.inf) -> bool:
-        """Whether it fits now. Gives up when the repeats cost more than ``most_cost``, or after much work."""
+        """Add repeats until the schedule fits; whether it does. Gives up beyond ``most_cost``, or after much work."""
         stages, during, budget = self.stages, self.stages.during, self.budget_bytes
         fits, hopeless = True, -1
         most_work = stages.work + _WORK * (self.tables.count + 100)
@@ -82,7 +83,7 @@ class Eviction:
         return fits and stages.peak_bytes <= budget
 
     def _scan(self, stage: int) -> None:
-        """Everything that waits across ``stage``."""
+        """Fill the heap with the storages that wait across ``stage``: alive in it, but not touched by it."""
         self.heap = []
         if stage < self.tables.count:
             entries = (self._entry(storage, stage) for storage in self.tables.recoverable)
@@ -90,7 +91,7 @@ class Eviction:
             heapify(self.heap)
 
     def _pass(self, passed: int, stage: int) -> None:
-        """What was touched from ``passed`` on, and before ``stage``, may wait across the latter."""
+        """Add to the heap the storages touched from ``passed`` up to ``stage``, which may wait across ``stage``."""
         tables = self.tables
         if stage == tables.count:
             return
@@ -98,7 +99,7 @@ class Eviction:
         for between in range(passed, stage):
             touched.update(tables.first_touches[between])
             for position in self.stages.repeats[between]:
-                touched.update(tables.again_reads[position], tables.again_writes[position])
+                touched.update(tables.repeat_reads[position], tables.repeat_writes[position])
         for storage in touched & tables.recoverable:
             self._push(storage, stage)
 
@@ -115,7 +116,7 @@ class Eviction:
         return None if closure is None else (closure.score, storage, end)
 
     def _waits(self, storage: int, stage: int) -> int:
-        """The stage that next touches it, if it is alive in ``stage`` without being touched; else -1."""
+        """The stage that next touches ``storage``, if it waits across ``stage``; else -1."""
         touches = self.stages.touches[storage]
         index = bisect_left(touches, stage)
         if index in (0, len(touches)):
@@ -124,7 +125,7 @@ class Eviction:
         return -1 if end == stage or end in self.stages.births[storage] else end
 
     def _evict(self, stage: int) -> int | None:
-        """Drop the best victim; the first stage whose memory changed, or None if there is none."""
+        """Drop the best storage. Returns the first stage whose memory changed, or None if nothing can be dropped."""
         while self.heap:
             score, storage, end = heappop(self.heap)
             now = self._waits(storage, stage)
@@ -143,23 +144,23 @@ class Eviction:
                 return low
             self.stages.back(mark)
             self.put_off.add(storage)
-            heappush(self.heap, (closure.score * self.taste.put_off, storage, now))
+            heappush(self.heap, (closure.score * self.scoring.put_off, storage, now))
         return self._squeeze(stage)
 
     def _apply(self, closure: Closure, end: int, stage: int) -> int:
         low = self.stages.add(end, *closure.repeats)
         self._bring_forward(end, closure.repeats)
-        reads = {storage for position in closure.repeats for storage in self.tables.again_reads[position]}
+        reads = {storage for position in closure.repeats for storage in self.tables.repeat_reads[position]}
         for storage in reads & self.tables.recoverable:
             self._push(storage, stage)
         return low
 
     def _bring_forward(self, stage: int, positions: tuple[int, ...]) -> None:
-        """Where a later repeat serves only for what ``stage`` has now, and there is room to keep it, spare that one."""
+        """Remove later repeats of ``positions`` where there is room to keep what ``stage`` now recomputes."""
         stages, last = self.stages, stage
         spared: set[tuple[int, int, bool]] = set()
         for position in positions:
-            for storage in self.tables.again_writes[position]:
+            for storage in self.tables.repeat_writes[position]:
                 later = self._next_birth(storage, stage)
                 if later is not None and position in stages.repeats[later] and self._room(storage, stage, later):
                     spared.add((later, position, False))
@@ -182,22 +183,23 @@ class Eviction:
         return self.stages.during.most(stage + 1, later) <= room
 
     def _closure(self, storage: int, end: int, stage: int) -> Closure | None:
-        """The best-scoring set of repeats that brings ``storage`` back in ``end``, to have it gone in ``stage``.
+        """The repeats in ``end`` with the best score that recompute ``storage``, so that it can be gone in ``stage``.
 
-        What a repeat reads and is not there either lives on until then, across ``stage`` perhaps, or is repeated too.
+        A storage that a repeat reads, and that would be dead by then, is kept alive (maybe across ``stage``) or
+        recomputed, too.
         """
         tables = self.tables
         writer = tables.writer[storage]
         self.stages.work += 1
         if end < tables.earliest[writer]:
             return None
-        found, cost, gain = [writer], tables.price[writer], self._gain(writer, end, stage)
-        if gain <= 0:  # nothing but storages of no size
+        found, cost, gain = [writer], tables.repeat_cost[writer], self._gain(writer, end, stage)
+        if gain <= 0:  # all its storages are empty
             return None
-        power = self.taste.size
-        value = (end - self.stages.before(storage, end)) ** self.taste.length
-        if self.taste.noise:
-            value *= self.taste.noise(storage)
+        power = self.scoring.size
+        value = (end - self.stages.before(storage, end)) ** self.scoring.length
+        if self.scoring.noise:
+            value *= self.scoring.noise(storage)
         held: dict[int, float] = {}
         net = gain - self._hold(writer, end, stage, held, found)
         best, number = 1e300, 0
@@ -212,16 +214,20 @@ class Eviction:
             position = tables.writer[victim]
             cost += self._price(victim, position, end)
             found.append(position)
-            for output in tables.again_writes[position]:
+            for output in tables.repeat_writes[position]:
                 if held.pop(output, None) is not None:
                     net += tables.sizes[output]
             net -= self._hold(position, end, stage, held, found)
         return Closure(best, tuple(found[:number])) if number else None
 
     def _hold(self, position: int, end: int, stage: int, held: dict[int, float], found: list[int]) -> int:
-        """Add to ``held`` what a repeat of ``position`` in ``end`` makes live across ``stage``; the bytes of that."""
+        """Add to ``held`` the storages that a repeat of ``position`` in ``end`` keeps alive across ``stage``.
+
+        Returns:
+            their bytes.
+        """
         tables, more = self.tables, 0
-        for storage in tables.again_reads[position]:
+        for storage in tables.repeat_reads[position]:
             touches = self.stages.touches[storage]
             index = bisect_left(touches, end)
             if index < len(touches) and (touches[index] == end or touches[index] not in self.stages.births[storage]):
@@ -232,27 +238,27 @@ class Eviction:
             size = tables.sizes[storage]
             more += size
             may = storage in tables.recoverable and storage not in self.kept and end >= tables.earliest[writer]
-            held[storage] = tables.price[writer] / size if may and size else math.inf
+            held[storage] = tables.repeat_cost[writer] / size if may and size else math.inf
         return more
 
     def _gain(self, writer: int, end: int, stage: int) -> int:
-        """Bytes gone in ``stage`` if ``writer`` repeats in ``end``."""
+        """The bytes freed in ``stage`` if ``writer`` repeats in ``end``."""
         gain = 0
-        for storage in self.tables.again_writes[writer]:
+        for storage in self.tables.repeat_writes[writer]:
             waits = self._waits(storage, stage)
             if waits >= end and (waits == end or self.stages.alive(storage, end)):
                 gain += self.tables.sizes[storage]
         return gain
 
     def _price(self, storage: int, position: int, end: int) -> float:
-        """Nothing, if it comes back later anyway and may as well come now."""
+        """The cost of a repeat of ``position`` in ``end``; 0 if it replaces a later repeat."""
         later = self._next_birth(storage, end)
         if later is not None and position in self.stages.repeats[later] and self._room(storage, end, later):
             return 0.0
-        return self.tables.price[position]
+        return self.tables.repeat_cost[position]
 
     def _squeeze(self, stage: int) -> int | None:
-        """Nothing only waits: drop what is touched in ``stage`` itself, but not all through it."""
+        """Drop a storage that ``stage`` itself touches, but does not need from its start to its end."""
         before, mark = self.stages.during.at(stage), len(self.stages.log)
         for target, position in self._squeezable(stage):
             low = self.stages.add(target, position)
@@ -262,12 +268,15 @@ class Eviction:
         return None
 
     def _squeezable(self, stage: int) -> list[tuple[int, int]]:
-        """Repeats there of what enters ``stage``, later ones of what leaves it; cheapest for its bytes first."""
+        """Repeats (stage and position) that could lower the memory of ``stage``, the cheapest per byte first.
+
+        A storage that is alive before ``stage`` is repeated in it; one that is alive after it, at its next use.
+        """
         tables, stages = self.tables, self.stages
         found: set[tuple[int, int]] = set()
         touched = set(tables.first_touches[stage])
         for position in stages.repeats[stage]:
-            touched.update(tables.again_reads[position], tables.again_writes[position])
+            touched.update(tables.repeat_reads[position], tables.repeat_writes[position])
         for storage in touched & tables.recoverable - self.kept:
             position, touches = tables.writer[storage], stages.touches[storage]
             index = bisect_left(touches, stage + 1)
@@ -275,6 +284,6 @@ class Eviction:
                 found.add((touches[index], position))
             if stage not in stages.births[storage]:
                 found.add((stage, position))
-        worth = (sum(tables.sizes[s] for s in tables.again_writes[position]) or 1e-9 for _, position in sorted(found))
-        rated = sorted((tables.price[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
+        worth = (sum(tables.sizes[s] for s in tables.repeat_writes[position]) or 1e-9 for _, position in sorted(found))
+        rated = sorted((tables.repeat_cost[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
         return [(t, p) for _, t, p in rated if t >= tables.earliest[p] and p not in stages.repeats[t]]

@@ -1,4 +1,4 @@
-"""Exact: the fastest schedule under a byte budget, for some dozens of operations, with a proof by a solver."""
+"""Exact: the fastest schedule under a byte budget for some dozens of operations, proven by a solver."""
 from __future__ import annotations
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Exact", "Infeasible", "optimum"]
 
 FINEST = 1_000_000
-"""Parts of the step that seconds are counted in, if they have no common measure: the solver wants whole numbers."""
+"""The solver counts in whole numbers. If seconds have no common unit, the unit is the step divided by this."""
 
 
 class Infeasible(ArgumentError):
@@ -30,8 +30,8 @@ class Infeasible(ArgumentError):
 class Exact:
     """The best schedule found, the seconds of all its runs, and a lower bound on the seconds of every schedule.
 
-    ``proven``: there is none faster, but for the rounding of its seconds: each repeat counts as up to a millionth of
-    the step less than it takes, unless all are multiples of one number, such as 1.
+    If ``proven``, no schedule is faster, except by rounding. If the seconds of operations are multiples of one unit,
+    nothing is rounded. Otherwise the solver counts each repeat as up to a millionth of the step less than it takes.
     """
 
     schedule: Schedule
@@ -52,23 +52,23 @@ def optimum(
 ) -> Exact:
     """The fastest schedule whose peak, as :func:`simulate` counts it, is at most ``budget_bytes``.
 
-    The fastest of these, and the bound is one for these: first runs come in one given order; between two of them, an
-    operation is repeated at most once, and repeats come in that order too. An operation that writes results of the
-    forward is not repeated in the forward. In another order of first runs, a faster schedule may fit: the planner tries
-    some, and its schedule as a ``hint`` gives the order. To plan, use the planner; this tells how good it is.
+    It is the fastest one with the same order of first runs as ``hint``; the bound holds for these schedules only.
+    Between two first runs, an operation is repeated at most once, and repeats come in the order of first runs. An
+    operation that writes results of the forward is not repeated in the forward. Another order of first runs may allow
+    a faster schedule; the planner tries some. To plan, use the planner; this function tells how good its schedule is.
 
-    Solved as an integer programme by OR-tools' CP-SAT: see :mod:`~torchckpt.model.remat.search.retention`.
+    OR-tools' CP-SAT solves it as an integer programme: see :mod:`~torchckpt.model.remat.search.retention`.
 
     Args:
-        time_limit_seconds: after which the best so far is returned, with the bound so far; 60 by default.
-        workers: threads of the solver; with one, the same call returns the same schedule, unless time runs out.
-        hint: a schedule to start from, such as the planner's; its order of first runs is the one given, the eager one
-            by default. If it fits, and nothing faster is found, it is what is returned.
-        most_repeats: of one operation; any number by default.
-        pinned: storages that no repeat may write.
+        time_limit_seconds: the solver stops after that, with the best schedule and bound so far. Default: 60.
+        workers: threads of the solver. With one, equal calls return equal schedules, unless time runs out. Default: 2.
+        hint: a schedule to start from, such as the planner's, which also gives the order of first runs. If it fits and
+            nothing faster is found, it is returned. Default: no schedule, and the eager order.
+        most_repeats: the most repeats of one operation. Default: any number.
+        pinned: storages that no repeat may write. Default: none.
 
     Example:
-        Three tanh in a row, of one byte each. The first is read at last, and made again for that:
+        Three tanh in a row, of one byte each. The backward reads the first one last, so it is repeated for that:
 
         >>> from torchckpt.model.remat.step.dataflow import Dataflow, Operation
         >>> forward = [Operation("tanh", (i,), (i + 1,), 1.0) for i in range(3)]
@@ -128,7 +128,7 @@ def _solver(cp_model: ModuleType, time_limit_seconds: float, workers: int) -> Cp
 
 
 def _eager(flow: Dataflow, budget_bytes: int) -> Exact | None:
-    """Of the eager schedule, if it fits."""
+    """The eager schedule, if it fits."""
     if simulate(flow, flow.eager).peak_bytes > budget_bytes:
         return None
     return Exact(tuple(flow.eager), flow.seconds, flow.seconds, True)
@@ -153,7 +153,8 @@ def _nothing(flow: Dataflow, budget_bytes: int, time_limit_seconds: float, prove
 
 
 def _measure(costs: Sequence[float], step_seconds: float) -> float:
-    """The largest number that all costs are multiples of, if it is simple; else a fine part of the step."""
+    """The unit of seconds: the least cost divided by 1 to 12 if all costs are multiples of that; else a fine part of
+    the step."""
     least = min((seconds for seconds in costs if seconds > 0), default=1.0)
     for parts in range(1, 13):
         unit = least / parts

@@ -1,4 +1,4 @@
-"""Improve: remove repeats that are unnecessary because the budget has room to keep their storages."""
+"""Improve: remove repeats whose storages the budget has room to keep."""
 from __future__ import annotations
 
 from collections.abc import Set
@@ -8,10 +8,10 @@ from torchckpt.model.remat.step.flat import Tables
 from torchckpt.model.remat.step.incremental import Stages
 from torchckpt.model.remat.step.memory import simulate
 
-__all__ = ["prune", "stages_of", "undo"]
+__all__ = ["prune", "remove_repeats", "stages_of"]
 
 
-def undo(
+def remove_repeats(
     flow: Dataflow, schedule: Schedule, budget_bytes: int, pinned: Set[int] = frozenset()
 ) -> Schedule:
     """``schedule`` with as many repeats removed as fits in ``budget_bytes``, the slowest repeats first.
@@ -32,10 +32,7 @@ def undo(
 
 
 def stages_of(flow: Dataflow, schedule: Schedule, pinned: Set[int] = frozenset()) -> Stages:
-    """``schedule`` as stages: the repeats before a first run in the order of the first runs, each once.
-
-    A repeat of an operation that writes what is pinned is left out.
-    """
+    """``schedule`` as stages. Each stage has sorted, distinct repeats, and none of them writes a pinned storage."""
     simulate(flow, schedule)
     order = list(dict.fromkeys(schedule))
     tables = Tables(flow, pinned, order)
@@ -53,11 +50,11 @@ def stages_of(flow: Dataflow, schedule: Schedule, pinned: Set[int] = frozenset()
 
 
 def prune(stages: Stages, budget_bytes: int) -> bool:
-    """Remove what is useless, then the slowest repeats that there is room for; whether any."""
+    """Remove the repeats that the budget has room to do without, the slowest first. True if any was removed."""
     tables, pruned = stages.tables, False
     repeats = sorted(
         ((stage, p) for stage, positions in enumerate(stages.repeats) for p in positions),
-        key=lambda repeat: (-tables.price[repeat[1]], repeat),
+        key=lambda repeat: (-tables.repeat_cost[repeat[1]], repeat),
     )
     for stage, position in repeats:
         if position in stages.repeats[stage] and _spare(stages, stage, position, budget_bytes):
@@ -67,10 +64,10 @@ def prune(stages: Stages, budget_bytes: int) -> bool:
 
 
 def _spare(stages: Stages, stage: int, position: int, budget_bytes: int) -> bool:
-    """Remove one repeat, if it still fits."""
+    """Remove one repeat if the schedule then still fits the budget; whether it was removed."""
     tables, during = stages.tables, stages.during
-    limit = budget_bytes + sum(tables.sizes[s] for s in tables.again_reads[position] if stages.waits_for(s, stage))
-    for storage in tables.again_writes[position]:
+    limit = budget_bytes + sum(tables.sizes[s] for s in tables.repeat_reads[position] if stages.waits_for(s, stage))
+    for storage in tables.repeat_writes[position]:
         before = stages.before(storage, stage)
         if stage - before > 1 and stages.alive_after(storage, stage) and (
             during.most(before + 1, stage) + tables.sizes[storage] > limit
@@ -85,9 +82,9 @@ def _spare(stages: Stages, stage: int, position: int, budget_bytes: int) -> bool
 
 
 def _sweep_useless(stages: Stages, stage: int, position: int) -> None:
-    """Remove what only this repeat needed."""
+    """Remove the repeats that only this removed repeat needed."""
     tables = stages.tables
-    for storage in tables.again_reads[position]:
+    for storage in tables.repeat_reads[position]:
         writer = tables.writer[storage]
         birth = stages.before(storage, stage + 1)
         if writer in stages.repeats[birth] and stages.useless(birth, writer):

@@ -15,8 +15,8 @@ __all__ = ["hoisted", "moved", "transplanted"]
 def hoisted(flow: Dataflow, sink: bool = False) -> list[int]:
     """The eager order, but each operation that frees more than it allocates runs as soon as its inputs are ready.
 
-    Above all the gradients of the weights: each is the last reader of a saved value, and autograd runs it after the
-    gradient of the input, which is allocated next to that value. The forward stays before the backward.
+    This helps gradients of weights most. Each is the last reader of a saved value. Autograd runs it after the gradient
+    of the input, which is allocated while that value is still alive. The forward stays before the backward.
 
     Args:
         sink: always run the ready operation that frees most. Default: False; if no operation frees memory, run the next
@@ -54,7 +54,7 @@ class _Hoist:
         return self.order
 
     def _drain(self) -> None:
-        """Run what is ready and frees more than it allocates."""
+        """Run the ready operations that free more than they allocate."""
         while self.heap:
             change, index = self.heap[0]
             if index in self.done or change != self._change(index):
@@ -71,7 +71,7 @@ class _Hoist:
             heappush(self.heap, (self._change(index), index))
 
     def _change(self, index: int) -> int:
-        """Bytes more that are alive after it has run."""
+        """The bytes that the operation allocates, less those that die after it."""
         operation, sizes = self.flow.operations[index], self.flow.sizes_bytes
         dies = sum(sizes[s] for s in operation.reads if self.left[s] == 1 and s not in self.kept)
         return sum(sizes[s] for s in operation.writes) - dies
@@ -92,7 +92,7 @@ class _Hoist:
 
 
 def transplanted(stages: Stages, order: list[int], tables: Tables) -> Stages:
-    """The repeats of ``stages``, before the same first runs, in another order of these."""
+    """``stages`` with its first runs in another order; repeats stay before the first runs that they are made for."""
     old = stages.tables.order
     place = {index: position for position, index in enumerate(order)}
     found = Stages(tables)
@@ -105,7 +105,7 @@ def transplanted(stages: Stages, order: list[int], tables: Tables) -> Stages:
 
 
 def moved(flow: Dataflow, order: list[int]) -> Iterator[list[int]]:
-    """Every order in which one operation runs as early, or as late, as its reads, readers and the boundary allow."""
+    """Every order in which one operation is moved as early, or as late, as its reads, readers and boundary allow."""
     place = {index: position for position, index in enumerate(order)}
     readers: dict[int, list[int]] = {}
     for index, operation in enumerate(flow.operations):

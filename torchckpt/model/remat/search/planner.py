@@ -1,15 +1,15 @@
 """Planner: the fastest schedule under a byte budget.
 
-The problem is NP-hard, and an integer programme of it (Checkmate) is too large to solve at some hundred operations. So:
+The problem is NP-hard. An integer programme of it (Checkmate) is too large to solve for hundreds of operations. So:
 
-    eviction        a sweep that drops, where memory is over the budget, what is cheapest for its bytes to bring back;
-                    several tastes, also on top of evenly kept separators (Chen et al.)
-    prune           repeats that the memory has room to do without
-    ruin            and recreate: a local search from the best of these
-    shortest        instead of that, Dijkstra's algorithm, exact, for a dozen operations
+    eviction        drops storages where memory is over the budget, those cheapest to recompute per byte first; with
+                    several scores, also from schedules that keep evenly spaced separators (Chen et al.)
+    prune           removes repeats whose storages fit
+    ruin            "ruin and recreate": a local search from the best schedules found
+    shortest        exact, for a dozen operations, in place of the local search: Dijkstra's algorithm
 
-Every one of them sees the memory exactly as :func:`~torchckpt.model.remat.step.memory.simulate` counts it. The effort
-is counted in work, by size, and not in seconds: the same dataflow gets the same schedule everywhere.
+All of them count memory exactly as :func:`~torchckpt.model.remat.step.memory.simulate` does. The effort is limited by
+counted work, and not by time: the same dataflow gets the same schedule on every machine.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchckpt.model.remat.step.separators import separating_storages
 
 __all__ = ["Solution", "fit", "least", "near", "silent", "solution"]
 
-_TASTES = (
+_SCORINGS = (
     EvictionScore(1.0, 0.5, gradients=False),
     EvictionScore(1.0, 0.5, put_off=50.0),
     EvictionScore(1.0, 0.0),
@@ -45,16 +45,16 @@ _TASTES = (
 _TINY, _SMALL = 16, 200
 _TINY_STATES = 6000
 _MEDIUM, _LARGE = 300, 10_000
-"""Operations beyond which less is tried; beyond the latter, three evictions and nothing after them."""
+"""Beyond so many operations less is tried: beyond ``_LARGE``, three evictions and no local search."""
 _STARTS = 3
 """Schedules that the local search starts from; it ends with the best of them."""
 _SEARCH_WORK = 20_000_000
-"""Of the local search, per operation: a change of a larger schedule takes longer."""
+"""The work of the local search, divided by the number of operations: a change of a larger schedule takes longer."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule, what :func:`simulate` says of it, and the seconds of all its runs, repeats included."""
+    """A schedule, its memory as :func:`simulate` counts it, and the seconds of all its runs, repeats included."""
 
     schedule: tuple[int, ...]
     memory: Memory
@@ -72,7 +72,7 @@ def silent(_: str) -> None:
 def fit(
     flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = silent
 ) -> Solution:
-    """The fastest schedule found whose peak is at most ``budget_bytes``; if none fits, the found one of least peak.
+    """The fastest schedule found whose peak is at most ``budget_bytes``. If none fits, the one of the least peak found.
 
     A second call with that least peak as its budget finds a schedule that fits.
 
@@ -96,9 +96,9 @@ def fit(
 
 
 def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[str], None]) -> Solution:
-    """The schedule of least peak to return if no schedule fits: one that a search with that peak as budget finds again.
+    """A schedule of low peak, to return if none fits the budget. A search with that peak as its budget finds one, too.
 
-    A search for its own peak may miss a schedule that one for a smaller budget has met.
+    This is not a matter of course: a search may miss a schedule that a search with a smaller budget has found.
     """
     low = _search(flow, lower_bound_bytes(flow), pinned, _after("least memory, ", tell))
     if low.peak_bytes <= found.peak_bytes:
@@ -108,10 +108,10 @@ def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[s
 
 
 def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
-    """As :func:`fit`, with less effort, and starting also from the schedule of a similar budget."""
+    """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
     tables = Tables(flow, pinned)
     again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
-    found = [again, *_candidates(tables, budget_bytes, pinned, _TASTES[:2])]
+    found = [again, *_candidates(tables, budget_bytes, pinned, _SCORINGS[:2])]
     best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
     if tables.count > _LARGE:
         return solution(flow, best.schedule())
@@ -119,7 +119,7 @@ def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = 
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
-    """The schedule of the least peak found; of that peak, the fastest found."""
+    """The schedule of the least peak found. If several have that peak, the fastest."""
     low, best = lower_bound_bytes(flow), solution(flow, flow.eager)
     while low < best.peak_bytes * 0.99:
         middle = (low + best.peak_bytes) // 2
@@ -147,10 +147,10 @@ def solution(flow: Dataflow, schedule: Schedule) -> Solution:
 
 
 def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
-    """The first schedule that fits, of any speed; if there is none, the one of least peak."""
+    """The first schedule found that fits. If there is none, the one of least peak."""
     tables, tried = Tables(flow, pinned), []
     for stages in chain(
-        _candidates(tables, budget_bytes, pinned, _TASTES[:2], (1.0, 2.0)),
+        _candidates(tables, budget_bytes, pinned, _SCORINGS[:2], (1.0, 2.0)),
         (_evicted(Stages(Tables(flow, pinned, hoisted(flow, sink))), budget_bytes) for sink in (False, True)),
     ):
         tried.append(stages)
@@ -209,15 +209,18 @@ def _ruin(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Stages
 
 
 def _candidates(
-    tables: Tables, budget_bytes: int, pinned: Set[int], tastes: Sequence[EvictionScore] = _TASTES,
+    tables: Tables, budget_bytes: int, pinned: Set[int], scorings: Sequence[EvictionScore] = _SCORINGS,
     shares: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0),
 ) -> Iterator[Stages]:
-    """Evictions from nothing, and from about sqrt(n) times each of ``shares`` of the separating storages."""
+    """Schedules by eviction, from the eager one, and from some that keep separating storages.
+
+    Of n separating storages, they keep about sqrt(n) times each of ``shares``.
+    """
     flow = tables.flow
     if tables.count > _MEDIUM:
-        tastes, shares = tastes[:4] if tables.count <= _LARGE else tastes[:2], shares[-2:-1]
-    for taste in tastes:
-        yield _evicted(Stages(tables), budget_bytes, taste)
+        scorings, shares = scorings[:4] if tables.count <= _LARGE else scorings[:2], shares[-2:-1]
+    for scoring in scorings:
+        yield _evicted(Stages(tables), budget_bytes, scoring)
     separating = separating_storages(flow)
     counts = {round(math.sqrt(len(separating)) * share) for share in shares} - {0}
     for count in sorted(counts):
@@ -226,19 +229,19 @@ def _candidates(
 
 
 def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[Stages]:
-    """The best so far, and evictions from scratch, in other orders of the first runs."""
+    """Schedules with other orders of the first runs: the repeats of ``best`` in that order, and evictions from none."""
     flow = best.tables.flow
     for sink in (False, True):
         order = hoisted(flow, sink)
         if order != best.tables.order:
             tables = Tables(flow, pinned, order)
             yield _evicted(transplanted(best, order, tables), budget_bytes)
-            for taste in _TASTES[:2]:
-                yield _evicted(Stages(tables), budget_bytes, taste)
+            for scoring in _SCORINGS[:2]:
+                yield _evicted(Stages(tables), budget_bytes, scoring)
 
 
 def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
-    """Local search, in turns over the order of the first runs and over the repeats."""
+    """The result of a local search in turns: over the order of the first runs, and over the repeats."""
     for turn in (1, 2):
         if best.tables.count <= _SMALL and best.peak_bytes <= budget_bytes:
             best = _rearranged(best, budget_bytes, pinned)
@@ -247,7 +250,7 @@ def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> S
 
 
 def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
-    """One first run earlier or later, where that makes room to do without a repeat."""
+    """``best`` with first runs moved earlier or later, where this makes a repeat unnecessary."""
     flow = best.tables.flow
     for order in moved(flow, best.tables.order):
         if sorted(order) == sorted(best.tables.order):
@@ -259,7 +262,7 @@ def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
     return best
 
 
-def _evicted(stages: Stages, budget_bytes: int, taste: EvictionScore = _TASTES[0]) -> Stages:
-    Eviction(stages, budget_bytes, taste).run()
+def _evicted(stages: Stages, budget_bytes: int, scoring: EvictionScore = _SCORINGS[0]) -> Stages:
+    Eviction(stages, budget_bytes, scoring).run()
     prune(stages, max(budget_bytes, stages.peak_bytes))
     return stages

@@ -1,4 +1,4 @@
-"""Retention: which stages repeat an operation, and which storages wait from one to the next, as an integer programme.
+"""Retention: an integer programme of which stages repeat an operation, and which storages wait from stage to stage.
 
 Stage t is the first run at position t and, before it, its repeats, in ascending order. Two kinds of decisions, as in
 Checkmate (Jain et al., 2020):
@@ -6,18 +6,18 @@ Checkmate (Jain et al., 2020):
     R[t,p]   stage t repeats position p
     S[t,v]   storage v waits from stage t-1 for stage t
 
-and what they must hold to, for the position w(v) that writes v:
+and their constraints, where position w(v) writes v:
 
-    [1] a first run finds what it reads         S[t,v] + R[t,w(v)] >= 1
-    [2] so does a repeat                        S[t,v] + R[t,w(v)] >= R[t,p]
-    [3] what waits was there                    S[t,v] + R[t,w(v)] >= S[t+1,v]
-    [4] at every run, what is alive fits: an output, and what waits or is read by this run or a later one of the stage
-    [5] before its use in stage T, v waits, or what it is made from does, or is made again:
-                                                S[t,v] + S[t,u] + R[t,w(u)] + ... + R[T,w(u)] >= 1    v made from u
+    [1] a first run in t reads v                S[t,v] + R[t,w(v)] >= 1
+    [2] a repeat of p in t reads v              S[t,v] + R[t,w(v)] >= R[t,p]
+    [3] v was alive before it waits             S[t,v] + R[t,w(v)] >= S[t+1,v]
+    [4] at every run, what is alive fits: its outputs, and what waits or is read by this run or a later one of the stage
+    [5] before a use of v in stage T, v waits in t, or an input u of w(v) does, or u is repeated from t to T:
+                                                S[t,v] + S[t,u] + R[t,w(u)] + ... + R[T,w(u)] >= 1
 
-[5] follows from the others for whole numbers, and is what makes optima provable. Without it, the linear relaxation
-brings v back by a tenth in each of ten stages, every time from the same tenth of u that waits. The bound so found is of
-no use: 0.6 % of the step where 12 % are needed. With it, steps of some sixty operations are solved in seconds.
+For whole numbers, [5] follows from the others. Without it, the linear relaxation repeats a tenth of w(v) in each of ten
+stages, and a tenth of u that waits is enough for all of them. That gives useless bounds: 0.6 % of the step where 12 %
+are needed. With [5], the optimum of steps of some sixty operations is proven in seconds.
 """
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ __all__ = ["Retention"]
 Literal: TypeAlias = "IntVar | bool"
 
 DEPTH = 3
-"""How far back [5] goes: what v is made from, what that is made from, and so on."""
+"""How far back [5] goes: the inputs of v, their inputs, and so on."""
 
 
 class Retention:
-    """The integer programme of the tables' step.
+    """The integer programme for the step of ``tables``.
 
     Args:
-        model: an empty one; this fills it, but for what to minimise.
-        most_repeats: of one operation.
-        hint: a schedule of the class, where to start.
+        model: an empty model, which gets variables and constraints, but no objective.
+        most_repeats: the most repeats of one operation; None for any number.
+        hint: a schedule that meets the constraints, from which the solver starts.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Retention:
         return flag
 
     def _either(self, one: Literal, other: Literal) -> Literal:
-        """What is true if one of them is."""
+        """A literal that is true if one of these is."""
         if isinstance(one, bool):
             return one or other
         if isinstance(other, bool):
@@ -104,19 +104,19 @@ class Retention:
         return flag
 
     def _useful(self) -> list[int]:
-        """Of each position, the last stage in which a repeat could be of use to anything."""
+        """For each position, the last stage in which its repeat can have a reader."""
         tables = self.tables
         useful = [-1] * tables.count
         for position in range(tables.count - 1, -1, -1):
             if tables.repeatable[position]:
-                uses = (self._last_use(storage, useful) for storage in tables.again_writes[position])
+                uses = (self._last_use(storage, useful) for storage in tables.repeat_writes[position])
                 useful[position] = max(uses, default=-1)
         return useful
 
     def _last_use(self, storage: int, useful: list[int]) -> int:
         tables = self.tables
         first = max((p for p in self.readers[storage] if storage in tables.first_reads[p]), default=-1)
-        again = max((useful[p] for p in self.readers[storage] if storage in tables.again_reads[p]), default=-1)
+        again = max((useful[p] for p in self.readers[storage] if storage in tables.repeat_reads[p]), default=-1)
         return max(first, again)
 
     def _held_until(self, storage: int) -> int:
@@ -130,12 +130,12 @@ class Retention:
                 self.model.add(flag == 1)
 
     def _present(self, storage: int, stage: int) -> list[Literal]:
-        """Waits, or is written: one of these is true if ``storage`` is there for a run in ``stage``."""
+        """The literals one of which is true if runs in ``stage`` can read ``storage``: it waits, or is written."""
         writer = self.tables.writer[storage]
         found: list[Literal] = [True] if writer == stage else []
         if (stage, storage) in self.waits:
             found.append(self.waits[stage, storage])
-        if (stage, writer) in self.repeats and storage in self.tables.again_writes[writer]:
+        if (stage, writer) in self.repeats and storage in self.tables.repeat_writes[writer]:
             found.append(self.repeats[stage, writer])
         return found
 
@@ -145,7 +145,7 @@ class Retention:
             for storage in tables.first_reads[stage]:
                 self._need(storage, stage)  # [1]
         for (stage, position), flag in self.repeats.items():
-            for storage in tables.again_reads[position]:
+            for storage in tables.repeat_reads[position]:
                 self._need(storage, stage, flag)  # [2]
         for (stage, storage), flag in self.waits.items():
             self._need(storage, stage - 1, flag)  # [3]
@@ -168,13 +168,13 @@ class Retention:
                     for position, literal in self._alive(storage, stage, runs):
                         alive[position].append((tables.sizes[storage], literal))
             for position in runs[:-1]:
-                extra = (tables.again_extra_bytes[position], self.repeats[stage, position])
+                extra = (tables.repeat_extra_bytes[position], self.repeats[stage, position])
                 self._within(self.budget_bytes - tables.floor_bytes[stage], [*alive[position], extra])
             room = self.budget_bytes - tables.floor_bytes[stage] - tables.first_extra_bytes[stage]
             self._within(room, alive[stage])
 
     def _alive(self, storage: int, stage: int, runs: list[int]) -> Iterator[tuple[int, Literal]]:
-        """Whether ``storage`` is alive, at each of the runs that ``stage`` may make, from the last to the first."""
+        """For each run that ``stage`` may make, the last first, its position and whether ``storage`` is then alive."""
         tables, writer = self.tables, self.tables.writer[storage]
         alive: Literal = stage == self._held_until(storage) or self.waits.get((stage + 1, storage), False)
         for position in reversed(runs):
@@ -182,7 +182,7 @@ class Retention:
                 alive = self.waits.get((stage, storage), False)
             elif position == stage:
                 alive = True if storage in tables.first_touches[stage] else alive
-            elif storage in tables.again_reads[position] or storage in tables.again_writes[position]:
+            elif storage in tables.repeat_reads[position] or storage in tables.repeat_writes[position]:
                 alive = self._either(alive, self.repeats[stage, position])
             yield position, alive
 
@@ -193,7 +193,7 @@ class Retention:
             self.model.add(sum(size * literal for size, literal in free) <= room_bytes - fixed)
 
     def _cut(self) -> None:
-        """[5], on every path back from ``storage``, to the next first run that reads it."""
+        """[5], for each storage, each stage in which it may wait, and the next first run that reads it."""
         for storage, writer in self.tables.writer.items():
             uses = [position for position in self.readers[storage] if storage in self.tables.first_reads[position]]
             for stage in range(writer + 1, max(uses, default=-1) + 1):
@@ -202,11 +202,11 @@ class Retention:
 
     def _cut_back(self, stage: int, use: int, storage: int, waiting: list[IntVar]) -> None:
         tables, writer = self.tables, self.tables.writer[storage]
-        spans = range(stage, use + 1) if storage in tables.again_writes[writer] else range(0)
+        spans = range(stage, use + 1) if storage in tables.repeat_writes[writer] else range(0)
         repeats = [self.repeats[t, writer] for t in spans if (t, writer) in self.repeats]
         self.model.add_bool_or([*waiting, *repeats])
         if repeats and len(waiting) <= DEPTH:
-            for read in tables.again_reads[writer]:
+            for read in tables.repeat_reads[writer]:
                 if (stage, read) in self.waits:
                     self._cut_back(stage, use, read, [*waiting, self.waits[stage, read]])
 
@@ -219,16 +219,16 @@ class Retention:
 
 
 def _readers(tables: Tables) -> dict[int, list[int]]:
-    """Of each storage, the positions that read it, first or again, in ascending order."""
+    """For each storage, the positions whose first run or repeat reads it, in ascending order."""
     readers: dict[int, list[int]] = defaultdict(list)
     for position in range(tables.count):
-        for storage in {*tables.first_reads[position], *tables.again_reads[position]}:
+        for storage in {*tables.first_reads[position], *tables.repeat_reads[position]}:
             readers[storage].append(position)
     return readers
 
 
 def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set[int]]]:
-    """What each stage of ``schedule`` repeats, and what waits for it."""
+    """By stage of ``schedule``, the positions that it repeats, and the storages that wait for it."""
     place = {index: position for position, index in enumerate(tables.order)}
     repeated: list[set[int]] = [set()]
     for index in schedule:
@@ -241,7 +241,7 @@ def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set
     for stage in range(tables.count - 1, -1, -1):
         wanted = wanted.difference(tables.first_writes[stage]).union(tables.first_reads[stage])
         for position in sorted(repeated[stage], reverse=True):
-            wanted = wanted.difference(tables.again_writes[position]).union(tables.again_reads[position])
+            wanted = wanted.difference(tables.repeat_writes[position]).union(tables.repeat_reads[position])
         held = {v for v in tables.held if tables.writer[v] < stage < tables.forward}
         waiting[stage] = wanted | held
     return repeated, waiting

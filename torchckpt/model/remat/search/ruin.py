@@ -14,19 +14,19 @@ from torchckpt.model.remat.step.incremental import Stages
 __all__ = ["RuinAndRecreate"]
 
 _SLACK = 1.15
-"""How many times the current cost a new schedule may cost before it is pruned."""
+"""The most that a new schedule may cost before it is pruned, as a multiple of the current cost."""
 
 _WARMTH = 0.03
-"""How much slower than the best, at the start of the search, a schedule may be that stays."""
+"""How much slower than the best schedule an accepted one may be at the start of the search."""
 _LOWER = 0.97
-"""Of its peak, what a schedule that does not fit is asked to fit next."""
+"""The next target for a schedule that does not fit, as a share of its peak."""
 
 
 class RuinAndRecreate:
-    """A local search after Schrimpf et al. (2000) from a schedule that fits; deterministic.
+    """A local search after Schrimpf et al. (2000).
 
-    At first, a schedule a little slower than the best one may stay as well. The steps are counted work, not time: the
-    same schedule comes out on every machine.
+    At first it also accepts schedules a little slower than the best. It is limited by counted work, and not by time, so
+    its result is the same on every machine.
     """
 
     def __init__(self, stages: Stages, budget_bytes: int, seed: int = 0) -> None:
@@ -36,7 +36,7 @@ class RuinAndRecreate:
         self.rounds = 0
 
     def run(self, work: int) -> None:
-        """Search until ``work`` is done; the fastest schedule met is then in :attr:`stages`."""
+        """Search from a schedule that fits, until ``work`` is done. Then :attr:`stages` has the fastest one found."""
         stages = self.stages
         end = stages.work + work
         while stages.work < end and any(stages.repeats):
@@ -46,7 +46,7 @@ class RuinAndRecreate:
         stages.become(self.best)
 
     def lower(self, work: int) -> None:
-        """Search for a schedule that fits, from one that does not."""
+        """Search for a schedule that fits, from one that does not, until ``work`` is done."""
         stages = self.stages
         end = stages.work + work
         while stages.work < end and stages.peak_bytes > self.budget_bytes and any(stages.repeats):
@@ -60,7 +60,7 @@ class RuinAndRecreate:
         stages.log.clear()
         target = max(self.budget_bytes, int(peak * _LOWER))
         kept = self._ruin()
-        Eviction(stages, target, self._taste(), frozenset(kept)).run()
+        Eviction(stages, target, self._random_scoring(), frozenset(kept)).run()
         if stages.peak_bytes < peak:
             prune(stages, max(target, stages.peak_bytes))
         else:
@@ -70,7 +70,7 @@ class RuinAndRecreate:
         stages, cost = self.stages, self.stages.cost
         stages.log.clear()
         kept = self._ruin()
-        fits = Eviction(stages, self.budget_bytes, self._taste(), frozenset(kept)).run(_SLACK * cost)
+        fits = Eviction(stages, self.budget_bytes, self._random_scoring(), frozenset(kept)).run(_SLACK * cost)
         if fits:
             prune(stages, self.budget_bytes)
         if not fits or stages.cost > max(cost, self.best_cost * (1 + warmth * self.random.random())):
@@ -79,7 +79,7 @@ class RuinAndRecreate:
             self.best_cost, self.best = stages.cost, stages.copy()
 
     def _ruin(self) -> set[int]:
-        """Take repeats back; the storages that must not be dropped again in this round."""
+        """Remove some repeats. Returns the storages that must not be dropped again in this round."""
         repeats = [(stage, p) for stage, positions in enumerate(self.stages.repeats) for p in positions]
         random = self.random
         kind = random.randrange(4)
@@ -98,16 +98,16 @@ class RuinAndRecreate:
         for stage, position in gone:
             self.stages.remove(stage, position)
             if random.random() < 0.3:
-                kept.update(self.tables.again_writes[position])
+                kept.update(self.tables.repeat_writes[position])
         return kept
 
     def _disturb(self, repeats: list[tuple[int, int]]) -> set[int]:
-        """Bring something else back, and see what that spares."""
+        """Add repeats at random, and remove those that they make unnecessary. Returns no storages."""
         stages, tables, random = self.stages, self.tables, self.random
         for _ in range(random.choice((1, 2))):
             position = random.randrange(tables.count)
             if tables.repeatable[position]:
-                storage = tables.again_writes[position][0]
+                storage = tables.repeat_writes[position][0]
                 ends = [end for end in stages.touches[storage][1:]
                         if end not in stages.births[storage] and end >= tables.earliest[position]
                         and position not in stages.repeats[end]]
@@ -116,7 +116,7 @@ class RuinAndRecreate:
         prune(stages, self.budget_bytes)
         return set()
 
-    def _taste(self) -> EvictionScore:
+    def _random_scoring(self) -> EvictionScore:
         random = self.random
         amplitude = random.choice((0.0, 0.3, 1.0))
         noise: dict[int, float] = {}

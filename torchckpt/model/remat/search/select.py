@@ -17,12 +17,12 @@ SHARES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 
 
 def every_sqrt(flow: Dataflow, separating: Sequence[int]) -> frozenset[int]:
-    """About sqrt(n) of n separating storages, with as many bytes of the forward between one and the next.
+    """About sqrt(n) of n separating storages. Empty if there are none.
 
-    The 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018), after Chen et al. (2016).
-    It takes one count, and even gaps; here several around sqrt(n) are tried, and gaps that get shorter from the first
-    to the last: the first to be recomputed is the last one, while all that is kept is alive. The set whose schedule
-    needs the least memory is taken. Empty if there is no separating storage.
+    This is the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018), after Chen et al.
+    (2016). That policy tries one count, with equal bytes of the forward between storages. This one tries several counts
+    around sqrt(n), and also gaps that get shorter to the end: the last gap is recomputed first, while all kept storages
+    are alive. It takes the set whose schedule needs the least memory.
 
     Args:
         separating: as :func:`~torchckpt.model.remat.step.separators.separating_storages` finds them, in their order.
@@ -38,7 +38,7 @@ def evenly(flow: Dataflow, separating: Sequence[int], count: int) -> frozenset[i
 
 
 def falling(flow: Dataflow, separating: Sequence[int], count: int) -> frozenset[int]:
-    """At most ``count`` of the storages; the parts have ``count + 1``, ``count``, ..., 1 shares of the bytes."""
+    """At most ``count`` of the storages; parts between them have ``count + 1``, ``count``, ..., 1 shares of bytes."""
     ends = [*accumulate(range(count + 1, 0, -1))]
     return _at(flow, separating, [end / ends[-1] for end in ends[:-1]])
 

@@ -1,4 +1,4 @@
-"""Shortest: the fastest schedule of a tiny dataflow, as a shortest path; also over the orders of the first runs."""
+"""Shortest: the fastest schedule of a tiny dataflow over all orders of its first runs, as a shortest path."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from torchckpt.model.remat.step.flat import Tables
 __all__ = ["Shortest"]
 
 _Path: TypeAlias = "tuple[int, _Path] | None"
-"""The last position, and what led to it."""
+"""The last position, and the path before it."""
 
 
 class Shortest:
-    """Dijkstra's algorithm over states: which operations have run, which storages are alive, both as bit masks.
+    """Dijkstra's algorithm. A state has two bit masks: the operations that have run, and the storages that are alive.
 
-    Dropping costs nothing, so it is put off until an operation does not fit, and then no more is dropped than must be.
-    An edge costs what a repeat costs; that of a first run costs nothing.
+    Dropping costs nothing, so storages are dropped only when an operation does not fit, and as few as possible. An edge
+    costs what its repeat costs; a first run costs nothing.
 
     Args:
-        most_cost: of the repeats; the search ends where all that is left costs as much.
-        most_states: to visit before the search is given up.
+        most_cost: the search ends where the repeats of all paths left cost at least this.
+        most_states: the states to visit before the search gives up.
     """
 
     def __init__(self, tables: Tables, budget_bytes: int, most_cost: float, most_states: int) -> None:
@@ -32,7 +32,7 @@ class Shortest:
         self.all = (1 << tables.count) - 1
         self.held = _mask(tables.held)
         self.first = [(_mask(r), _mask(w)) for r, w in zip(tables.first_reads, tables.first_writes)]
-        self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.again_reads, tables.again_writes)]
+        self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.repeat_reads, tables.repeat_writes)]
         self.results = [extra - tables.flow.operations[index].workspace_bytes
                         for extra, index in zip(tables.first_extra_bytes, tables.order)]
         self.needed = [_writers(tables, index) for index in tables.order]
@@ -40,7 +40,7 @@ class Shortest:
         self.sizes: dict[int, int] = {0: 0}
 
     def run(self) -> tuple[int, ...] | None:
-        """The positions in the order in which they run; None if nothing within the limits was found."""
+        """The positions in the order in which they run; None if no schedule was found within the limits."""
         number = count()
         queue: list[tuple[float, int, int, int, int, _Path]] = [(0.0, 0, 0, 0, 0, None)]
         settled: dict[int, list[int]] = {}
@@ -58,7 +58,7 @@ class Shortest:
                 return None
             for position in range(self.tables.count):
                 again = done >> position & 1
-                after_cost = cost + (self.tables.price[position] if again else 0.0)
+                after_cost = cost + (self.tables.repeat_cost[position] if again else 0.0)
                 if after_cost >= self.most_cost:
                     continue
                 after = done | 1 << position
@@ -67,13 +67,13 @@ class Shortest:
         return None
 
     def _steps(self, done: int, alive: int, position: int) -> Iterator[int]:
-        """What may be alive after ``position`` has run, each time as much as fits."""
+        """The sets of storages that may be alive after ``position`` has run. None could be larger."""
         tables = self.tables
         again = done >> position & 1
         reads, writes = (self.again if again else self.first)[position]
         if reads & ~alive or not (self._may_repeat if again else self._may_start)(done, position):
             return
-        extra = (tables.again_extra_bytes if again else tables.first_extra_bytes)[position]
+        extra = (tables.repeat_extra_bytes if again else tables.first_extra_bytes)[position]
         held = 0 if done & self.forward == self.forward else self.held
         after = done | 1 << position
         for left in self._fitting(alive | writes, reads | writes | held, extra + self._results(done)):
@@ -89,7 +89,7 @@ class Shortest:
         return tables.repeatable[position] and (not tables.earliest[position] or done & self.forward == self.forward)
 
     def _fitting(self, alive: int, fixed: int, extra_bytes: int) -> Iterator[int]:
-        """The subsets of ``alive`` that fit, none of which could be larger."""
+        """The largest subsets of ``alive`` that fit beside ``extra_bytes`` and have all of ``fixed``."""
         over = self._size(alive) + extra_bytes - self.budget_bytes
         if over <= 0:
             yield alive
@@ -113,7 +113,7 @@ class Shortest:
         return self.sizes[mask]
 
     def _useful(self, done: int) -> int:
-        """What is read by an operation that has still to run, or by a repeat for it."""
+        """The storages that are read by an operation that has yet to run, or by a repeat for it."""
         if done not in self.useful:
             found = 0 if done & self.forward == self.forward else self.held
             wanted = [s for p, reads in enumerate(self.tables.first_reads) if not done >> p & 1 for s in reads]
@@ -123,13 +123,13 @@ class Shortest:
                     found |= 1 << storage
                     writer = self.tables.writer[storage]
                     if done >> writer & 1 and storage in self.tables.recoverable:
-                        wanted.extend(self.tables.again_reads[writer])
+                        wanted.extend(self.tables.repeat_reads[writer])
             self.useful[done] = found
         return self.useful[done]
 
 
 def _writers(tables: Tables, index: int) -> int:
-    """The positions that write the results which an operation reads: a result is alive from then on, and not before."""
+    """The positions that have to run before an operation, since they write results that it reads."""
     flow = tables.flow
     writers = {flow.writer[storage] for storage in flow.operations[index].reads if storage in flow.results}
     return _mask(iter([position for position, other in enumerate(tables.order) if other in writers]))

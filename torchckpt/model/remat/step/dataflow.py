@@ -24,8 +24,9 @@ class Operation:
         flops: multiplications and additions; what ``recompute_flops`` counts.
         workspace_bytes: temporary memory that it allocates while it runs.
         repeatable: false if it must run only once: it draws random numbers, communicates, or has a side effect.
-        again: the operation that a repeat runs instead, if it differs. A repeated dropout multiplies by the saved mask;
-            a repeated batch norm leaves the running statistics unchanged. It writes only storages that this one writes.
+        substitute: the operation that a repeat runs instead, if it differs. A repeated dropout multiplies by the saved
+            mask; a repeated batch norm leaves the running statistics unchanged. It writes only storages that this one
+            writes.
     """
 
     name: str
@@ -35,12 +36,12 @@ class Operation:
     flops: int = 0
     workspace_bytes: int = 0
     repeatable: bool = True
-    again: Operation | None = None
+    substitute: Operation | None = None
 
     @property
     def repeat(self) -> Operation:
         """The operation that runs when this one is repeated."""
-        return self.again or self
+        return self.substitute or self
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Dataflow:
 
     @cached_property
     def writer(self) -> dict[int, int]:
-        """Of each storage that is not given, the operation that writes it."""
+        """For each storage that is not given, the operation that writes it."""
         return {storage: index for index, operation in enumerate(self.operations) for storage in operation.writes}
 
     @cached_property
@@ -78,7 +79,7 @@ class Dataflow:
 
     @property
     def seconds(self) -> float:
-        """Of the step in which every operation runs once."""
+        """The seconds of the step in which every operation runs once."""
         return sum(operation.seconds for operation in self.operations)
 
     @property

@@ -1,14 +1,15 @@
-"""Incremental: a schedule that changes by one repeat at a time, and knows its memory at every moment.
+"""Incremental: a schedule that changes by one repeat at a time, with its memory always up to date.
 
-Stage t is the first run at position t and, before it, the repeats that it takes. A storage is *touched* in a stage that
-reads or writes it, and *born* in one that writes it. Between two touches it is alive, unless it is born in the latter:
+Stage t is the first run at position t, after the repeats that stage t makes for it. A stage *touches* the storages that
+it reads or writes. A storage is *born* in a stage that writes it. Between two touches it is alive, unless it is born in
+the second one:
 
     stage     0     1     2     3     4     5     6
-    touches   W---------R           w-----R           of a storage written, read, brought back, read
+    touches   W---------R           w-----R           of a storage that is written, read, written again, read
     bytes     |#########|           |#####|
 
-So a repeat changes the memory of the stages between neighbouring touches by one number, and of the stages that it
-touches by what happens inside of them, which is simulated anew. Nothing else is.
+So a repeat changes the memory of all stages between two touches by one number. Only the stages whose touches change are
+simulated again.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from itertools import pairwise
 from torchckpt.model.remat.step.dataflow import Schedule
 from torchckpt.model.remat.step.flat import Tables
 from torchckpt.model.remat.step.profile import Profile, profile
-from torchckpt.model.remat.step.stage_memory import Steps
+from torchckpt.model.remat.step.stage_memory import StageMemory
 
 __all__ = ["Stages"]
 
@@ -27,7 +28,7 @@ __all__ = ["Stages"]
 class Stages:
     """A schedule that starts without repeats; :meth:`add` and :meth:`remove` change it.
 
-    ``during.at(t)`` is the peak of bytes alive in stage t, equal to what :func:`simulate` computes.
+    ``during.at(t)`` is the peak of bytes alive in stage t, as :func:`simulate` computes it.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -37,7 +38,7 @@ class Stages:
         self.births: list[set[int]] = [set() for _ in tables.sizes]
         self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
         self.inside = list(tables.plain_bytes)
-        self._steps: dict[int, Steps] = {}
+        self._memories: dict[int, StageMemory] = {}
         self.cost = 0.0
         self.work = 0
         self.log: list[tuple[int, int, bool]] = []
@@ -82,7 +83,7 @@ class Stages:
         return tuple(order[p] for stage, repeats in enumerate(self.repeats) for p in (*repeats, stage))
 
     def alive(self, storage: int, stage: int) -> bool:
-        """Whether ``storage`` is alive in ``stage`` anyway, so that a repeat there can read it at no cost in memory."""
+        """Whether ``storage`` is alive in ``stage``, so that a repeat there can read it at no cost in memory."""
         touches = self.touches[storage]
         index = bisect_left(touches, stage)
         if index == len(touches):
@@ -90,17 +91,17 @@ class Stages:
         return touches[index] == stage or (index > 0 and touches[index] not in self.births[storage])
 
     def alive_after(self, storage: int, stage: int) -> bool:
-        """Whether ``stage`` or a later one needs the copy that is there, or comes, in ``stage``."""
+        """Whether ``stage`` or a later one reads the copy of ``storage`` that is alive or written in ``stage``."""
         return stage in self.readers[storage] or self._stays(storage, stage)
 
     def waits_for(self, storage: int, stage: int) -> bool:
-        """Whether it is alive before ``stage`` for one reader of that stage only."""
+        """Whether ``storage`` is alive before ``stage`` only for one reader in that stage."""
         return self.readers[storage][stage] == 1 and stage not in self.births[storage] and (
             not self._stays(storage, stage)
         )
 
     def before(self, storage: int, stage: int) -> int:
-        """The last stage before ``stage`` that touches it."""
+        """The last stage before ``stage`` that touches ``storage``."""
         touches = self.touches[storage]
         return touches[bisect_left(touches, stage) - 1]
 
@@ -114,7 +115,7 @@ class Stages:
 
     def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
         """Apply several changes at once; each is a stage, a position, and whether the repeat is added or removed."""
-        stale: dict[int, set[int]] = {}  # stages, and the storages that may leave them now, or leave them no more
+        stale: dict[int, set[int]] = {}  # by stage, storages that may now be needed after it, or no longer
         for change in changes:
             self.log.append(change)
             self._change(*change, stale)
@@ -126,7 +127,7 @@ class Stages:
         return min(stale)
 
     def back(self, mark: int) -> None:
-        """Undo what was logged after ``mark``, a length of :attr:`log`."""
+        """Undo the changes logged after ``mark``, a length of :attr:`log`."""
         log = self.log
         if len(log) > mark:
             undone = [(stage, position, not added) for stage, position, added in reversed(log[mark:])]
@@ -149,7 +150,7 @@ class Stages:
 
     def useless(self, stage: int, position: int) -> bool:
         """Whether nothing reads the storages that this repeat writes."""
-        for storage in self.tables.again_writes[position]:
+        for storage in self.tables.repeat_writes[position]:
             if stage in self.readers[storage]:
                 return False
             touches = self.touches[storage]
@@ -161,23 +162,23 @@ class Stages:
     def _change(self, stage: int, position: int, added: bool, stale: dict[int, set[int]]) -> None:
         tables, sign = self.tables, 1 if added else -1
         self.work += 2
-        self.cost += sign * tables.price[position]
+        self.cost += sign * tables.repeat_cost[position]
         if added:
             insort(self.repeats[stage], position)
         else:
             self.repeats[stage].remove(position)
         here = stale.setdefault(stage, set())
-        if stage in self._steps:
-            self._steps[stage].change(position, added)
-        for storage in tables.again_writes[position]:
+        if stage in self._memories:
+            self._memories[stage].change(position, added)
+        for storage in tables.repeat_writes[position]:
             here.add(storage)
             stale.setdefault(self._touch(storage, stage, 0, sign), set()).add(storage)
-        for storage in tables.again_reads[position]:
+        for storage in tables.repeat_reads[position]:
             here.add(storage)
             stale.setdefault(self._touch(storage, stage, sign, 0), set()).add(storage)
 
     def _touch(self, storage: int, stage: int, reads: int, births: int) -> int:
-        """Change how ``stage`` touches ``storage``; the stage that touched it before, for what leaves that one."""
+        """Change how ``stage`` touches ``storage``. Returns the last stage before it that touches the storage."""
         touches, born, readers = self.touches[storage], self.births[storage], self.readers[storage]
         index = bisect_left(touches, stage)
         touched = index < len(touches) and touches[index] == stage
@@ -211,24 +212,28 @@ class Stages:
         return before
 
     def _inside(self, stage: int, storages: Iterable[int]) -> int:
-        """The most alive at once in ``stage``, of what it touches; ``storages`` may leave it now, or no more."""
+        """The peak bytes in ``stage`` of the storages that it touches.
+
+        Args:
+            storages: those that may now be needed after the stage, or no longer.
+        """
         repeats = self.repeats[stage]
         if not repeats:
-            self._steps.pop(stage, None)
+            self._memories.pop(stage, None)
             return self.tables.plain_bytes[stage]
         self.work += len(repeats) // 4
-        steps = self._steps.get(stage)
-        if steps is None:
-            steps = self._steps[stage] = Steps(self.tables, stage)
+        memory = self._memories.get(stage)
+        if memory is None:
+            memory = self._memories[stage] = StageMemory(self.tables, stage)
             for position in repeats:
-                steps.change(position, added=True)
-            storages = steps.storages()
+                memory.change(position, added=True)
+            storages = memory.storages()
         for storage in storages:
-            steps.leave(storage, self._stays(storage, stage))
-        return steps.peak_bytes(repeats)
+            memory.set_needed_later(storage, self._stays(storage, stage))
+        return memory.peak_bytes(repeats)
 
     def _stays(self, storage: int, stage: int) -> bool:
-        """Whether it is still alive when ``stage`` ends, for a later one."""
+        """Whether ``storage`` is still alive when ``stage`` ends, for a later one."""
         touches = self.touches[storage]
         index = bisect_right(touches, stage)
         return index < len(touches) and touches[index] not in self.births[storage]

@@ -22,18 +22,18 @@ class Home(NamedTuple):
 def late(
     flow: Dataflow, kept: Set[int], homes: Mapping[int, Home] | None = None, regions: Sequence[Region] = ()
 ) -> Schedule:
-    """Drop what is not in ``kept`` after its last use in the forward; bring it back right before its first use after.
+    """The schedule that drops all storages but ``kept`` in the forward, and recomputes each right before its first use.
 
-    Only what an operation of the backward needs is brought back, each operation at most once, in the order of the
-    forward. Hoisted to the start of the backward, the same set would be alive all at once, and nothing saved. Results,
-    and what no repeat writes, are kept in any case.
+    The backward repeats only operations that it needs, each at most once, in the order of the forward. Repeats at the
+    start of the backward would save nothing: all storages would be alive at once. Results, and storages that no repeat
+    writes, are always kept.
 
     Args:
-        homes: of storages that are dropped more than one region deep. What is brought back for a region dies after the
-            last operation of the backward in there; and before the first in the region inside that makes it, which
-            brings it back for itself. All that leaves a region comes back at once. So an operation ``d`` regions deep
-            runs ``d + 1`` times (Griewank 1992). Default: none is.
-        regions: of each operation, the regions that it is in. Default: none is in one.
+        homes: the regions of storages that are dropped more than one region deep. A storage that is recomputed for a
+            region dies after the last operation of the backward in it. It dies earlier, before the first operation in
+            the inner region that makes it, for that region recomputes it again. All storages that leave a region are
+            recomputed at once. So an operation ``d`` regions deep runs ``d + 1`` times (Griewank 1992). Default: none.
+        regions: the regions of each operation. Default: no operation is in one.
     """
     stays = flow.given | flow.results | (kept | (frozenset(flow.writer) - flow.recoverable))
     schedule = list(range(flow.forward))
@@ -50,7 +50,7 @@ def late(
 
 
 class _Nest:
-    """Which storages are there, of those more than one region deep, and for which region."""
+    """Tracks which recomputed storages are alive, and for which region."""
 
     def __init__(
         self, flow: Dataflow, homes: Mapping[int, Home], regions: Sequence[Region], stays: Set[int]
@@ -64,13 +64,13 @@ class _Nest:
                 self._leaving.setdefault(inside, []).append(storage)
 
     def gone(self, index: int) -> set[int]:
-        """What dies before the operation at ``index``."""
+        """The storages that die before the operation at ``index``."""
         found = {storage for storage, region in self._held.items() if self._ends(storage, region, index)}
         self._held = {storage: region for storage, region in self._held.items() if storage not in found}
         return found
 
     def stay(self, index: int, back: Iterable[int]) -> set[int]:
-        """Of what has come back before the operation at ``index``, what is not for that one alone."""
+        """The storages of ``back``, recomputed for the operation at ``index``, that stay alive after it."""
         found = set()
         for storage in back:
             inside, around = self._homes.get(storage, ((), ()))
@@ -82,7 +82,7 @@ class _Nest:
         return found
 
     def beside(self, storage: int, index: int) -> Sequence[int]:
-        """What leaves the region that makes ``storage``, if the operation at ``index`` is not in there."""
+        """All storages that leave the region that makes ``storage``; none if the operation at ``index`` is in it."""
         inside, _ = self._homes.get(storage, ((), ()))
         return () if self._is_in(inside, index) else self._leaving.get(inside, ())
 
@@ -93,7 +93,7 @@ class _Nest:
         return self._is_in(inside, index) or not (self._is_in(region, index) or self._is_ahead(region, index))
 
     def _is_ahead(self, region: Region, index: int) -> bool:
-        """Whether it is an outermost region and comes yet: what leaves it was needed before it, with all inside."""
+        """Whether ``region`` is an outermost one, or none, and has operations of the backward at ``index`` or later."""
         return len(region) <= 1 and (not region or index <= self._spans.get(region, (0, 0))[1])
 
     def _is_in(self, region: Region, index: int) -> bool:
@@ -102,7 +102,7 @@ class _Nest:
 
 
 def _spans(regions: Sequence[Region], indices: range) -> dict[Region, tuple[int, int]]:
-    """Of each region the first and the last of these operations that are in it."""
+    """For each region, the first and the last of the operations ``indices`` in it."""
     found: dict[Region, tuple[int, int]] = {}
     for index in indices if regions else ():
         for depth in range(1, len(regions[index]) + 1):
@@ -112,7 +112,7 @@ def _spans(regions: Sequence[Region], indices: range) -> dict[Region, tuple[int,
 
 
 def _needed(flow: Dataflow, stays: Set[int]) -> set[int]:
-    """What the backward reads of what does not stay, and what is read to make that."""
+    """The storages that the backward has to recompute: those that it reads, and those that their repeats read."""
     wanted = [storage for operation in flow.operations[flow.forward :] for storage in operation.reads]
     found = set[int]()
     while wanted:

@@ -65,7 +65,7 @@ def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
 
 
 def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Residence]:
-    """Every copy of every storage, in the order of their ends, last first."""
+    """Every copy of every storage, by the step that writes it, the last first."""
     runs, results = _runs(flow, schedule), flow.results
     last_use = dict.fromkeys(results, len(schedule) - 1)
     firsts = _first_runs(flow, schedule)
@@ -88,9 +88,9 @@ def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Reside
 
 
 def lower_bound_bytes(flow: Dataflow) -> int:
-    """Bytes that every schedule needs, in whatever order: of the operation that needs most, what it touches.
+    """Bytes that every schedule needs, in any order: the most that one operation reads, writes and uses as workspace.
 
-    With the results of the forward, for one of the backward; and all results at the end.
+    An operation of the backward needs the results of the forward beside. The end of the step needs all results.
     """
     sizes = flow.sizes_bytes
     forward = {s for operation in flow.operations[: flow.forward] for s in operation.writes if s in flow.results}

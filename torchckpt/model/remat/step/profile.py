@@ -1,4 +1,4 @@
-"""Profile: bytes by stage, to which ranges are added and whose ranges are asked for their maximum."""
+"""Profile: the bytes of each stage, with quick changes and maxima of ranges of stages."""
 from __future__ import annotations
 
 import math
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 __all__ = ["BlockProfile", "Profile", "profile"]
 
 _PLAIN = 2000
-"""Stages from which on blocks are faster."""
+"""The number of stages from which on blocks are faster."""
 
 
 def profile(values: Sequence[int]) -> Profile:
-    """In blocks if there are so many stages that a range of them is long."""
+    """A profile of these values, in blocks if there are many."""
     return Profile(values) if len(values) < _PLAIN else BlockProfile(values)
 
 
 class Profile:
-    """A plain list: the fastest up to some thousand stages."""
+    """A plain list, the fastest for up to some thousand stages."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = list(values)
@@ -32,7 +32,7 @@ class Profile:
         self.values[first:end] = [value + more for value in self.values[first:end]]
 
     def most(self, first: int, end: int) -> int:
-        """The maximum over these stages; 0 of none."""
+        """The maximum of the stages from ``first`` up to, not including, ``end``; 0 if there are none."""
         return max(self.values[first:end], default=0)
 
     def over(self, first: int, limit: int) -> int:
@@ -45,16 +45,16 @@ class Profile:
 
 
 class BlockProfile(Profile):
-    """Square root decomposition: a range costs O(sqrt(n)), for whole blocks are changed by one number each."""
+    """Square root decomposition: a change of a range takes O(sqrt(n)), as whole blocks change by one number each."""
 
     def __init__(self, values: Sequence[int]) -> None:
         super().__init__(values)
         self.block = max(1, math.isqrt(len(values)))
         starts = range(0, len(values), self.block)
         self.tops = [max(self.values[start:start + self.block]) for start in starts]
-        """Of each block, its maximum."""
+        """The maximum of each block."""
         self.offsets = [0] * len(starts)
-        """Of each block, what its values in :attr:`values` lack."""
+        """By block, the number to add to each of its :attr:`values`."""
 
     def at(self, stage: int) -> int:
         return self.values[stage] + self.offsets[stage // self.block]

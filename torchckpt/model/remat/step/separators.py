@@ -11,15 +11,14 @@ __all__ = ["separating_storages", "separators"]
 def separators(reads: Sequence[Sequence[int]]) -> list[int]:
     """The nodes of a graph that no edge jumps over, in ascending order.
 
-    In a topological order, a node separates those before it from those after it iff no edge leads from one to the
-    other past it: with it removed, nothing after it can be reached from anything before it. The first node and the
-    last always do. One sweep over nodes and edges.
+    Without such a node, no node after it can be reached from a node before it. The first node and the last one always
+    separate. Takes one sweep over nodes and edges.
 
     Args:
-        reads: of node ``i``, the nodes that it reads; all of them come before ``i``.
+        reads: for each node, the nodes that it reads. Nodes are in a topological order.
 
     Example:
-        Of a chain of five with a skip from 1 to 3, all but 2:
+        In a chain of five with a skip from 1 to 3, all but 2 separate:
 
         >>> separators([[], [0], [1], [1, 2], [3]])
         [0, 1, 3, 4]
@@ -37,19 +36,18 @@ def separators(reads: Sequence[Sequence[int]]) -> list[int]:
 
 
 def separating_storages(flow: Dataflow, there: Set[int] = frozenset()) -> list[int]:
-    """The storages from which alone the rest of the forward can run, in the order in which they are written.
+    """The storages that each cut the forward in two, in the order in which they are written.
 
-    A storage separates the operations of the forward up to the one that writes it from those after it iff the latter
-    read nothing that the former wrote, but it. What is given does not count, for it is there anyway: a parameter may
-    enter at any place, and an input of the step may be read a second time. What an early operation computes from an
-    input and a late one reads does count. A value that no later operation of the forward reads separates nothing.
+    The operations after a separating storage read nothing that was written before it. Given storages are an exception:
+    parameters, and inputs of the step, may be read anywhere. A storage that no later operation of the forward reads
+    separates nothing.
 
-    This is the criterion of the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018),
-    which removes every value in turn and looks for connected components; one sweep finds the same.
+    This is the criterion of the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018).
+    That policy removes every value in turn and looks for connected components; one sweep finds the same values.
 
     Args:
-        there: storages that are kept in any case, such as a small attention mask that every layer reads; they count as
-            little as what is given.
+        there: other storages that may be read anywhere, since they are always kept, such as a small attention mask
+            that every layer reads.
     """
     known = flow.given | there
     operations = flow.operations[: flow.forward]

@@ -1,4 +1,4 @@
-"""Stage memory: what is alive inside of one stage, its repeats and its first run, as repeats are added and removed."""
+"""Stage memory: the bytes alive during the steps of one stage, its repeats and then its first run."""
 from __future__ import annotations
 
 from bisect import insort
@@ -7,79 +7,83 @@ from collections.abc import Iterable, Sequence
 
 from torchckpt.model.remat.step.flat import Tables
 
-__all__ = ["Steps"]
+__all__ = ["StageMemory"]
 
 _START = -1
 
 
-class Steps:
-    """Of a stage without repeats; then, as :meth:`change` makes it. A step is known by the position that it repeats.
+class StageMemory:
+    """Starts with no repeats; :meth:`change` adds and removes them. A step is named by the position that it runs.
 
-    What a stage reads is there from its start, what it writes from the step that does; until the last step that touches
-    it, unless it leaves the stage, for a later one.
+    A storage that the stage only reads is alive from its start, one that it writes from the writing step on. It dies
+    after the last step that touches it, unless a later stage needs it.
     """
 
     def __init__(self, tables: Tables, stage: int) -> None:
         self._tables, self._stage = tables, stage
-        self._come: defaultdict[int, int] = defaultdict(int)  # bytes, by the step that they come with
-        self._go: defaultdict[int, int] = defaultdict(int)  # by the step that they go after
+        self._allocated: defaultdict[int, int] = defaultdict(int)  # bytes, by the step that allocates them
+        self._freed: defaultdict[int, int] = defaultdict(int)  # bytes, by the step after which they are freed
         self._born: dict[int, int] = {}
         self._uses: dict[int, list[int]] = {}
-        self._leaving: set[int] = set()
+        self._needed_later: set[int] = set()
         reads, writes = tables.first_reads[stage], tables.first_writes[stage]
         for storage in (*reads, *(tables.held if stage == tables.forward - 1 else ())):
             self._use(storage, stage, True)
         for storage in writes:
-            self._use(storage, stage, True, bears=True)
+            self._use(storage, stage, True, writes=True)
 
     def change(self, position: int, added: bool) -> None:
-        for storage in self._tables.again_reads[position]:
+        for storage in self._tables.repeat_reads[position]:
             self._use(storage, position, added)
-        for storage in self._tables.again_writes[position]:
-            self._use(storage, position, added, bears=True)
+        for storage in self._tables.repeat_writes[position]:
+            self._use(storage, position, added, writes=True)
 
-    def leave(self, storage: int, stays: bool) -> None:
-        """``storage`` is needed by a later stage, or is not."""
-        if storage in self._uses and stays != (storage in self._leaving):
+    def set_needed_later(self, storage: int, is_needed: bool) -> None:
+        """Set whether a later stage needs ``storage``."""
+        if storage in self._uses and is_needed != (storage in self._needed_later):
             self._count(storage, -1)
-            self._leaving ^= {storage}
+            self._needed_later ^= {storage}
             self._count(storage, 1)
 
     def storages(self) -> Iterable[int]:
-        """All that it touches."""
+        """The storages that the stage touches."""
         return self._uses
 
     def peak_bytes(self, repeats: Sequence[int]) -> int:
-        """The most alive at once, of what it touches; ``repeats`` are those that were added, in their order."""
-        extra, come, go = self._tables.again_extra_bytes, self._come, self._go
-        alive, peak = come[_START], 0
+        """The most bytes alive at once of the storages that the stage touches.
+
+        Args:
+            repeats: the repeats of the stage in their order.
+        """
+        extra, allocated, freed = self._tables.repeat_extra_bytes, self._allocated, self._freed
+        alive, peak = allocated[_START], 0
         for position in repeats:
-            alive += come[position]
+            alive += allocated[position]
             if alive + extra[position] > peak:
                 peak = alive + extra[position]
-            alive -= go[position]
-        return max(peak, alive + come[self._stage] + self._tables.first_extra_bytes[self._stage])
+            alive -= freed[position]
+        return max(peak, alive + allocated[self._stage] + self._tables.first_extra_bytes[self._stage])
 
-    def _use(self, storage: int, step: int, added: bool, bears: bool = False) -> None:
+    def _use(self, storage: int, step: int, added: bool, writes: bool = False) -> None:
         self._count(storage, -1)
         uses = self._uses.setdefault(storage, [])
         if added:
             insort(uses, step)
         else:
             uses.remove(step)
-        if bears and added:
+        if writes and added:
             self._born[storage] = step
-        elif bears:
+        elif writes:
             del self._born[storage]
         if not uses:
             del self._uses[storage]
-            self._leaving.discard(storage)
+            self._needed_later.discard(storage)
         self._count(storage, 1)
 
     def _count(self, storage: int, sign: int) -> None:
         uses = self._uses.get(storage)
         if uses:
             size = sign * self._tables.sizes[storage]
-            self._come[self._born.get(storage, _START)] += size
-            if storage not in self._leaving:
-                self._go[uses[-1]] += size
+            self._allocated[self._born.get(storage, _START)] += size
+            if storage not in self._needed_later:
+                self._freed[uses[-1]] += size
