@@ -2,31 +2,69 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOME", "ROOT", "printed_by", "run"]
+__all__ = ["HOME", "ROOT", "method_to_start", "printed_by", "run", "run_script"]
 
 ROOT = Path(__file__).parents[1]
 HOME = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 """An environment in which Python finds the package of this tree, installed or not."""
 
+PRELOADED = ["pytest", "tests.distributed.stages", "torch.distributed.fsdp"]
 
-def run(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+
+def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Python with ``arguments``, in ``HOME``."""
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env={**HOME, **environment}, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, env=HOME, capture_output=True, text=True, timeout=timeout)
 
 
 def printed_by(benchmark: str, *arguments: str, timeout: float = 300) -> Any:
-    """The JSON that a benchmark prints: from a folder elsewhere and without ``PYTHONPATH``, as users may run it."""
-    command = [sys.executable, str(ROOT / "benchmarks" / benchmark), *arguments]
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, env=bare, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    """The JSON that a benchmark prints."""
+    done = run_script(f"benchmarks/{benchmark}", *arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def run_script(path: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """The script at ``path`` of this tree: from a folder elsewhere and without ``PYTHONPATH``, as users may run it."""
+    command = [str(ROOT / path), *arguments]
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context(method_to_start())
+        process = context.Process(target=_script, args=(command, bare, folder))  # type: ignore[attr-defined]
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout)
+        said = [(Path(folder) / name).read_text() for name in ("out", "err")]
+    return subprocess.CompletedProcess(command, process.exitcode, *said)
+
+
+def method_to_start() -> str:
+    """On Linux, processes are forks of one that has only imported torch. That import takes each of them seconds."""
+    if sys.platform != "linux":
+        return "spawn"
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return "forkserver"
+
+
+def _script(command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = command
+    sys.path[:] = [str(Path(command[0]).parent), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    runpy.run_path(command[0], run_name="__main__")

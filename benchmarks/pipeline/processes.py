@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ __all__ = ["on_processes"]
 
 def on_processes(p: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:
     """Run ``work(rank, tell, *args)`` on each of ``p`` processes of one process group; yield what they ``tell``."""
-    told = mp.get_context("spawn").SimpleQueue()
+    method = "forkserver" if sys.platform == "linux" else "spawn"  # forks of a process that has only imported torch
+    mp.set_forkserver_preload(["torch.distributed"])
+    told = mp.get_context(method).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{Path(folder) / 'meet'}"
-        processes = mp.spawn(_started, (p, meet, work, told, args), nprocs=p, join=False)
+        processes = mp.start_processes(_started, (p, meet, work, told, args), p, join=False, start_method=method)
         ended = False
         while not ended:
             ended = processes.join(timeout=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.stages import not_on_old_stages
-from tests.scripts import ROOT, printed_by, run
+from tests.scripts import ROOT, printed_by, run_script
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_split_backward_recomputes_each_block_once(forwards, schedule):
 
 
 def test_the_first_picture_is_that_of_the_stored_results(tmp_path):
-    done = run(str(ROOT / "benchmarks/pipeline/cost.py"), "--out", str(tmp_path / "cost.svg"))
+    done = run_script("benchmarks/pipeline/cost.py", "--out", str(tmp_path / "cost.svg"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "cost.svg").read_text() == (ROOT / "docs/cost.svg").read_text()
     assert len(done.stdout.splitlines()) == 1 + 5

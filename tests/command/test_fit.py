@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.command import lines
 from torchckpt import graph
 from torchckpt.__main__ import main
 from torchckpt.command import fit
@@ -97,10 +98,7 @@ def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["fit", *arguments.split()]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
+    return lines.printed(capsys, "fit", *arguments.split())
 
 
 def told(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
@@ -110,14 +108,9 @@ def told(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on stderr, without what it begins with."""
-    try:
-        code = main(["fit", *arguments.split()])
-    except SystemExit as stopped:
-        code = stopped.code
-    captured = capsys.readouterr()
-    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
-    assert captured.err.startswith(ERROR)
-    return captured.err.removeprefix(ERROR).rstrip("\n")
+    line = lines.refused(capsys, "fit", *arguments.split())
+    assert line.startswith(ERROR)
+    return line.removeprefix(ERROR)
 
 
 # the plan -------------------------------------------------------------------------------------------------------------
@@ -320,8 +313,8 @@ def test_help_has_examples_that_run(
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "--help"])
     assert stopped.value.code == 0
-    lines = capsys.readouterr().out.split("\n")
-    examples = [line.split()[3:] for line in lines if line.startswith("  python -m torchckpt")]
+    said = capsys.readouterr().out.split("\n")
+    examples = [line.split()[3:] for line in said if line.startswith("  python -m torchckpt")]
     assert len(examples) == 4
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(fit, "run", seen.append)

@@ -6,14 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchckpt.__main__ import main
+from tests.command.lines import printed, refused
 
 TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1f1b", "--microbatches", "4")
-
-
-def printed(capsys, *arguments):
-    assert main(arguments) == 0
-    return capsys.readouterr().out
 
 
 def test_costs_the_plan_and_the_line_that_people_quote(capsys, tmp_path):
@@ -90,11 +85,4 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line(capsys, arguments, message):
-    try:
-        code = main(["plan", "--schedule", "1f1b", "--microbatches", "4", *arguments])
-    except SystemExit as error:
-        code = error.code
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    assert said.err.count("\n") == 1
-    assert message in said.err
+    assert message in refused(capsys, "plan", "--schedule", "1f1b", "--microbatches", "4", *arguments)

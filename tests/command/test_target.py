@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command.lines import printed, refused
 from torchckpt.__main__ import main
 from torchckpt.command.shared import check_apart, in_options
 
@@ -76,31 +77,26 @@ def model_file(tmp_path, monkeypatch):
     sys.modules.pop("my_model", None)
 
 
-def called(command, name, *options):
-    """The exit code, and what was printed where it should be."""
-    return main([command, name if ":" in name else f"my_model:{name}", *REST[command], *options])
+def words(command, name, *options):
+    return [command, name if ":" in name else f"my_model:{name}", *REST[command], *options]
 
 
 @pytest.mark.parametrize("command", REST)
 @pytest.mark.parametrize("target", ["gpt", "pair", "listed"])
 def test_the_same_target_works_for_each(command, target, capsys):
-    assert called(command, target) == 0
-    assert capsys.readouterr().err == ""
+    assert printed(capsys, *words(command, target))
 
 
 def test_a_list_runs_one_after_the_other_and_hands_tuples_on(capsys):
-    assert called("fit", "tuples") == 0
-    assert "graph.rematerialize(model, example)" in capsys.readouterr().out
+    assert "graph.rematerialize(model, example)" in printed(capsys, *words("fit", "tuples"))
 
 
 def test_the_stages_of_a_plan_are_the_members(capsys):
-    assert called("plan", "gpt") == 0
-    assert "1f1b: 2 stages on 2 ranks, 2 micro-batches" in capsys.readouterr().out
+    assert "1f1b: 2 stages on 2 ranks, 2 micro-batches" in printed(capsys, *words("plan", "gpt"))
 
 
 def test_balance_takes_the_example_or_the_input(capsys):
-    assert called("balance", "gpt", "--input", "2,8", "--dtype", "float32") == 0
-    assert capsys.readouterr().err == ""
+    assert printed(capsys, *words("balance", "gpt", "--input", "2,8", "--dtype", "float32"))
 
 
 BAD = [
@@ -118,10 +114,7 @@ BAD = [
 
 @pytest.mark.parametrize(("command", "target", "message"), BAD)
 def test_a_target_that_does_not_fit_is_named_in_one_line(command, target, message, capsys):
-    assert called(command, target) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert message in said.err
+    assert message in refused(capsys, *words(command, target))
 
 
 # the names of the command ---------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.scripts import method_to_start
+
 
 @contextmanager
 def one_rank() -> Iterator[None]:
@@ -50,13 +52,8 @@ def script_on_ranks(path: str, *arguments: str, folder: Any, ranks: int = 2, tim
 
 
 def started(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> mp.ProcessContext:
-    """``ranks`` processes that run ``function(rank, *args)``.
-
-    On Linux they are forks of a process that has only imported torch, since that import takes each rank seconds.
-    """
-    method = "forkserver" if sys.platform == "linux" else "spawn"
-    mp.set_forkserver_preload(["pytest", "tests.distributed.stages", "torch.distributed.fsdp"])
-    return mp.start_processes(function, args, nprocs=ranks, join=False, start_method=method)
+    """``ranks`` processes that run ``function(rank, *args)``."""
+    return mp.start_processes(function, args, nprocs=ranks, join=False, start_method=method_to_start())
 
 
 def _finish(processes: mp.ProcessContext, timeout: float) -> None:

@@ -1,7 +1,6 @@
 """The distributed example: the same losses in all variants, and after a restart."""
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 from tests.distributed.ranks import script_on_ranks
 from tests.distributed.stages import not_on_old_stages
-from tests.scripts import HOME, ROOT
+from tests.scripts import HOME, ROOT, run_script
 
 EXAMPLE = str(ROOT / "examples/train_gpt_distributed.py")
 
@@ -136,8 +135,8 @@ def test_a_restart_goes_on_with_the_losses_of_the_uninterrupted_run(run, uninter
 # faults ---------------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_that_torchrun_starts_it():
-    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-    done = subprocess.run([sys.executable, EXAMPLE], env=environment, capture_output=True, text=True, timeout=60)
+def test_it_says_that_torchrun_starts_it(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    done = run_script(EXAMPLE, timeout=60)
     assert done.returncode != 0
     assert "torchrun --standalone --nproc-per-node 2" in done.stderr

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.scripts import ROOT, run
+from tests.scripts import run_script
 
 ROWS = [
     "loss after 2 steps",
@@ -18,8 +18,8 @@ ROWS = [
 ]
 
 
-def example(*arguments, **environment):
-    return run(str(ROOT / "examples/train_gpt.py"), *arguments, **environment)
+def example(*arguments):
+    return run_script("examples/train_gpt.py", *arguments)
 
 
 @pytest.fixture(scope="module")

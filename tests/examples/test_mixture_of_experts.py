@@ -1,23 +1,16 @@
 """The mixture of experts of the examples fails where its router is asked again, and trains where that is kept."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import run_script
 
 
 @pytest.fixture(scope="module")
 def printed():
-    command = [sys.executable, str(ROOT / "examples/mixture_of_experts.py"), "--steps", "3", "--rows", "64"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_script("examples/mixture_of_experts.py", "--steps", "3", "--rows", "64")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

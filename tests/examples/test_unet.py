@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from tests.scripts import ROOT, run
+from tests.scripts import run_script
 
 
 @pytest.fixture(scope="module")
 def printed():
     # Rows that 4 micro-batches do not share evenly.
-    done = run(str(ROOT / "examples/unet.py"), "--steps", "3", "--rows", "6", "--width", "4")
+    done = run_script("examples/unet.py", "--steps", "3", "--rows", "6", "--width", "4")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import plain
+from tests.helpers import Probe, plain
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.testing import saved_bytes
 
@@ -309,20 +309,6 @@ def test_saved_bytes_of_nested_regions_are_the_boundary_of_the_outer_one(device)
         y = checkpoint(lambda h: checkpoint(chain, checkpoint(torch.sin, h)), h)
     assert saved.total == A
     del y
-
-
-class Probe(torch.autograd.Function):
-    """Looks, in the backward, at the place where it stands."""
-
-    @staticmethod
-    def forward(ctx, x, look):
-        ctx.look = look
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.look()
-        return grad, None
 
 
 def live_at_each_step_of_a_backward(device, call, steps=4):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from tests.settings import default_dtype
 from torchckpt.kernel.region.checkpointing import checkpoint
 from torchckpt.kernel.region.scope import Scope
 from torchckpt.kernel.saved import bytes_of
@@ -40,12 +41,8 @@ class Real:
 
     def __init__(self, build: Any, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
+        with default_dtype(dtype):
             self.stages, example, *loss = build()
-        finally:
-            torch.set_default_dtype(before)
         self.inputs = example if isinstance(example, tuple) else (example,)
         self.loss = loss[0] if loss else None
         self.dtype = dtype
@@ -82,13 +79,8 @@ class Real:
         return counted.total
 
     def _run(self, at: int, inputs: tuple[Any, ...], dropped: Collection[int]) -> Any:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with _Some(dropped).entered(), _as_regions(self.stages[at], self.blocks):
-                return self._called(at, inputs)
-        finally:
-            torch.set_default_dtype(before)
+        with default_dtype(self.dtype), _Some(dropped).entered(), _as_regions(self.stages[at], self.blocks):
+            return self._called(at, inputs)
 
     def _called(self, at: int, inputs: tuple[Any, ...]) -> Any:
         outputs = self.stages[at](*inputs)

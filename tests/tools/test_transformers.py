@@ -1,6 +1,8 @@
 """transformers: models of the zoo, by ``checkpoint_layers`` and by the library's own switch, and its ``Trainer``."""
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -12,6 +14,7 @@ from torchckpt.testing import count_recomputes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # those of transformers
 TOKENS, STEPS = 8, 2
+WORDS = {"vocab_size": 32}
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
 
 
@@ -26,54 +29,55 @@ def quiet():
     transformers.logging.set_verbosity(before)
 
 
-def gpt2(use_cache=False):
-    import transformers
+class Family(NamedTuple):
+    """Models of the zoo that have one configuration, and the layers of a small one."""
 
-    config = transformers.GPT2Config(
-        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        use_cache=use_cache,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama(use_cache=False):
-    import transformers
-
-    config = transformers.LlamaConfig(vocab_size=32, attention_dropout=0.1, use_cache=use_cache, **SMALL)
-    return transformers.LlamaForCausalLM(config)
-
-
-def bert(use_cache=False):
-    import transformers
-
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, use_cache=use_cache, **SMALL))
-
-
-def t5(use_cache=False):
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
-        use_cache=use_cache,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def vit(use_cache=False):
-    import transformers
-
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    config = transformers.ViTConfig(image_size=8, patch_size=4, **dropout, **SMALL)
-    return transformers.ViTForImageClassification(config)
+    config: str
+    model: str
+    options: dict[str, Any]
+    layer: str
+    layers: int = 2
 
 
 MODELS = {
-    "gpt2": (gpt2, "GPT2Block.forward", 2),
-    "llama": (llama, "LlamaDecoderLayer.forward", 2),
-    "bert": (bert, "BertLayer.forward", 2),
-    "t5": (t5, "T5Block.forward", 4),
-    "vit": (vit, "ViTLayer.forward", 2),
+    "gpt2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {**WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
+        "GPT2Block.forward",
+    ),
+    "llama": Family(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**WORDS, **SMALL, "attention_dropout": 0.1},
+        "LlamaDecoderLayer.forward",
+    ),
+    "bert": Family("BertConfig", "BertForMaskedLM", {**WORDS, **SMALL}, "BertLayer.forward"),
+    "t5": Family(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+        "T5Block.forward",
+        layers=4,
+    ),
+    "vit": Family(
+        "ViTConfig",
+        "ViTForImageClassification",
+        {"image_size": 8, "patch_size": 4, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, **SMALL},
+        "ViTLayer.forward",
+    ),
 }
+
+
+def build(name, use_cache=False):
+    import transformers
+
+    family = MODELS[name]
+    config = getattr(transformers, family.config)(use_cache=use_cache, **family.options)
+    return getattr(transformers, family.model)(config)
 
 
 def by_layers(model):
@@ -98,38 +102,37 @@ def by_nothing(model):
 WAYS = {"checkpoint_layers": by_layers, "gradient_checkpointing_func": by_function, "both": by_both}
 
 
-def batch_for(make):
+def batch_for(name):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(32, (2, TOKENS), generator=generator)
-    if make is vit:
+    if name == "vit":
         return {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator), "labels": torch.tensor([0, 1])}
     mask = torch.ones_like(tokens)
     mask[1, -2:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def steps_of(make, prepare, use_cache=False):
+def steps_of(name, prepare, use_cache=False):
     torch.manual_seed(0)
-    model = make(use_cache).train()
+    model = build(name, use_cache).train()
     prepare(model)
-    return trained(model, lambda batch: model(**batch).loss, [batch_for(make)] * STEPS)
+    return trained(model, lambda batch: model(**batch).loss, [batch_for(name)] * STEPS)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name, way):
-    make, region, regions = MODELS[name]
-    expected, none = steps_of(make, by_nothing)
-    tensors, recomputes = steps_of(make, WAYS[way])
+    expected, none = steps_of(name, by_nothing)
+    tensors, recomputes = steps_of(name, WAYS[way])
     assert none == {}
     assert equal(tensors, expected)
-    assert recomputes == {region: regions * STEPS}
+    assert recomputes == {MODELS[name].layer: MODELS[name].layers * STEPS}
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, t5])
-def test_a_cache_that_the_layers_fill_is_an_error_that_says_so(make):
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_cache_that_the_layers_fill_is_an_error_that_says_so(name):
     with pytest.raises(RecomputationError, match=r"state that the function changes itself \(a counter, a cache\)"):
-        steps_of(make, by_layers, use_cache=True)
+        steps_of(name, by_layers, use_cache=True)
 
 
 # Trainer --------------------------------------------------------------------------------------------------------------
@@ -159,12 +162,12 @@ def ours():
     return Ours()
 
 
-def trained_by_trainer(folder, make, prepare=by_nothing, callbacks=(), **options):
+def trained_by_trainer(folder, prepare=by_nothing, callbacks=(), **options):
     """Losses of all steps, parameters and the next random numbers, and the replays by region."""
     import transformers
 
     torch.manual_seed(0)
-    model = make()
+    model = build("gpt2")
     prepare(model)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, logging_steps=1, report_to=[], seed=3,
@@ -182,7 +185,7 @@ def trained_by_trainer(folder, make, prepare=by_nothing, callbacks=(), **options
 @pytest.fixture
 def plain(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
-    tensors, recomputes = trained_by_trainer(tmp_path, gpt2)
+    tensors, recomputes = trained_by_trainer(tmp_path)
     assert len(tensors) == 4 + 28 + 1
     assert recomputes == {}
     return tensors
@@ -198,6 +201,6 @@ def plain(tmp_path):
     ids=["checkpoint_layers", "gradient_checkpointing_func", "checkpoint_layers beside the switch"],
 )
 def test_trainer(tmp_path, plain, prepare, callbacks, options):
-    tensors, recomputes = trained_by_trainer(tmp_path, gpt2, prepare, callbacks, **options)
+    tensors, recomputes = trained_by_trainer(tmp_path, prepare, callbacks, **options)
     assert equal(tensors, plain)
     assert recomputes == {"'GPT2Block.forward'": 2 * 4}

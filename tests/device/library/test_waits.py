@@ -47,17 +47,23 @@ def expected_of(x):
     return gradient
 
 
-def test_a_replay_waits_for_the_stream_of_its_inputs(sim, streams):
+def prefetched_on_the_second(streams, function, x):
+    """What a region on the first stream returns, once its replay waits on the second."""
     first, second = streams
+    with first:
+        region = torchckpt.Checkpointing(function, x * 2)
+        output = region.checkpoint()
+    with second:
+        region.prefetch()
+    assert not second.query()
+    return output
+
+
+def test_a_replay_waits_for_the_stream_of_its_inputs(sim, streams):
     x = leaf(8)
     expected = expected_of(x)
-    with sim.held(first):
-        with first:
-            region = torchckpt.Checkpointing(body, x * 2)
-            output = region.checkpoint()
-        with second:
-            region.prefetch()
-        assert not second.query()
+    with sim.held(streams[0]):
+        output = prefetched_on_the_second(streams, body, x)
     torch.accelerator.synchronize()
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
 
@@ -110,21 +116,15 @@ def test_what_a_replay_on_another_stream_made_is_kept_until_the_backward_has_run
 
 
 def test_a_replay_waits_for_the_stream_that_made_what_is_kept(sim, streams):
-    first, second = streams
     x = leaf(8)
     expected = expected_of(x)
     with ExitStack() as stack:
 
         def late(x):  # the inputs of the region are there before
-            stack.enter_context(sim.held(first))
+            stack.enter_context(sim.held(streams[0]))
             return x + 1
 
-        with first:
-            region = torchckpt.Checkpointing(lambda x: torchckpt.keep(late, x).exp(), x * 2)
-            output = region.checkpoint()
-        with second:
-            region.prefetch()
-        assert not second.query()
+        output = prefetched_on_the_second(streams, lambda x: torchckpt.keep(late, x).exp(), x)
     torch.accelerator.synchronize()
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
 

@@ -122,11 +122,17 @@ def test_fresh_memory_is_nan(device):
     assert torch.empty(1000, device=device).isnan().all()
 
 
+def ones_on(stream):
+    """Ones that are there, in memory that the stream made."""
+    with stream:
+        x = torch.ones(3, device=stream.device)
+    stream.synchronize()
+    return x
+
+
 def test_what_is_freed_is_nan_for_who_still_reads_it(sim, device):
     first, second = torch.Stream(device), torch.Stream(device)
-    with first:
-        x = torch.ones(3, device=device)
-    first.synchronize()
+    x = ones_on(first)
     with sim.held(second), second:
         y = x + 1
         del x
@@ -136,9 +142,7 @@ def test_what_is_freed_is_nan_for_who_still_reads_it(sim, device):
 
 def test_a_recorded_stream_is_waited_for_before_the_memory_is_freed(sim, device):
     first, second = torch.Stream(device), torch.Stream(device)
-    with first:
-        x = torch.ones(3, device=device)
-    first.synchronize()
+    x = ones_on(first)
     with sim.held(second), second:
         y = x + 1
         x.record_stream(second)

@@ -6,20 +6,17 @@ import threading
 import pytest
 import torch
 
+from tests.helpers import Probe
 
-class Where(torch.autograd.Function):
-    """Writes down the thread and the stream of its backward."""
 
-    @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
-        return x.clone()
+def where(seen):
+    """Writes down the thread, the device and the stream."""
 
-    @staticmethod
-    def backward(ctx, grad):
-        stream = torch.accelerator.current_stream(grad.device)
-        ctx.seen.append((threading.get_ident(), torch.accelerator.current_device_index(), stream.stream_id))
-        return grad.clone(), None
+    def look():
+        stream = torch.accelerator.current_stream()
+        seen.append((threading.get_ident(), torch.accelerator.current_device_index(), stream.stream_id))
+
+    return look
 
 
 def leaf(device, value=1.0):
@@ -31,9 +28,9 @@ def leaf(device, value=1.0):
 def test_each_device_has_a_thread_of_its_own(sim):
     seen = []
     x = leaf("sim:0")
-    y = Where.apply(x, seen)
-    z = Where.apply(y.to("sim:1"), seen)
-    Where.apply(z.to("sim:2"), seen).sum().backward()
+    y = Probe.apply(x, where(seen))
+    z = Probe.apply(y.to("sim:1"), where(seen))
+    Probe.apply(z.to("sim:2"), where(seen)).sum().backward()
     threads, devices, streams = zip(*seen)
     assert devices == (2, 1, 0)
     assert len({*threads, threading.get_ident()}) == 4
@@ -45,7 +42,7 @@ def test_a_backward_runs_on_the_stream_of_its_forward(sim):
     seen, side = [], torch.Stream("sim:1")
     x = leaf("sim:1")
     with side:
-        y = Where.apply(x, seen)
+        y = Probe.apply(x, where(seen))
     torch.accelerator.current_stream(1).wait_stream(side)
     y.sum().backward()
     assert [(device, stream) for _, device, stream in seen] == [(1, side.stream_id)]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.distributed.ranks import started
+from tests.helpers import Probe, doing
 from tests.settings import with_gloo
 from torchckpt import checkpoint_module, is_recomputing
 from torchckpt.distributed import recompute_ahead
@@ -28,17 +29,8 @@ CASES = ("forward", "recompute", "backward", "stays", "dies")  # the last one en
 pytestmark = with_gloo
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise ValueError("in the backward")
-        return gradient, None
+def fail():
+    raise ValueError("in the backward")
 
 
 class Block(nn.Module):
@@ -57,7 +49,7 @@ class Block(nn.Module):
             raise ValueError("in the forward")
         if due and self.case == "recompute" and is_recomputing():
             raise ValueError("in the recompute")
-        return Backward.apply(self.linear(x).tanh(), due and self.case == "backward")
+        return Probe.apply(self.linear(x).tanh(), fail if due and self.case == "backward" else doing)
 
 
 def schedule_of_one_block(rank: int, case: str):

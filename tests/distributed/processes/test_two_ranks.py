@@ -5,7 +5,6 @@ import contextlib
 import re
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
@@ -21,6 +20,7 @@ from tests.distributed.stages import (
     schedule_on,
     stages_of,
 )
+from tests.helpers import Probe
 from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.ahead import MEASURED_STEPS
@@ -30,23 +30,11 @@ from torchckpt.model.draw.gantt import gantt
 pytestmark = with_gloo
 
 
-class Arrival(torch.autograd.Function):
-    """Notes when the gradient of a stage's output enters its backward."""
-
-    @staticmethod
-    def forward(ctx, x, stage):
-        ctx.stage = stage
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        events.append(f"backward {ctx.stage}")
-        return gradient, None
-
-
 class Arriving(Blocks):
+    """Notes when the gradient of its output enters its backward."""
+
     def forward(self, x):
-        return Arrival.apply(super().forward(x), self.blocks[0].name[0])
+        return Probe.apply(super().forward(x), lambda: events.append(f"backward {self.blocks[0].name[0]}"))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.graph.eager import compare
 from tests.helpers import assert_equal, leaf
+from tests.settings import default_dtype
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 
@@ -69,13 +70,9 @@ def test_deterministic_algorithms_and_the_default_dtype_are_traced_anew(traces):
 
     net, x = Made(3, 2), torch.randn(4, 3)
     step = graph.rematerialize(net, x)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
+    with default_dtype(torch.float64):
         compare(net, step, x)
         assert step(x).dtype == torch.float64
-    finally:
-        torch.set_default_dtype(before)
     torch.use_deterministic_algorithms(True)
     try:
         compare(net, step, x)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.settings import default_dtype
 from torchckpt.graph.trace.guard import guard_of
 from torchckpt.graph.trace.reason import reason_of
 
@@ -83,8 +84,5 @@ def test_modes_of_torch():
     before = [guard(model, X)]
     with torch.autocast("cpu", torch.bfloat16):
         assert reason(model, before, X) == "autocast"
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         assert reason(model, before, X) == "the default dtype, determinism or oneDNN"
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -70,12 +70,8 @@ def test_one_stream_waits_for_nothing(machine):
     ]
 
 
-def test_prefetch_on_another_stream(machine):
-    region = region_of_one_slot()
-    loss = region.checkpoint().sum()
-    machine.on(machine.side, region.prefetch)
-    loss.backward()
-    assert machine.events == [
+ON_ANOTHER_STREAM = {
+    "prefetch": [
         "compute records 1",
         # the replay waits for the inputs, and keeps their memory
         "side waits for 1",
@@ -84,32 +80,30 @@ def test_prefetch_on_another_stream(machine):
         # the backward waits for the replay, and keeps the memory of what it made
         "compute waits for 2",
         "compute uses (3, 2)",
-    ]
-
-
-def test_forward_on_another_stream(machine):
-    region = region_of_one_slot()
-    loss = machine.on(machine.side, region.checkpoint).sum()
-    loss.backward()
-    assert machine.events == [
+    ],
+    "forward": [
         "side records 1",
         "compute waits for 1",
         "compute uses (2,)",
         "compute records 2",
-    ]
-
-
-def test_forward_and_prefetch_on_another_stream(machine):
-    region = region_of_one_slot()
-    loss = machine.on(machine.side, region.checkpoint).sum()
-    machine.on(machine.side, region.prefetch)
-    loss.backward()
-    assert machine.events == [
+    ],
+    "forward and prefetch": [
         "side records 1",
         "side records 2",
         "compute waits for 2",
         "compute uses (3, 2)",
-    ]
+    ],
+}
+
+
+@pytest.mark.parametrize("what", ON_ANOTHER_STREAM)
+def test_on_another_stream(machine, what):
+    region = region_of_one_slot()
+    loss = machine.on(machine.side if "forward" in what else machine.compute, region.checkpoint).sum()
+    if "prefetch" in what:
+        machine.on(machine.side, region.prefetch)
+    loss.backward()
+    assert machine.events == ON_ANOTHER_STREAM[what]
 
 
 def test_second_prefetch_records_nothing(machine):

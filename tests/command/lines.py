@@ -1,0 +1,27 @@
+"""What the command says: all of it where it succeeds, and its one line where it refuses."""
+from __future__ import annotations
+
+import pytest
+
+from torchckpt.__main__ import main
+
+__all__ = ["printed", "refused"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What it prints, with nothing on stderr."""
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr, with exit status 2 and nothing on stdout."""
+    try:
+        code = main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    said = capsys.readouterr()
+    assert (code, said.out, said.err.count("\n")) == (2, "", 1)
+    return said.err.rstrip("\n")
