@@ -85,11 +85,11 @@ class RecomputeAhead(Runtime):
         placed = self._placed(None if isinstance(costs, str) else costs, link)
         first: Stage = stages_of(live)[0]
         self._group: dist.ProcessGroup | None = first.group
-        self._of: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
+        self._stage_by_index: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
         self._frames = Frames(segments)
         self._record = Record(torch.device(first.device), apart=not self._is_early)
         self._sizes = Sizes(segments)
-        self._at: str | None = None
+        self._last_action: str | None = None
         self._before: Gathered | None = None
         super().__init__(live, placed)
 
@@ -118,7 +118,7 @@ class RecomputeAhead(Runtime):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self._at = None
+        self._last_action = None
         self._record.begin()
         try:
             yield
@@ -134,7 +134,7 @@ class RecomputeAhead(Runtime):
             self._place_as_measured()
 
     def reaches(self, action: str) -> None:
-        self._at = action
+        self._last_action = action
         self._record.due()
 
     @contextmanager
@@ -153,7 +153,7 @@ class RecomputeAhead(Runtime):
         stage, _, micro_batch = action
         with record_function(f"torchckpt::recompute[stage={stage},mb={micro_batch}]"):
             start = self._record.now()
-            self._frames.recompute(stage, micro_batch, self._of[stage].submod)  # [2]
+            self._frames.recompute(stage, micro_batch, self._stage_by_index[stage].submod)  # [2]
             self._record.ended(action, start)
 
     # what a subclass may do otherwise -------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class RecomputeAhead(Runtime):
     def _forwarded(self, visit: Visit, options: RegionOptions, scope: Scope, outputs: list[object]) -> None:
         """Right after a forward. Raises if its regions are not what they should be."""
         if not options.keep and not scope.regions:
-            raise_without_regions(visit[0], self._of[visit[0]].submod, outputs)
+            raise_without_regions(visit[0], self._stage_by_index[visit[0]].submod, outputs)
 
     def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> AbstractContextManager[None]:
         """Around the replay of a region, which fills ``recomputed``."""
@@ -188,7 +188,7 @@ class RecomputeAhead(Runtime):
         visit = stage, micro_batch
         options = self._region_options(visit)
         scope, is_first = self._scope(visit, options), stage not in self._sizes.found
-        module = self._of[stage].submod
+        module = self._stage_by_index[stage].submod
         with ExitStack() as stack:
             if is_first:
                 stack.enter_context(plain_regions_refused(stage, module))
@@ -202,7 +202,7 @@ class RecomputeAhead(Runtime):
     @contextmanager
     def _replay_recorded(self, visit: Visit, recomputed: deque[SavedTensors]) -> Iterator[None]:
         stage, micro_batch = visit
-        sized = self._sizes.of_replay(stage, micro_batch, recomputed, self._of[stage].submod)
+        sized = self._sizes.of_replay(stage, micro_batch, recomputed, self._stage_by_index[stage].submod)
         with self._record.replaying(visit), sized:
             yield
 
@@ -234,12 +234,12 @@ class RecomputeAhead(Runtime):
             return gather(self.schedule, self.rank, self._record, self._sizes.found, self._group)
 
     def _failure(self, error: Exception) -> str:
-        match = _ACTION.match(self._at or "")
+        match = _ACTION.match(self._last_action or "")
         where = "preparing its stages, before the first action"
-        if self._at is not None and match is not None:
+        if self._last_action is not None and match is not None:
             stage, kind, micro_batch = match.groups()
             at = f", micro-batch {micro_batch}" if micro_batch else ""
-            where = f"stage {stage}{at}, {_WORDS.get(kind, kind)} ({self._at})"
+            where = f"stage {stage}{at}, {_WORDS.get(kind, kind)} ({self._last_action})"
         first: BaseException = error
         while first.__cause__ is not None:  # torch wraps what a stage raises
             first = first.__cause__

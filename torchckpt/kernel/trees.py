@@ -38,7 +38,7 @@ def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
 
 def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
     """Copy the Python attributes that were set on ``source`` to ``target``, and return ``target``."""
-    if source is not target and source.__dict__:
+    if source.__dict__:
         target.__dict__.update(source.__dict__)
     return target
 

@@ -384,3 +384,33 @@ def test_a_clock_waits_for_the_mark_that_it_counts_from(sim, monkeypatch):
 def test_layers_are_timed_when_the_device_is_idle(late):
     balance._now([torch.device("sim:0")])
     assert late.query()
+
+
+# what keep leaves on buffers ------------------------------------------------------------------------------------------
+
+
+class BodyThatKeepsABuffer(nn.Module):
+    """``body``, with a one that a kept function writes into a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("one", torch.zeros(8, device="sim:0"))
+
+    def forward(self, x):
+        torchckpt.keep(self.one.fill_, 1.0)
+        return (x + self.one).exp()
+
+
+def test_a_buffer_that_a_replay_on_another_stream_reads_is_kept_until_it_has_run(sim, streams):
+    first, second = streams
+    x = leaf(8)
+    expected = expected_of(x)
+    with first:
+        region = torchckpt.Checkpointing(BodyThatKeepsABuffer(), x * 2)
+        output = region.checkpoint()
+    with sim.held(second):
+        with second:
+            region.prefetch()  # after which nothing holds the copy of the buffer
+        first.synchronize()
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from torchckpt.distributed.plan.agreement import check_the_same, digest_of, of_all, of_the_first
+from torchckpt.distributed.plan.agreement import all_gather, broadcast, check_the_same, digest_of
 from torchckpt.errors import ScheduleError
 from torchckpt.model import gpipe
 from torchckpt.model.plan import Block, Stage, plan_pipeline
@@ -13,8 +13,8 @@ from torchckpt.model.plan import Block, Stage, plan_pipeline
 
 @pytest.mark.usefixtures("alone")
 def test_one_process_knows_itself():
-    assert of_all({"a": 1}) == [{"a": 1}]
-    assert of_the_first((1, "b")) == (1, "b")
+    assert all_gather({"a": 1}) == [{"a": 1}]
+    assert broadcast((1, "b")) == (1, "b")
 
 
 def test_the_same():

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torchckpt.errors import ScheduleError
 from torchckpt.model.plan import PipelinePlan
 
-__all__ = ["check_the_same", "digest_of", "of_all", "of_the_first"]
+__all__ = ["all_gather", "broadcast", "check_the_same", "digest_of"]
 
 
-def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values ``mine`` of all processes, in the order of ranks. Collective: all processes must call it."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
     return said
 
 
-def of_the_first(mine: Any) -> Any:
+def broadcast(mine: Any) -> Any:
     """Return the value ``mine`` of rank 0. Collective: all processes must call it."""
     said = [mine]
     dist.broadcast_object_list(said, src=0)

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchckpt.distributed.plan.agreement import check_the_same, digest_of, of_all, of_the_first
+from torchckpt.distributed.plan.agreement import all_gather, broadcast, check_the_same, digest_of
 from torchckpt.distributed.plan.stage_parts import Parts, stage_of
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
@@ -65,16 +65,16 @@ def made(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Costs) ->
     Raises:
         ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
     """
-    said = of_all((repr(budget), costs))
+    said = all_gather((repr(budget), costs))
     check_the_same("budget", [text for text, _ in said])
     outcome = None
     if not dist.get_rank():
         outcome = _outcome(schedule, budget, measured, [own for _, own in said])
-    outcome = of_the_first(outcome)
+    outcome = broadcast(outcome)
     if outcome.refusal:
         _refuse(outcome)
     plan = PipelinePlan.from_json(outcome.plan)
-    check_the_same("plan", of_all(digest_of(plan)))
+    check_the_same("plan", all_gather(digest_of(plan)))
     return Fitted(plan, outcome.budget_bytes, outcome.peak_bytes)
 
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.frames import Frames
-from torchckpt.distributed.plan.agreement import check_the_same, digest_of, of_all
+from torchckpt.distributed.plan.agreement import all_gather, check_the_same, digest_of
 from torchckpt.distributed.plan.live_bytes import LiveBytes
 from torchckpt.distributed.plan.make_plan import Costs, made
 from torchckpt.distributed.plan.stage_parts import CountingScope, Seconds
@@ -74,14 +74,14 @@ class RecomputeWithin(RecomputeAhead):
         self._split = frozenset((stage, i) for stage, kind, i in kinds if kind is Kind.INPUT_GRAD)
         self._fitted: Fitted | None = None
         self._steps = 0  # since the beginning, or since the plan is followed
-        self._alive: LiveBytes | None = None
+        self._live_bytes: LiveBytes | None = None
         self._counted: dict[int, tuple[Visit, CountingScope]] = {}  # by stage
         self._costs = Costs({}, {}, {})
         self._seconds = Seconds()
         self._gradient_bytes = 0.0
-        self._seen: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
+        self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._peak_bytes: float | None = None
-        self._given: tuple[Any, ...] = ()  # shapes of what the forward of a stage was called with
+        self._input_shapes: tuple[Any, ...] = ()  # shapes of what the forward of a stage was called with
         self._refusal: CheckpointError | None = None
         super().__init__(live, schedule, 0, frozenset(), None, Link())
         self._frames = Frames(None)
@@ -117,7 +117,7 @@ class RecomputeWithin(RecomputeAhead):
             )
         measured = self._measured("report()")
         with self._record.device_current():
-            peaks = dict(of_all((self.rank, self._peak_bytes), self._group))
+            peaks = dict(all_gather((self.rank, self._peak_bytes), self._group))
         found = [peaks.get(rank) for rank in range(self.pp_group_size)]
         counted = tuple(peak for peak in found if peak is not None)
         fitted, steps = self._fitted, tuple(_seconds_of(step) for step in measured.steps)
@@ -131,17 +131,17 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self._alive = None
+        self._live_bytes = None
         if self._refusal is not None:
             raise self._refusal
         if self.is_training and not self._steps:
             self._agree()
         if self.is_training and self._steps == _COUNTED:
-            self._alive = LiveBytes(self._record.device, looks=not self._is_compiled())
+            self._live_bytes = LiveBytes(self._record.device, looks=not self._is_compiled())
             self._gradient_bytes = self._bytes_of_gradients()
         timed, is_made = len(self._seconds), False
         try:
-            with self._alive.entered() if self._alive else nullcontext(), super().running():
+            with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
                 yield
             is_made = True
         except (torch.OutOfMemoryError, ScheduleError) as error:
@@ -153,18 +153,18 @@ class RecomputeWithin(RecomputeAhead):
                 self._counted.clear()
                 self._seconds.forget(timed)
         if self.is_training:
-            self._go_on()
+            self._end_step()
 
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
-        if self._alive:
-            self._alive.reaches(action)
+        if self._live_bytes:
+            self._live_bytes.reaches(action)
         with super().computing(action, outputs):
             yield
 
     def recompute(self, action: Action) -> None:
-        if self._alive:
-            self._alive.reaches(action)
+        if self._live_bytes:
+            self._live_bytes.reaches(action)
         super().recompute(action)
 
     # what each forward is told --------------------------------------------------------------------------------------
@@ -178,18 +178,18 @@ class RecomputeWithin(RecomputeAhead):
     def _scope(self, visit: Visit, options: RegionOptions) -> Scope:
         if self._fitted is not None:
             return Scope(options.keep)
-        if self._alive is None or visit[0] in self._counted:
+        if self._live_bytes is None or visit[0] in self._counted:
             return super()._scope(visit, options)
-        module = self._of[visit[0]].submod
-        scope = CountingScope(module, self._alive.__contains__, partial(self._replaying, visit))
+        module = self._stage_by_index[visit[0]].submod
+        scope = CountingScope(module, self._live_bytes.__contains__, partial(self._replaying, visit))
         self._counted[visit[0]] = visit, scope
         return scope
 
     @contextmanager
     def _counting(self, visit: Visit, options: RegionOptions, scope: Scope) -> Iterator[None]:
         self._sizes.found.setdefault(visit[0], Size())
-        module, self._given = self._of[visit[0]].submod, ()
-        hook = None if is_compiled(module) else module.register_forward_pre_hook(self._called, with_kwargs=True)
+        module, self._input_shapes = self._stage_by_index[visit[0]].submod, ()
+        hook = None if is_compiled(module) else module.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         try:
             with scope.counting() if isinstance(scope, CountingScope) else nullcontext():
                 yield
@@ -197,14 +197,14 @@ class RecomputeWithin(RecomputeAhead):
             if hook is not None:
                 hook.remove()
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = tuple(map(_shape_of, pytree.tree_leaves((args, kwargs))))
+    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._input_shapes = tuple(map(_shape_of, pytree.tree_leaves((args, kwargs))))
 
     def _forwarded(self, visit: Visit, options: RegionOptions, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
         leaves = tensors_in(outputs)
-        seen = scope.regions, self._given, *map(_shape_of, leaves)
-        expected = self._seen.setdefault(stage, seen)
+        seen = scope.regions, self._input_shapes, *map(_shape_of, leaves)
+        expected = self._shapes.setdefault(stage, seen)
         if self._fitted is not None:
             expected = len(self._fitted.plan.problem.stages[stage].blocks), *expected[1:]
         if seen != expected:
@@ -218,14 +218,14 @@ class RecomputeWithin(RecomputeAhead):
     @contextmanager
     def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
         start = self._record.now()
-        if self._alive is not None:
-            self._alive.replays()
+        if self._live_bytes is not None:
+            self._live_bytes.replays()
         with self._record.replaying(visit) if visit not in self._split else nullcontext():
             yield
-        if self._alive is None:
+        if self._live_bytes is None:
             self._seconds.add(visit[0], region, start, self._record.now())
         counted = self._counted.get(visit[0])
-        if counted is not None and counted[0] == visit and self._alive is not None:
+        if counted is not None and counted[0] == visit and self._live_bytes is not None:
             counted[1].replayed(region, recomputed)
 
     # how ------------------------------------------------------------------------------------------------------------
@@ -236,13 +236,13 @@ class RecomputeWithin(RecomputeAhead):
         return replace(placed, late=placed.late - self._split)
 
     def _stepped(self) -> None:
-        if self._alive is None:
+        if self._live_bytes is None:
             self._record.end()
 
-    def _go_on(self) -> None:
+    def _end_step(self) -> None:
         """A step was made."""
-        if self._alive is not None:
-            taken = self._alive.levels
+        if self._live_bytes is not None:
+            taken = self._live_bytes.levels
             if self._fitted is None:
                 parts = {stage: scope.parts for stage, (_, scope) in self._counted.items()}
                 more = self._gradient_bytes  # a step that begins without gradients makes them
@@ -251,7 +251,7 @@ class RecomputeWithin(RecomputeAhead):
                 self._costs = Costs(parts, {}, taken, self._is_tied())
             else:
                 self._peak_bytes = max((level.highest for level in taken.values()), default=None)
-            self._alive = None
+            self._live_bytes = None
         self._steps += 1
         if self._fitted is None and self._steps == FIRST_STEPS:
             assert self._budget is not None
@@ -277,24 +277,24 @@ class RecomputeWithin(RecomputeAhead):
         """Collective, before the first step, and before the first one of a plan."""
         digest = f"budget={self._budget!r}" if self._fitted is None else f"plan {digest_of(self._fitted.plan)}"
         with self._record.device_current():
-            said = of_all((digest, self._is_tied()))
+            said = all_gather((digest, self._is_tied()))
         check_the_same("budget or plan", [text for text, _ in said])
         if self._budget is None and self._fitted is not None and any(tied for _, tied in said):
             self._follow_plan(replace(self._fitted, plan=summed_as_given(self._fitted.plan, tied=True)))
 
     def _is_tied(self) -> bool:
         """Whether stages of this rank share parameters."""
-        each = [set(stage.submod.parameters()) for stage in self._of.values()]
+        each = [set(stage.submod.parameters()) for stage in self._stage_by_index.values()]
         return sum(map(len, each)) > len(set().union(*each))
 
     def _bytes_of_gradients(self) -> float:
         """Of those that are there."""
-        parameters = {parameter for stage in self._of.values() for parameter in stage.submod.parameters()}
+        parameters = {parameter for stage in self._stage_by_index.values() for parameter in stage.submod.parameters()}
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))
 
     def _is_compiled(self) -> bool:
-        modules = [module for stage in self._of.values() for module in stage.submod.modules()]
+        modules = [module for stage in self._stage_by_index.values() for module in stage.submod.modules()]
         return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
 
     def _failure(self, error: Exception) -> str:

@@ -90,21 +90,17 @@ def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
         if made.__bases__ == (mixin, base):
             return made
 
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super(mixed, self).forward
-        setting = self.__dict__.get(mixin._torchckpt_setting)
-        return plain(*args, **kwargs) if setting is None else mixin._torchckpt_call(plain, args, kwargs, setting)
+    # torch.compile(module) sets the forward on the instance, where a forward of the class has no effect.
+    redirected = "__call__" if is_compiled_class(base) else "forward"
 
-    @functools.wraps(base.__call__)
+    @functools.wraps(getattr(base, redirected))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super(mixed, self).__call__
+        plain = getattr(super(mixed, self), redirected)
         setting = self.__dict__.get(mixin._torchckpt_setting)
         return plain(*args, **kwargs) if setting is None else mixin._torchckpt_call(plain, args, kwargs, setting)
 
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # torch.compile(module) sets the forward on the instance, where a forward of the class has no effect.
-    namespace.update({"__call__": call} if is_compiled_class(base) else {"forward": forward})
+    namespace[redirected] = call
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = functools.partialmethod(_deepcopy, mixin)
     metaclass: Any = type(base)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.kernel.private import norm_layer, set_version
 from torchckpt.kernel.state.norms import updates
-from torchckpt.modules import OF_EVERY_MODULE
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled
 from torchckpt.typing import Function
 
 __all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "lengths_of", "values_of", "version_of"]
@@ -120,8 +120,6 @@ class Layout:
 
     def generators(self) -> list[torch.Generator]:
         """The generators that modules hold as attributes."""
-        if not self._generators:
-            return []
         found = (attributes.get(name) for attributes, name in self._generators)
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
@@ -132,16 +130,15 @@ class Layout:
     @property
     def is_compiled(self) -> bool:
         """Whether a module is compiled, in place or by ``torch.compile(module)``."""
-        return any(
-            attributes.get("_compiled_call_impl") is not None or "_orig_mod" in attributes["_modules"]
-            for attributes in self.dicts
-        )
+        return any(is_compiled(module) for owner in self.live_owners() for module in owner.modules())
+
+    def live_owners(self) -> list[nn.Module]:
+        """The owners that have not been freed."""
+        return [owner for reference in self.owners if (owner := reference()) is not None]
 
     def path_of(self, tensor: Tensor) -> str:
         """The name of a parameter or buffer, with the class of the module."""
-        for owner in (reference() for reference in self.owners):
-            if owner is None:
-                continue
+        for owner in self.live_owners():
             for name, candidate in chain(owner.named_parameters(), owner.named_buffers()):
                 if candidate is tensor:
                     return f"{type(owner).__name__}.{name}"
@@ -174,7 +171,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
     # Modules compare by identity, so == is enough.
     if values[: len(layout.children)] == layout.children and lengths_of(layout.dicts) == layout.lengths:
         return layout, values
-    layout = _made([owner for reference in layout.owners if (owner := reference()) is not None])
+    layout = _made(layout.live_owners())
     if modules is not None and not (args or layout.is_lazy):
         modules.layout = layout
     return layout, values_of(layout.tables)
