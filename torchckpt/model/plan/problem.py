@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.plan.search.bound import least_seconds
-from torchckpt.model.plan.search.replay import Choice, replay, without_weight_grads
+from torchckpt.model.plan.search.replay import first_dropped, replay, without_weight_grads
 from torchckpt.model.plan.stage.holding import Holdings
 from torchckpt.model.plan.stage.lane import Lane, lanes_of
 from torchckpt.model.plan.stage.limit import DeviceMemory, Limit, bytes_per_rank, without_static
@@ -97,9 +97,7 @@ def static_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[float, ..
 
 def keep_all(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link]) -> Timeline:
     """One step that recomputes nothing."""
-    every = [Choice(tuple(range(len(stage.blocks)))) for stage in stages]
-    visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))
-    return replay(schedule, stages, links, {visit: every[visit[0]] for visit in visits})
+    return replay(schedule, stages, links, first_dropped(schedule, stages, 0))
 
 
 def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links) -> Problem:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.search.replay import Choice, Choices, replay
+from torchckpt.model.plan.search.replay import first_dropped, replay
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.schedule import Schedule
 
@@ -38,13 +38,10 @@ def same_blocks(problem: Problem) -> Rule:
 
 def _quickest(problem: Problem, blocks: int) -> Rule:
     """Over how many weight gradients may wait."""
-    stages = problem.stages
-    dropped = [min(blocks, len(stage.blocks)) for stage in stages]
-    each = [Choice(tuple(range(few, len(stage.blocks))), (), tuple(range(few))) for few, stage in zip(dropped, stages)]
-    choices: Choices = {visit: each[visit[0]] for lane in problem.lanes for visit in lane.visits}
+    choices = first_dropped(problem.schedule, problem.stages, blocks)
     best = Rule(blocks, math.inf)
     for schedule in _delays(problem.schedule):
-        found = replay(schedule, stages, problem.links, choices)
+        found = replay(schedule, problem.stages, problem.links, choices)
         fits = all(peak <= lane.budget_bytes for peak, lane in zip(found.peak_bytes, problem.lanes))
         if fits and found.step_seconds < best.step_seconds:
             best = Rule(blocks, found.step_seconds, found.peak_bytes)

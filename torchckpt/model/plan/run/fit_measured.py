@@ -16,7 +16,7 @@ from torchckpt.model.plan.problem import Problem, keep_all, problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes
 from torchckpt.model.plan.run.gradient_sums import summed_as_given
-from torchckpt.model.plan.search.replay import Choice
+from torchckpt.model.plan.search.replay import first_dropped
 from torchckpt.model.plan.solve import planned
 from torchckpt.model.plan.stage.limit import Bytes, bytes_per_rank
 from torchckpt.model.plan.stage.stage import Stage
@@ -91,7 +91,9 @@ def _with_least(
 ) -> Fitted:
     """One that recomputes everything, as no other was found that fits; as planned, or as it was measured."""
     within = problem.within([max(_LEAST_BYTES, least) for least in problem.least_bytes])
-    plans = summed_as_given(planned(within), tied), _all_late(within)
+    most = max(len(stage.blocks) for stage in problem.stages)
+    all_late = PipelinePlan.of(within, problem.schedule, first_dropped(problem.schedule, problem.stages, most))
+    plans = summed_as_given(planned(within), tied), all_late
     found = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
     best = min(found, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
     if best.fits:
@@ -99,12 +101,6 @@ def _with_least(
     rank = max(range(len(limits)), key=lambda one: best.peak_bytes[one] / limits[one])
     needed = best.peak_bytes[rank]
     raise BudgetInfeasible(_too_small(caller, limits[rank], rank, needed), needed, best.plan, rank)
-
-
-def _all_late(problem: Problem) -> PipelinePlan:
-    each = [Choice((), (), tuple(range(len(stage.blocks)))) for stage in problem.stages]
-    visits = (visit for lane in problem.lanes for visit in lane.visits)
-    return PipelinePlan.of(problem, problem.schedule, {visit: each[visit[0]] for visit in visits})
 
 
 def _infeasible(
