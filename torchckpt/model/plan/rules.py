@@ -37,7 +37,7 @@ def same_blocks(problem: Problem) -> Rule:
 
 
 def _quickest(problem: Problem, blocks: int) -> Rule:
-    """Over how many weight gradients may wait."""
+    """The shortest step that drops the first ``blocks``, over all numbers of weight gradients that may wait."""
     choices = first_dropped(problem.schedule, problem.stages, blocks)
     best = Rule(blocks, math.inf)
     for schedule in _delays(problem.schedule):
@@ -49,7 +49,7 @@ def _quickest(problem: Problem, blocks: int) -> Rule:
 
 
 def _delays(schedule: Schedule) -> Iterator[Schedule]:
-    """As it is; where backwards are split, also with fewer and fewer weight gradients that wait at once."""
+    """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait."""
     yield schedule
     waiting = most = 0
     for order in schedule.ranks:
@@ -63,7 +63,7 @@ def _delays(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _with_few_waiting(order: tuple[Action, ...], few: int) -> Iterator[Action]:
-    """Weight gradients no later than in ``order``, and so early that at most ``few`` wait; with 0, whole backwards."""
+    """``order`` with weight gradients moved earlier, so that at most ``few`` wait. If 0, all backwards are whole."""
     waiting: list[Action] = []
     for action in order:
         if action.kind is Kind.WEIGHT_GRAD:

@@ -74,7 +74,7 @@ def _choice(held: Holding, early: int) -> Choice:
 
 
 def _refuse(problem: Problem) -> None:
-    """With the plan that the least budget allows."""
+    """Raise the error for a budget that is too small, with the least budget that works and its plan."""
     rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
     least = problem.least_bytes[rank]
     needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]

@@ -38,9 +38,9 @@ class Fitted:
 
     plan: PipelinePlan
     budget_bytes: tuple[float, ...]
-    """Per rank, what was asked."""
+    """The budget of each rank."""
     peak_bytes: tuple[float, ...]
-    """Per rank, with what is beside the activations."""
+    """The peak of each rank, with its extra memory."""
 
     @property
     def fits(self) -> bool:
@@ -82,14 +82,20 @@ def fitted(
 
 
 def _peaks(plan: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
-    """Per rank, of a step of ``plan``."""
+    """The peak bytes of each rank in a step of ``plan``."""
     return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
 
 
 def _with_least(
     problem: Problem, limits: tuple[float, ...], beside: Mapping[Action, ExtraMemory], caller: str, tied: bool
 ) -> Fitted:
-    """One that recomputes everything, as no other was found that fits; as planned, or as it was measured."""
+    """A plan that recomputes everything, if no other one fits.
+
+    It tries the order of the planner, and the order that was measured.
+
+    Raises:
+        BudgetInfeasible: neither fits.
+    """
     within = problem.within([max(_LEAST_BYTES, least) for least in problem.least_bytes])
     most = max(len(stage.blocks) for stage in problem.stages)
     all_late = PipelinePlan.of(within, problem.schedule, first_dropped(problem.schedule, problem.stages, most))
