@@ -32,7 +32,7 @@ def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
 
 def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> Iterator[Action]:
     """The actions of one rank, with its weight gradients in the order of ``given``."""
-    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # by stage, or in one queue if tied: what is yet to be added
+    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # still to be added, by stage unless tied
     for stage, kind, i in given:
         if kind in _SUMS:
             turns[0 if tied else stage].append((stage, i))
