@@ -30,7 +30,7 @@ _WORKS = "def stages(): return [first, second], tokens; or: return [first, secon
 
 @dataclass(frozen=True)
 class _Made:
-    """Checked."""
+    """What the user's function returned, checked."""
 
     stages: list[nn.Module]
     inputs: tuple[Any, ...]
@@ -63,7 +63,7 @@ def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torc
 def _environment(kernels: str, dtype: torch.dtype | None) -> Iterator[None]:
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # modules may be compiled; of a compiled one nothing would be seen
+        if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(unallocated())
         stack.enter_context(kernels_of(kernels))
@@ -101,7 +101,8 @@ def _made(build: Build) -> _Made:
 
 @contextmanager
 def _stand_ins(made: _Made) -> Iterator[_Made]:
-    """Within, tensors that have memory, or are on a device without kernels, are replaced by some that are counted."""
+    """Inside this context, parameters, buffers and inputs that have memory, or are not on the CPU, are replaced by
+    tensors that are counted."""
     replaced: dict[Tensor, Tensor] = {}
     changed: list[tuple[dict[str, Any], str, Tensor]] = []
 
@@ -137,7 +138,7 @@ def _call(made: _Made, at: int, inputs: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 def _handed_on(outputs: Any) -> tuple[Any, ...]:
-    """What the next stage gets: the same values, as leaves that have a gradient."""
+    """The inputs of the next stage: ``outputs`` as leaves that need a gradient."""
     listed = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
     return tuple(
         one.detach().requires_grad_(one.is_floating_point()) if isinstance(one, Tensor) else one for one in listed
@@ -145,7 +146,7 @@ def _handed_on(outputs: Any) -> tuple[Any, ...]:
 
 
 class _Seen(Exception):
-    """There is a region."""
+    """Raised at the first region."""
 
 
 class _Once:
@@ -189,7 +190,7 @@ def _explained(at: int, made: _Made, inputs: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _kind(value: Any) -> str:
-    """Such as ``bfloat16[1, 4096]``."""
+    """A short description of a value, such as ``bfloat16[1, 4096]``."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (tuple, list)):

@@ -1,11 +1,10 @@
 """Count: one stage run with tensors that have no memory: a forward, and two backwards.
 
     forward                    backward for inputs           backward for inputs and parameters
-    [1] parts are entered      [3] nodes say by their        [4] the same; what it takes
-        and left; what they        number in which part          more than [3] is the
-        save is held against       they were made                weight gradient
-        storages
-    [2] of each part, what has run when it saves its last tensor: a replay ends there
+    [1] parts start and end;   [3] the number of a node      [4] the same; its excess
+        each has the storages      tells the part that           over [3] is the
+        that it saves              made it                       weight gradient
+    [2] for each part, what has run when it saves its last tensor: a replay ends there
 """
 from __future__ import annotations
 
@@ -38,22 +37,22 @@ class Part:
     input_grad: Tally
     weight_grad: Tally
     recompute: Tally
-    """Of the forward, up to the last tensor that it saves."""
+    """The operations of the forward up to the last tensor that it saves."""
     held: Held
     static: Static
     changes_input: bool = False
-    """In place, so that it cannot run again."""
+    """Whether it changes an input in place. Then it cannot run again."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One stage."""
+    """What was counted for one stage."""
 
     before: Part
     blocks: tuple[Part, ...]
     after: Part
     message_bytes: int
-    """Of the floating-point tensors that it is called with."""
+    """The bytes of the floating-point tensors that the stage is called with."""
 
 
 class _Forward:
@@ -62,8 +61,8 @@ class _Forward:
     def __init__(self, ledger: Ledger, static: Iterable[StorageWeakRef]) -> None:
         self.ledger = ledger
         self.holdings = Holdings(frozenset(static))
-        self.replays: dict[int, Tally] = {}  # by part, what has run when it saves
-        self.inputs: list[Tensor] = []  # of blocks, those that have a gradient
+        self.replays: dict[int, Tally] = {}  # by part, what had run at its last save
+        self.inputs: list[Tensor] = []  # inputs of blocks that need a gradient
         self.changing: set[int] = set()  # blocks that change what they are given
         self._versions: list[tuple[Tensor, int]] = []
         self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on

@@ -22,38 +22,38 @@ __all__ = ["Held", "Holdings"]
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes. What is no block has no boundary: all of it is saved."""
+    """The bytes of one part. Operations outside of blocks have no boundary."""
 
     saved_bytes: int
     boundary_bytes: int = 0
     unsaved_bytes: int = 0
-    """Of the boundary, what is not saved where the block is kept: half-precision inputs that are used as copies in
-    float32. Where the block is recomputed before its gradient arrives, they are there beside what it saves."""
+    """Bytes of the boundary that a kept block does not save: half-precision inputs of which it saves copies in float32.
+    If the block is recomputed before its gradient arrives, they are in memory beside its saved bytes."""
 
 
 @dataclass
 class Holdings:
-    """Of one forward. Give it the tensors as they come, then ask ``found``."""
+    """Collects the inputs and saved tensors of one forward; then :meth:`found` has the bytes of each part."""
 
     static: Collection[StorageWeakRef]
     sizes: dict[StorageWeakRef, int] = field(default_factory=dict)
     given: list[set[StorageWeakRef]] = field(default_factory=list)
-    """By block."""
+    """The inputs of each block."""
     saved: dict[int, set[StorageWeakRef]] = field(default_factory=dict)
-    """By part."""
+    """The saved storages of each part."""
 
     def give(self, tensors: Iterable[Tensor]) -> None:
-        """To a block, the next one."""
+        """Add the inputs of the next block."""
         self.given.append({storage for tensor in tensors for storage in self._met(tensor)})
 
     def save(self, part: int, tensor: Tensor) -> None:
         self.saved.setdefault(part, set()).update(self._met(tensor))
 
     def found(self, makers: dict[StorageWeakRef, int]) -> dict[int, Held]:
-        """By part.
+        """The bytes of each part.
 
         Args:
-            makers: the part that made a storage.
+            makers: the part that made each storage.
         """
         times = Counter(storage for given in self.given for storage in given)
         outside = {part: set(self.saved.get(part, ())) for part in (BEFORE, AFTER)}

@@ -51,11 +51,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.phase: str | None = None
         self.part = BEFORE
         self.tallies: defaultdict[tuple[str, int], Tally] = defaultdict(Tally)
-        """By phase and part."""
+        """The counts of each phase and part."""
         self.makers: dict[StorageWeakRef, int] = {}
         """The part in which a storage was made."""
         self.users: dict[StorageWeakRef, int] = {}
-        """Of a watched storage, the part that was the first to read it."""
+        """The first part that read each watched storage."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
                     if storage in self._watched:
                         self.users.setdefault(storage, self.part)
                     else:
-                        self.makers.setdefault(storage, BEFORE)  # it was there
+                        self.makers.setdefault(storage, BEFORE)  # it was made before the stage
         for tensor in pytree.tree_leaves(written):
             if isinstance(tensor, Tensor):
                 for storage in storage_of(tensor):

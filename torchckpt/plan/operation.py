@@ -18,12 +18,12 @@ class Operation(NamedTuple):
     flops: int
     moved_bytes: int
     dtype: str
-    """Of what it computes with: ``"bfloat16"``."""
+    """The dtype that it computes with, such as ``"bfloat16"``."""
 
 
 def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operation:
-    """Products and convolutions by torch's flop counter, others have no FLOPs. Every tensor is read or written once; a
-    view moves nothing."""
+    """The costs of one call. Torch's counter has the FLOPs of products and convolutions; other operators count none.
+    Every tensor is read or written once; a view moves nothing."""
     name, read, written = operator.overloadpacket, tensors_in((args, kwargs)), tensors_in(outputs)
     moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
     if moved_bytes:
@@ -35,7 +35,7 @@ def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operati
 _EVERYTHING = 1 << 62
 _IDLE = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 _PICKS = {f"aten.{name}" for name in ("embedding", "gather", "index", "index_select")}
-"""Operators that read, of a table, as much as they return; and where that is."""
+"""Operators that read only as many bytes of a table as they return."""
 
 
 def _flops(name: Any, args: Any, kwargs: Any, outputs: Any) -> int:
@@ -58,7 +58,7 @@ def _attention_backward(args: Any) -> int:
 
 
 def _with_heads(shape: torch.Size, query: torch.Size) -> torch.Size:
-    """Keys and values that serve several queries are multiplied with each; torch before 2.13 refuses to count that."""
+    """The shape of keys or values with a head for each head of the queries. Torch before 2.13 cannot count fewer."""
     return torch.Size((shape[0], query[1], *shape[2:]))
 
 
@@ -67,9 +67,9 @@ _ATTENTION: dict[str, Callable[[Any], int]] = {
     for direction, count in (("", _attention), ("_backward", _attention_backward))
     for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
-"""The kernel of the CPU is not in torch's registry before 2.15."""
+"""FLOP counts of attention. Torch's registry lacks the kernel of the CPU before 2.15."""
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What is moved of it: of an expanded tensor, what is there."""
+    """The bytes that are moved. An expanded tensor counts as its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

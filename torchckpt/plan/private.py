@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a tensor without memory raises where its values, or a shape that they decide, are asked for."""
+"""The errors of a tensor without memory if code reads its values, or needs a shape that depends on them."""
 
 
 def unallocated() -> AbstractContextManager[Any]:
-    """Within, tensors have a device and a shape, and no memory: what torch.compile traces with. No public form.
+    """Inside this context, new tensors have a device and a shape, but no memory. ``torch.compile`` uses the same mode,
+    which has no public form.
 
-    The ``meta`` device would do without, but there operators choose other kernels than on a real device: attention
-    saves other bytes.
+    The ``meta`` device is public, but operators choose other kernels there: attention saves other bytes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # It remembers each tensor that is made, by a weak reference, and uses that only for tensors that come from outside.
-    # A module that is converted (bfloat16(), to()) swaps its parameters, which torch refuses where there is one.
+    # The mode keeps a weak reference to each new tensor, and needs it only for tensors from outside. Torch cannot swap
+    # the parameters of a converted module (bfloat16(), to()) if they have weak references.
     mode.fake_tensor_converter.set_tensor_memo = _forget  # type: ignore[method-assign,assignment]
     return mode
 
@@ -47,7 +47,7 @@ def _forget(*_: Any) -> None: ...
 
 
 def is_unallocated(tensor: Tensor) -> bool:
-    """Whether it was made where tensors have no memory, and on a device that has kernels."""
+    """Whether ``tensor`` has no memory and is on the CPU, where operators choose the kernels of a real device."""
     return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 

@@ -18,7 +18,7 @@ __all__ = ["planned_with_moves"]
 _PLANNED = 3
 """The number of partitions that are planned: those with the lowest bounds."""
 _WORK = 200_000
-"""Actions of which bounds are computed."""
+"""The actions to bound in all: each bound of a partition takes all actions of its schedule."""
 _ROUNDING = 1e-9
 
 
@@ -33,7 +33,7 @@ def planned_with_moves(problem: Problem) -> PipelinePlan:
 
 
 def _path(problem: Problem) -> list[Problem]:
-    """From ``problem`` on, each with a lower bound than the one before."""
+    """A list of partitions that starts with ``problem``. Each has a lower bound than the one before."""
     path, left = [problem], _WORK
     size = sum(map(len, problem.lanes))
     while left > 0:
@@ -52,7 +52,7 @@ def _path(problem: Problem) -> list[Problem]:
 
 
 def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
-    """One block less on one stage, one more on another; a stage keeps one."""
+    """All counts after one block has moved to another stage. Every stage keeps at least one block."""
     for give, few in enumerate(counts):
         for take in range(len(counts)):
             if take != give and few > 1:

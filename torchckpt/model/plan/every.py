@@ -106,7 +106,10 @@ def plan_every(
 
 
 def _fitting(stages: Sequence[Stage], micro_batches: int, ranks: int) -> Iterator[tuple[Schedule, Sequence[Stage]]]:
-    """1F1B first. Chunks of a rank are those that ``stages`` has, or two."""
+    """The schedules that fit these counts, each with its stages; 1F1B is the first.
+
+    A schedule with several stages on each rank gets as many as ``stages`` has for a rank, but at least two.
+    """
     per_rank = max(2, len(stages) // ranks)
     for name in sorted(NAMES, key=lambda one: one != "1f1b"):
         for chunks in (None, per_rank):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.plan.search.bound import least_seconds
-from torchckpt.model.plan.search.replay import Choice, replay, without_weight_grads
+from torchckpt.model.plan.search.replay import first_dropped, replay, without_weight_grads
 from torchckpt.model.plan.stage.holding import Holdings
 from torchckpt.model.plan.stage.lane import Lane, lanes_of
 from torchckpt.model.plan.stage.limit import DeviceMemory, Limit, bytes_per_rank, without_static
@@ -33,7 +33,7 @@ class Problem:
     """A planning problem whose arguments have been checked."""
 
     schedule: Schedule
-    """Without recomputes."""
+    """The schedule, without recomputes."""
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     budget_bytes: tuple[float, ...]
@@ -43,12 +43,12 @@ class Problem:
 
     @cached_property
     def keep_all(self) -> Timeline:
-        """The schedule as it is."""
+        """The step that keeps every block."""
         return keep_all(self.schedule, self.stages, self.links)
 
     @cached_property
     def program(self) -> Program:
-        """Without weight gradients."""
+        """The program of the schedule without weight gradients."""
         costs = [stage.costs() for stage in self.stages]
         return compile_program(without_weight_grads(self.schedule), costs, self.links)
 
@@ -60,25 +60,25 @@ class Problem:
 
     @cached_property
     def least_bytes(self) -> tuple[float, ...]:
-        """Per rank, of a plan that drops everything."""
+        """The peak bytes of each rank if it drops every block."""
         return tuple(max(lane.profile(lane.all_dropped()), default=0.0) for lane in self.lanes)
 
     @property
     def too_small(self) -> list[int]:
-        """Ranks whose budget is below the least."""
+        """The ranks whose budget is below their least bytes."""
         pairs = zip(self.least_bytes, self.lanes)
         return [rank for rank, (least, lane) in enumerate(pairs) if least > lane.budget_bytes]
 
     @cached_property
     def bound_seconds(self) -> float:
-        """No plan is shorter. Infinite if there is none."""
+        """A lower bound on the step of every plan; infinite if no plan fits."""
         return math.inf if self.too_small else least_seconds(self.program, self.lanes)
 
     def within(self, budget_bytes: Sequence[float]) -> Problem:
         return replace(self, budget_bytes=tuple(budget_bytes), memory=None)
 
     def restaged(self, counts: Sequence[int]) -> Problem:
-        """With so many blocks on each stage, and their parameters."""
+        """The problem with ``counts`` blocks on the stages. Parameters move with their blocks."""
         stages = restaged(self.stages, counts)
         if self.memory is None:
             return replace(self, stages=stages)
@@ -88,7 +88,7 @@ class Problem:
 
 
 def static_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Per rank: parameters, gradients, optimizer state."""
+    """The bytes of parameters, gradients and optimizer state on each rank."""
     found = [0.0] * len(schedule.ranks)
     for stage, rank in zip(stages, schedule.placement):
         found[rank] += stage.static_bytes
@@ -97,9 +97,7 @@ def static_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[float, ..
 
 def keep_all(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link]) -> Timeline:
     """One step that recomputes nothing."""
-    every = [Choice(tuple(range(len(stage.blocks)))) for stage in stages]
-    visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))
-    return replay(schedule, stages, links, {visit: every[visit[0]] for visit in visits})
+    return replay(schedule, stages, links, first_dropped(schedule, stages, 0))
 
 
 def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links) -> Problem:
@@ -112,7 +110,7 @@ def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget:
     each = Link(link) if isinstance(link, (int, float)) else link
     links, wrong_links = per_boundary(each, schedule.stages)
     raise_faults(caller, [*_recomputes(schedule), *stage_faults(stages, schedule.stages), *wrong_links])
-    schedule = replace(schedule, segments=())  # they say how an R is done, and there is none
+    schedule = replace(schedule, segments=())  # segments describe recomputes, and there are none
     if isinstance(budget, DeviceMemory):
         limits = without_static(caller, budget, static_bytes(schedule, stages))
         return Problem(schedule, tuple(stages), tuple(links), limits, budget)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.search.replay import Choice, Choices, replay
+from torchckpt.model.plan.search.replay import first_dropped, replay
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.schedule import Schedule
 
@@ -37,14 +37,11 @@ def same_blocks(problem: Problem) -> Rule:
 
 
 def _quickest(problem: Problem, blocks: int) -> Rule:
-    """Over how many weight gradients may wait."""
-    stages = problem.stages
-    dropped = [min(blocks, len(stage.blocks)) for stage in stages]
-    each = [Choice(tuple(range(few, len(stage.blocks))), (), tuple(range(few))) for few, stage in zip(dropped, stages)]
-    choices: Choices = {visit: each[visit[0]] for lane in problem.lanes for visit in lane.visits}
+    """The shortest step that drops the first ``blocks``, over all numbers of weight gradients that may wait."""
+    choices = first_dropped(problem.schedule, problem.stages, blocks)
     best = Rule(blocks, math.inf)
     for schedule in _delays(problem.schedule):
-        found = replay(schedule, stages, problem.links, choices)
+        found = replay(schedule, problem.stages, problem.links, choices)
         fits = all(peak <= lane.budget_bytes for peak, lane in zip(found.peak_bytes, problem.lanes))
         if fits and found.step_seconds < best.step_seconds:
             best = Rule(blocks, found.step_seconds, found.peak_bytes)
@@ -52,7 +49,7 @@ def _quickest(problem: Problem, blocks: int) -> Rule:
 
 
 def _delays(schedule: Schedule) -> Iterator[Schedule]:
-    """As it is; where backwards are split, also with fewer and fewer weight gradients that wait at once."""
+    """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait."""
     yield schedule
     waiting = most = 0
     for order in schedule.ranks:
@@ -66,7 +63,7 @@ def _delays(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _with_few_waiting(order: tuple[Action, ...], few: int) -> Iterator[Action]:
-    """Weight gradients no later than in ``order``, and so early that at most ``few`` wait; with 0, whole backwards."""
+    """``order`` with weight gradients moved earlier, so that at most ``few`` wait. If 0, all backwards are whole."""
     waiting: list[Action] = []
     for action in order:
         if action.kind is Kind.WEIGHT_GRAD:

@@ -8,7 +8,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.model.plan.problem import Problem
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.search.dispatch import RECOMPUTE, WEIGHT_GRAD, SimulatedStep
-from torchckpt.model.plan.search.replay import Choice
+from torchckpt.model.plan.search.replay import Choice, first_dropped
 from torchckpt.model.plan.search.search import search
 from torchckpt.model.plan.stage.holding import Holding
 from torchckpt.model.plan.stage.lane import BACKWARD, FORWARD, INPUT_GRAD
@@ -50,9 +50,7 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     pairs = zip(problem.keep_all.peak_bytes, problem.lanes)
     if any(peak > lane.budget_bytes for peak, lane in pairs):
         return None
-    every = [Choice(tuple(range(len(stage.blocks)))) for stage in problem.stages]
-    visits = (visit for lane in problem.lanes for visit in lane.visits)
-    return PipelinePlan.of(problem, problem.schedule, {visit: every[visit[0]] for visit in visits})
+    return PipelinePlan.of(problem, problem.schedule, first_dropped(problem.schedule, problem.stages, 0))
 
 
 def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
@@ -76,7 +74,7 @@ def _choice(held: Holding, early: int) -> Choice:
 
 
 def _refuse(problem: Problem) -> None:
-    """With the plan that the least budget allows."""
+    """Raise the error for a budget that is too small, with the least budget that works and its plan."""
     rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
     least = problem.least_bytes[rank]
     needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]

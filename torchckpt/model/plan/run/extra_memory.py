@@ -26,7 +26,7 @@ class ExtraMemory(NamedTuple):
     leaves: float
     """Bytes that the action adds for later actions; negative if it frees bytes."""
     enters: float = 0.0
-    """As ``rises``, before it recomputes anything: where that was later, more may be kept at that time."""
+    """As ``rises``, but only until it starts to recompute. A plan may keep more bytes at that moment."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class MeasuredStep:
     levels: Mapping[Action, Level]
 
     def peaks(self) -> list[float]:
-        """Per rank."""
+        """The peak bytes of each rank."""
         return [max((self._level(one).highest for one in order), default=0.0) for order in self.schedule.ranks]
 
     def least(self, stages: Sequence[Stage]) -> list[float]:
-        """Per rank, by how much its peak was above what ``stages`` say."""
+        """For each rank, by how many bytes its peak was above the peak that ``stages`` predict."""
         said = (levels(order, stages, self.choices) for order in self.schedule.ranks)
         most = (max((level.highest for level in own), default=0.0) for own in said)
         return [max(0.0, peak - own) for peak, own in zip(self.peaks(), most)]
 
     def most(self, stages: Sequence[Stage]) -> list[float]:
-        """Per rank, what was beside them at any time."""
+        """For each rank, the most bytes that any action needed beyond those that ``stages`` predict."""
         found = []
         for order in self.schedule.ranks:
             pairs = zip(order, levels(order, stages, self.choices))
@@ -56,7 +56,7 @@ class MeasuredStep:
         return [max(0.0, most) for most in found]
 
     def beside(self, stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
-        """Of each action."""
+        """The extra memory of each action."""
         found = {}
         for order in self.schedule.ranks:
             before = held = 0.0
@@ -75,7 +75,7 @@ class MeasuredStep:
 def peak_bytes(
     order: Sequence[Action], stages: Sequence[Stage], choices: Choices, beside: Mapping[Action, ExtraMemory]
 ) -> float:
-    """Of one rank in a step of a plan, with ``order`` for its actions."""
+    """The peak bytes of one rank in a step of a plan; ``order`` has the actions of the rank."""
     highest = before = held = 0.0
     for action, said in zip(order, levels(order, stages, choices)):
         visit, stage = (action.stage, action.micro_batch), stages[action.stage]
@@ -95,7 +95,7 @@ _NOTHING = ExtraMemory(0.0, 0.0)
 
 
 def _of(action: Action, beside: Mapping[Action, ExtraMemory]) -> ExtraMemory:
-    """A whole backward that was a split one when it was measured takes what its parts took."""
+    """The extra memory of ``action``. If its backward was measured in two parts, it is that of both together."""
     if action in beside or action.kind is not Kind.BACKWARD:
         return beside.get(action, _NOTHING)
     rises = leaves = 0.0
@@ -106,12 +106,12 @@ def _of(action: Action, beside: Mapping[Action, ExtraMemory]) -> ExtraMemory:
 
 
 def _less(own: ExtraMemory, held: float) -> ExtraMemory:
-    """What a forward takes while it runs, as far as that is not what it holds afterwards."""
+    """The extra memory of a forward, without temporary bytes that it now holds afterwards (``held``)."""
     return ExtraMemory(own.leaves + max(0.0, own.rises - own.leaves - held), own.leaves)
 
 
 def _last_kept(kept: Sequence[int], stage: Stage) -> float:
-    """Bytes of the last blocks of ``stage``, as far as they are kept."""
+    """The bytes of the kept blocks at the end of ``stage``, up to the last one that is dropped."""
     held, at = 0.0, len(stage.blocks) - 1
     while at in kept:
         held, at = held + stage.blocks[at].freed_bytes, at - 1

@@ -16,7 +16,7 @@ from torchckpt.model.plan.problem import Problem, keep_all, problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes
 from torchckpt.model.plan.run.gradient_sums import summed_as_given
-from torchckpt.model.plan.search.replay import Choice
+from torchckpt.model.plan.search.replay import first_dropped
 from torchckpt.model.plan.solve import planned
 from torchckpt.model.plan.stage.limit import Bytes, bytes_per_rank
 from torchckpt.model.plan.stage.stage import Stage
@@ -38,9 +38,9 @@ class Fitted:
 
     plan: PipelinePlan
     budget_bytes: tuple[float, ...]
-    """Per rank, what was asked."""
+    """The budget of each rank."""
     peak_bytes: tuple[float, ...]
-    """Per rank, with what is beside the activations."""
+    """The peak of each rank, with its extra memory."""
 
     @property
     def fits(self) -> bool:
@@ -82,16 +82,24 @@ def fitted(
 
 
 def _peaks(plan: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
-    """Per rank, of a step of ``plan``."""
+    """The peak bytes of each rank in a step of ``plan``."""
     return tuple(peak_bytes(order, plan.problem.stages, plan.choices, beside) for order in plan.schedule.ranks)
 
 
 def _with_least(
     problem: Problem, limits: tuple[float, ...], beside: Mapping[Action, ExtraMemory], caller: str, tied: bool
 ) -> Fitted:
-    """One that recomputes everything, as no other was found that fits; as planned, or as it was measured."""
+    """A plan that recomputes everything, if no other one fits.
+
+    It tries the order of the planner, and the order that was measured.
+
+    Raises:
+        BudgetInfeasible: neither fits.
+    """
     within = problem.within([max(_LEAST_BYTES, least) for least in problem.least_bytes])
-    plans = summed_as_given(planned(within), tied), _all_late(within)
+    most = max(len(stage.blocks) for stage in problem.stages)
+    all_late = PipelinePlan.of(within, problem.schedule, first_dropped(problem.schedule, problem.stages, most))
+    plans = summed_as_given(planned(within), tied), all_late
     found = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
     best = min(found, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
     if best.fits:
@@ -99,12 +107,6 @@ def _with_least(
     rank = max(range(len(limits)), key=lambda one: best.peak_bytes[one] / limits[one])
     needed = best.peak_bytes[rank]
     raise BudgetInfeasible(_too_small(caller, limits[rank], rank, needed), needed, best.plan, rank)
-
-
-def _all_late(problem: Problem) -> PipelinePlan:
-    each = [Choice((), (), tuple(range(len(stage.blocks)))) for stage in problem.stages]
-    visits = (visit for lane in problem.lanes for visit in lane.visits)
-    return PipelinePlan.of(problem, problem.schedule, {visit: each[visit[0]] for visit in visits})
 
 
 def _infeasible(

@@ -1,8 +1,8 @@
 """Gradient sums: weight gradients of a stage in the order of the schedule, since rounding depends on that order.
 
-A plan moves weight gradients. Those of one stage are added up, so among themselves, and among the whole backwards of
-the stage, they keep the order that the schedule gives them: one that comes too late for that is done earlier, and one
-that comes too early is done later.
+A plan moves weight gradients. Those of one stage are added up. So weight gradients and whole backwards of a stage have
+to stay in the order of the schedule. A weight gradient that comes too late is moved earlier; one that comes too early
+is moved later.
 """
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
 
 
 def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> Iterator[Action]:
-    """Of one rank."""
-    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # by stage, or of all, what is still to be added up
+    """The actions of one rank, with its weight gradients in the order of ``given``."""
+    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # still to be added, by stage unless tied
     for stage, kind, i in given:
         if kind in _SUMS:
             turns[0 if tied else stage].append((stage, i))
@@ -51,7 +51,7 @@ def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> 
             done.add(_weights(turn.popleft()))
         if action in done:
             continue
-        if turn[0] != (stage, i):  # its turn is after a backward that is still to come
+        if turn[0] != (stage, i):  # a backward that is yet to come has to be added first
             if kind is Kind.BACKWARD:
                 yield Action(stage, Kind.INPUT_GRAD, i)
                 begun.add((stage, i))

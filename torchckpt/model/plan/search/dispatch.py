@@ -77,8 +77,8 @@ def dispatch(
     lanes: Sequence[Lane],
     held: Sequence[Sequence[Holding]],
     strategy: Strategy,
-    expected: Sequence[float] | None = None,
-    limit_seconds: float = _LONG,
+    expected: Sequence[float] | None,
+    limit_seconds: float,
 ) -> SimulatedStep:
     """Simulate one step.
 
@@ -87,8 +87,8 @@ def dispatch(
         lanes: one for each rank.
         held: the holding of each rank and visit.
         strategy: how ranks decide when they would idle.
-        expected: when each token is expected to arrive; a patient rank waits for it. Default: not known.
-        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite. Default: none.
+        expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
+        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
     """
     ranks = [_Rank(lane, own, strategy) for lane, own in zip(lanes, held)]
     return _Clock(program, ranks, expected, limit_seconds).run()

@@ -16,7 +16,7 @@ from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.simulation.simulator import events_of, messages_of
 from torchckpt.model.simulation.timeline import Timeline
 
-__all__ = ["Choice", "Choices", "Level", "levels", "memory_of", "replay", "without_weight_grads"]
+__all__ = ["Choice", "Choices", "Level", "first_dropped", "levels", "memory_of", "replay", "without_weight_grads"]
 
 _Step: TypeAlias = tuple[float, float]
 """The bytes that an action allocates when it starts, and those that it frees when it ends."""
@@ -37,6 +37,13 @@ class Choice:
 
 
 Choices: TypeAlias = Mapping[Visit, Choice]
+
+
+def first_dropped(schedule: Schedule, stages: Sequence[Stage], blocks: int) -> Choices:
+    """For every visit: the first ``blocks`` of its stage are recomputed inside the backward, the others are kept."""
+    counts = [(min(blocks, len(stage.blocks)), len(stage.blocks)) for stage in stages]
+    each = [Choice(tuple(range(late, count)), (), tuple(range(late))) for late, count in counts]
+    return {(stage, i): each[stage] for stage in range(schedule.stages) for i in range(schedule.micro_batches)}
 
 
 def without_weight_grads(schedule: Schedule) -> Schedule:

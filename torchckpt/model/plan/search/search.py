@@ -121,6 +121,10 @@ class _Search:
         self.work -= _OVERHEAD + sum(map(len, step.done))
         return Candidate(reserves, held, strategy, step)
 
+    def _simulated_again(self, changed: Candidate, limit_seconds: float = float("inf")) -> Candidate:
+        """``changed`` with a new step. Ranks expect messages at the times of its old step."""
+        return self._simulated(changed.reserves, changed.held, changed.strategy, changed.step, limit_seconds)
+
     def _offer(self, found: Candidate) -> None:
         if found.step.sort_key < self.best.step.sort_key:
             self.best = found
@@ -154,7 +158,7 @@ class _Search:
             for _ in range(_ROUNDS):
                 if self.is_done:
                     return
-                found = self._simulated(start.reserves, start.held, strategy, found.step)
+                found = self._simulated_again(replace(found, strategy=strategy))
                 self._offer(found)
 
     def _tune_ranks(self, current: Candidate, until: int) -> None:
@@ -170,8 +174,7 @@ class _Search:
                 if held is None or held == current.held[rank]:
                     continue
                 limit = current.step.step_seconds * (1 + _ROUNDING)
-                other = current.with_rank(rank, reserve, held)
-                found = self._simulated(other.reserves, other.held, other.strategy, current.step, limit)
+                found = self._simulated_again(current.with_rank(rank, reserve, held), limit)
                 self._offer(found)
                 if found.step.sort_key < current.step.sort_key:
                     current = found
@@ -194,7 +197,7 @@ class _Search:
                 current = changed
             else:
                 limit = current.step.step_seconds * (1 + _ROUNDING)
-                found = self._simulated(changed.reserves, changed.held, changed.strategy, current.step, limit)
+                found = self._simulated_again(changed, limit)
                 self._offer(found)
                 if found.step.sort_key <= current.step.sort_key:
                     current, path = found, found.step.critical()
@@ -268,7 +271,7 @@ class _Search:
                 continue
             other = best.with_rank(rank, reserve, held)
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
-                found = self._simulated(other.reserves, other.held, other.strategy, best.step)
+                found = self._simulated_again(other)
                 if found.step.step_seconds <= limit:
                     best = found
         return best

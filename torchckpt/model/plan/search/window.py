@@ -47,7 +47,7 @@ class Capacity:
         self.lane = lane
         own = list(dict.fromkeys(lane.holdings))
         blocks = [block for holdings in own for block in holdings.stage.blocks if block.freed_bytes]
-        self.floors = _floors([density(block.recompute_seconds, block.freed_bytes) for block in blocks])
+        self.floors = _floors([density(block) for block in blocks])
         self.gains = [high - low for low, high in zip([0.0, *self.floors], self.floors)]
         self.is_equal = len({(block.freed_bytes, block.recompute_seconds) for block in blocks}) <= 1
         self.least = {holdings: holdings.without(range(holdings.blocks)) for holdings in own}
@@ -94,7 +94,7 @@ class Capacity:
         """The bytes of each block of the stage that belongs to the layer."""
         floor = self.floors[layer] * (1 - _TINY)
         blocks = [block for block in holdings.stage.blocks if block.freed_bytes]
-        return [one.freed_bytes for one in blocks if density(one.recompute_seconds, one.freed_bytes) >= floor]
+        return [one.freed_bytes for one in blocks if density(one) >= floor]
 
     def _full(self, visit: int, layer: int) -> float:
         holdings = self.lane.holdings[visit]
@@ -161,10 +161,7 @@ class Capacity:
             floors = [floor * (1 - _TINY) for floor in self.floors]
             for there in (chosen for count in range(len(every) + 1) for chosen in combinations(every, count)):
                 blocks = [stage.blocks[at] for at in there]
-                layers = [
-                    sum(b.freed_bytes for b in blocks if density(b.recompute_seconds, b.freed_bytes) >= floor)
-                    for floor in floors
-                ]
+                layers = [sum(one.freed_bytes for one in blocks if density(one) >= floor) for floor in floors]
                 highest = use_bytes(stage, set(every) - set(there)) - least
                 freed = sum(block.freed_bytes for block in blocks)
                 found.append((freed, highest, sum(block.recompute_seconds for block in blocks), layers))

@@ -11,7 +11,7 @@ __all__ = ["draw"]
 
 
 def draw(plan: PlanFigures) -> str:
-    """Who does what when, and of each rank the memory over time, under its budget."""
+    """The step that keeps all and the planned step: the actions of each rank, and its memory under its budget."""
     before, after, units = plan.problem.keep_all, plan.timeline, replace(units_of(plan), digits=3)
     least, most = (max(of.peak_bytes) for of in (after, before))
     change = f"for {plan.overhead(plan.step_seconds) * 100:.1f} % more time"

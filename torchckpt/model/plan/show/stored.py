@@ -80,7 +80,7 @@ def _choices_of(plan: PlanFigures, stage: int) -> list[Sequence[Sequence[int]]]:
 
 
 def _schedule(text: str, name: str, ranks: int) -> Schedule:
-    """The last ranks may have nothing to do; a CSV does not say so."""
+    """The schedule of a CSV. Last ranks without actions are not in the CSV, and are added."""
     found = from_csv(text, name)
     return replace(found, ranks=(*found.ranks, *[()] * (ranks - len(found.ranks))))
 

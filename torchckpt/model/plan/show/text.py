@@ -15,7 +15,7 @@ _LONGEST_PERIOD = 12
 
 
 def table(plan: PlanFigures) -> str:
-    """For people."""
+    """The plan as text: a table by stage, and one by rank."""
     problem, units = plan.problem, units_of(plan)
     counts = f"{len(problem.stages)} stages on {len(plan.schedule.ranks)} ranks, {plan.schedule.micro_batches}"
     head = f"{plan.schedule.name}: {counts} micro-batches"
@@ -42,7 +42,7 @@ def units_of(plan: PlanFigures) -> Units:
 
 
 def by_stage(plan: PlanFigures, units: Units) -> str:
-    """What is recomputed of each stage. The choices stand last, as they may be long; below, what they say."""
+    """A table of what each stage recomputes. The choices are its last column, as they may be long; a legend follows."""
     rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
     texts = ["kept/early/late"]
     for stage, own in enumerate(plan.problem.stages):
@@ -60,7 +60,7 @@ def by_stage(plan: PlanFigures, units: Units) -> str:
 
 
 def _runs(choices: Sequence[Choice]) -> str:
-    """``3/0/5 x4, (8/0/0, 0/8/0) x2``: four micro-batches alike, then two by two."""
+    """The choices as text. ``3/0/5 x4, (8/0/0, 0/8/0) x2``: four equal micro-batches, then a pair that occurs twice."""
     texts, found, at = list(map(str, choices)), [], 0
     while at < len(texts):
         period = max(range(1, _LONGEST_PERIOD + 1), key=lambda one: (_covered(texts, at, one), -one))
@@ -75,7 +75,7 @@ def _runs(choices: Sequence[Choice]) -> str:
 
 
 def _covered(texts: Sequence[str], at: int, period: int) -> int:
-    """How many, from ``at`` on, the first ``period`` of them say if they are repeated; 0 if they are not."""
+    """How many texts from ``at`` on the first ``period`` of them cover if they repeat; 0 if they do not."""
     times = 1
     while texts[at : at + period] == texts[at + times * period : at + (times + 1) * period]:
         times += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torchckpt.model.plan.stage.stage import Stage
+from torchckpt.model.plan.stage.stage import Block, Stage
 
 __all__ = ["DROP_ORDERS", "Holding", "Holdings", "use_bytes"]
 
@@ -87,7 +87,7 @@ class Holdings:
         """The number of blocks that free bytes if they are dropped."""
         blocks = stage.blocks
         self.densities = {
-            name: [density(blocks[at].recompute_seconds, blocks[at].freed_bytes) for at in order]
+            name: [density(blocks[at]) for at in order]
             for name, order in self.orders.items()
         }
 
@@ -98,9 +98,9 @@ class Holdings:
         return self._made[key]
 
 
-def density(seconds: float, amount_bytes: float) -> float:
-    """The recompute seconds that a byte of memory saves."""
-    return seconds / amount_bytes if amount_bytes else float("inf")
+def density(block: Block) -> float:
+    """The recompute seconds that a byte of memory saves if the block is kept."""
+    return block.recompute_seconds / block.freed_bytes if block.freed_bytes else float("inf")
 
 
 def _drop_orders(stage: Stage) -> dict[str, tuple[int, ...]]:
@@ -108,7 +108,7 @@ def _drop_orders(stage: Stage) -> dict[str, tuple[int, ...]]:
     places = [at for at, block in enumerate(blocks) if block.freed_bytes]
 
     def by_density(at: int) -> float:
-        return density(blocks[at].recompute_seconds, blocks[at].freed_bytes)
+        return density(blocks[at])
 
     def by_bytes(at: int) -> float:
         return blocks[at].freed_bytes

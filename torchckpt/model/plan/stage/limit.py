@@ -31,10 +31,10 @@ _WORKS = 'budget="60GB", budget="50%", budget=6e10, or a list with one for each 
 
 
 def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
-    """Bytes per rank that are left for activations.
+    """The bytes of each rank that are left for activations.
 
     Raises:
-        BudgetInfeasible: there are none left on some rank.
+        BudgetInfeasible: no bytes are left on some rank.
     """
     most = max(static_bytes)
     if most < memory.total_bytes:

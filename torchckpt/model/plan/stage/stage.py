@@ -4,11 +4,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.model.schedule.costs import StageCosts
 
 __all__ = ["Block", "Fixed", "Stage", "restaged", "stage_faults"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,23 @@ def stage_faults(stages: object, count: int) -> list[Fault]:
         strangers.append(f"{len(stages)} of {count}")
     if strangers:
         return [Fault(rule, received, works) for received in strangers]
-    firsts = {stage: at for at, stage in reversed(list(enumerate(stages)))}
-    faults = [fault for stage, at in sorted(firsts.items(), key=_place) for fault in _faults_of(f"stages[{at}]", stage)]
+    faults = [fault for stage, at in _first_places(stages).items() for fault in _faults_of(f"stages[{at}]", stage)]
     if not faults and not any(stage.blocks for stage in stages):
         faults.append(Fault("some stage has blocks, for only blocks are recomputed", "none", works))
     return faults
 
 
-def _place(item: tuple[object, int]) -> int:
-    return item[1]
+def _first_places(values: Sequence[_T]) -> dict[_T, int]:
+    """For each distinct value, the first place where it is."""
+    found: dict[_T, int] = {}
+    for at, value in enumerate(values):
+        found.setdefault(value, at)
+    return found
 
 
 def _faults_of(where: str, stage: Stage) -> Iterator[Fault]:
-    firsts = {block: at for at, block in reversed(list(enumerate(stage.blocks)))}
-    places = sorted(firsts.items(), key=_place)
-    wrong = [fault for block, at in places for fault in _block_faults(f"{where}.blocks[{at}]", block)]
+    places = _first_places(stage.blocks)
+    wrong = [fault for block, at in places.items() for fault in _block_faults(f"{where}.blocks[{at}]", block)]
     for name in ("before", "after"):
         wrong += _fixed_faults(f"{where}.{name}", getattr(stage, name))
     if stage.message_bytes is not None and not _is_amount(stage.message_bytes):

@@ -11,15 +11,13 @@ from torchckpt.model.remat.step.memory import simulate
 __all__ = ["prune", "remove_repeats", "stages_of"]
 
 
-def remove_repeats(
-    flow: Dataflow, schedule: Schedule, budget_bytes: int, pinned: Set[int] = frozenset()
-) -> Schedule:
+def remove_repeats(flow: Dataflow, schedule: Schedule, budget_bytes: int) -> Schedule:
     """``schedule`` with as many repeats removed as fits in ``budget_bytes``, the slowest repeats first.
 
     A schedule over the budget is returned unchanged. The result is at most as slow as ``schedule``, and fits the
     budget if ``schedule`` does.
     """
-    stages = stages_of(flow, schedule, pinned)
+    stages = stages_of(flow, schedule)
     bare = Stages(stages.tables)
     if bare.peak_bytes <= budget_bytes:
         stages = bare

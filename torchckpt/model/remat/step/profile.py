@@ -21,9 +21,6 @@ class Profile:
     def __init__(self, values: Sequence[int]) -> None:
         self.values = list(values)
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def at(self, stage: int) -> int:
         return self.values[stage]
 
@@ -39,9 +36,6 @@ class Profile:
         """The first stage from ``first`` on with more than ``limit``; the number of stages if there is none."""
         values = self.values
         return next((stage for stage in range(first, len(values)) if values[stage] > limit), len(values))
-
-    def all(self) -> list[int]:
-        return list(self.values)
 
 
 class BlockProfile(Profile):
@@ -98,6 +92,3 @@ class BlockProfile(Profile):
                         return stage
             block += 1
         return len(self.values)
-
-    def all(self) -> list[int]:
-        return [value + self.offsets[stage // self.block] for stage, value in enumerate(self.values)]
