@@ -9,7 +9,12 @@ from torchckpt.model.place.placement import ahead, arrival, with_recompute
 from torchckpt.model.schedule.schedules import gpipe, one_f_one_b
 from torchckpt.model.simulation.simulator import simulate
 
-every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")
+LARGEST = max(cell.p * cell.m for cell in CELLS)  # three cells, which take as long as the others together
+every_cell = pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=pytest.mark.slow if cell.p * cell.m == LARGEST else ()) for cell in CELLS],
+    ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}",
+)
 A, c = 1.0, BOUNDARY
 
 

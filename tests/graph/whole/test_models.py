@@ -20,7 +20,7 @@ SIZES = {
     "mlp24": {"layers": 10, "batch": 64},
     "moe": {"tokens": 48},
     "nested_outputs": {"batch": 64},
-    "resnet20": {"depth": 14, "batch": 8},
+    "resnet20": {"depth": 8, "batch": 8},
     "sparse_embedding": {"batch": 64},
     "tanh_chain": {"nodes": 30, "elements": 1000},
     "tanh_chain_residual": {"nodes": 30, "elements": 1000},
@@ -57,6 +57,23 @@ SHARES = {
     "unet": (0.9, 0.75, 0.6),
 }
 """Shares of eager's peak that are enough. Two models have none: what their steps cannot do without is almost all."""
+
+
+def shares(name):
+    """The largest and the least are quick."""
+    for share in SHARES[name]:
+        between = min(SHARES[name]) < share < max(SHARES[name])
+        yield pytest.param(name, share, marks=pytest.mark.slow if between else ())
+
+
+ALIKE = ("gpt6_without_dropout", "llama_hf")
+"""Beside gpt6 and gpt2_hf: quick with all kept, and at their least share. The rest of their tests are slow."""
+
+
+def each(names):
+    """A test of each; those that others are like are slow."""
+    marked = [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in names]
+    return pytest.mark.parametrize("name", marked)
 
 LARGE = {"gpt24": {"layers": 12}, "resnet110": {"depth": 38}, "resnet200": {}}
 """Of these one is as deep as its name says."""
@@ -117,7 +134,7 @@ def test_all_is_kept_by_default(name):
     assert plan.peak_bytes == plan.eager_peak_bytes
 
 
-@pytest.mark.parametrize("name", SIZES)
+@each(SIZES)
 def test_loss_outside_of_the_model(name):
     """The outputs too are those of eager, nested as they are, each with a gradient or without."""
     case = build(name)
@@ -126,7 +143,7 @@ def test_loss_outside_of_the_model(name):
     assert_same(step(case.model, case.inputs, case.loss, call=rematerialized), expected)
 
 
-@pytest.mark.parametrize("name", sorted({*SIZES} - {"tanh_chain", "tanh_chain_residual"}))
+@each(sorted({*SIZES} - {"tanh_chain", "tanh_chain_residual"}))
 def test_speed(name):
     plan = checked(build(name), keep="speed")
     assert plan.recompute_flops == 0
@@ -138,19 +155,19 @@ def test_speed_needs_a_product():
         checked(build("tanh_chain"), keep="speed")
 
 
-@pytest.mark.parametrize("name", SIZES)
+@each(SIZES)
 def test_memory(name):
     plan = checked(build(name), keep="memory")
     assert plan.peak_bytes <= plan.eager_peak_bytes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each(NAMES)
 def test_names(name):
     plan = checked(build(name), keep=NAMES[name])
     assert plan.peak_bytes <= plan.eager_peak_bytes
 
 
-@pytest.mark.parametrize(("name", "share"), [(name, share) for name, shares in SHARES.items() for share in shares])
+@pytest.mark.parametrize(("name", "share"), [case for name in SHARES for case in shares(name)])
 def test_budget(name, share):
     plan = checked(build(name), budget=share)
     assert math.floor(share * plan.eager_peak_bytes) <= plan.budget_bytes < share * (plan.eager_peak_bytes + 100)

@@ -58,8 +58,9 @@ def check(plan):
     return plan.gap
 
 
-def test_random_pipelines():
-    gaps = [check(plan_pipeline(*random_pipeline(Random(seed), 150))) for seed in range(2000, 2030)]
+@pytest.mark.parametrize("first", [2000, pytest.param(2015, marks=pytest.mark.slow)])
+def test_random_pipelines(first):
+    gaps = [check(plan_pipeline(*random_pipeline(Random(seed), 150))) for seed in range(first, first + 15)]
     assert median(gaps) <= 0.01
     assert max(gaps) <= 0.08
 
@@ -72,8 +73,8 @@ def test_a_thousand_random_pipelines(first):
     assert max(gaps) <= 0.08
 
 
-TINY = [29, *range(100, 108)]
-MORE = [65, *range(108, 112), *range(200, 400)]
+TINY = [29, *range(100, 107)]
+MORE = [65, *range(107, 112), *range(200, 400)]
 """Two in which what is dropped last in its rank is not what is used last; and some more."""
 
 

@@ -33,7 +33,7 @@ def test_workspace_and_what_is_kept_are_told_apart():
     assert at_peak(flow, flow.eager, {}) == Breakdown(1, "b", {}, 5, 30, 4)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_parts_add_up_to_the_peak(seed):
     flow = random_flow(seed)
     for schedule in (flow.eager, least(flow).schedule):
