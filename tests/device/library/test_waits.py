@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import torchckpt
 from tests.pipe.skips import Pop, Stash
 from torchckpt.kernel.clock import Clock
+from torchckpt.kernel.region import call
+from torchckpt.kernel.state.module_state import record_state
 from torchckpt.pipe import balance
 from torchckpt.pipe.run.links import Place
 
@@ -411,6 +413,51 @@ def test_a_buffer_that_a_replay_on_another_stream_reads_is_kept_until_it_has_run
     with sim.held(second):
         with second:
             region.prefetch()  # after which nothing holds the copy of the buffer
+        first.synchronize()
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+class Doubling(nn.Module):
+    """Doubles its scale at each call, so that a replay reads a copy of the old one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8, device="sim"))
+
+    def forward(self, x):
+        y = (x * self.scale).exp()
+        if not torchckpt.is_recomputing():
+            self.scale.mul_(2)
+        return y
+
+
+def test_a_replay_waits_for_the_copy_of_a_buffer(sim, streams, monkeypatch):
+    x, module = leaf(8), Doubling()
+    (expected,) = torch.autograd.grad((x * 2).exp().sum(), x)
+    with ExitStack() as stack:
+
+        def late(*args):  # the inputs of the region are there before
+            stack.enter_context(sim.held(streams[0]))
+            return record_state(*args)
+
+        monkeypatch.setattr(call, "record_state", late)
+        output = prefetched_on_the_second(streams, module, x)
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+def test_the_copy_of_a_buffer_is_kept_until_a_replay_on_another_stream_has_read_it(sim, streams):
+    first, second = streams
+    x, module = leaf(8), Doubling()
+    (expected,) = torch.autograd.grad((x * 1).exp().sum(), x)
+    with first:
+        region = torchckpt.Checkpointing(module, x)
+        output = region.checkpoint()
+        torchckpt.checkpoint(module, x)  # which copies the buffer anew
+    with sim.held(second):
+        with second:
+            region.prefetch()  # after which nothing holds the first copy
         first.synchronize()
     torch.accelerator.synchronize()
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)

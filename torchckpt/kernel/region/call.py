@@ -62,7 +62,7 @@ class Call:
         self._options = options
         self._boundary = Boundary(args, kwargs)
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
-        self._entry = SyncPoint(self.devices) if self.devices else None
+        self._entry: SyncPoint | None = None
         self.module_state: ModuleState | None = None
 
     def forward(
@@ -80,6 +80,8 @@ class Call:
             if module_state is not None and module_state.layout.is_lazy:
                 return function(*args, **kwargs)
             self.module_state = module_state
+            if self.devices:
+                self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
             ambient.append((settings(), self._random_state(module_state)))
             push_hooks(pack, unpack)
             thread.flags = True, recomputing, replay
@@ -123,7 +125,8 @@ class Call:
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
-            self._entry.wait_before_using(tensors)
+            state = () if self.module_state is None else self.module_state.tensors()
+            self._entry.wait_before_using([*tensors, *state])
         function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:

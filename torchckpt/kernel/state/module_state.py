@@ -82,6 +82,11 @@ class ModuleState:
             self._new_copies.append(key)
         return copy
 
+    def tensors(self) -> list[Tensor]:
+        """All that a replay may read: parameters, buffers, and the copies of buffers."""
+        copies = [copy.values for _, copy in self._buffers.values() if copy is not None and copy.values is not None]
+        return [value for value in self._values if isinstance(value, Tensor)] + copies
+
     def note_changes(self) -> None:
         """After the forward: note which buffers it has changed, and drop large copies of others."""
         if not self._buffers:
