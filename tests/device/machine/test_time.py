@@ -231,6 +231,13 @@ def test_delays_follow_from_the_seed(sim):
     assert all(0 <= gap <= 0.001 for gaps in first for gap in gaps)
 
 
+def test_delays_do_not_depend_on_the_streams_that_were_made_before(sim):
+    first = delayed(sim, 1)
+    while torch.Stream("sim:0").stream_id != 1023:  # from 1024 on, numbers are used again
+        pass
+    assert delayed(sim, 1) == first
+
+
 def test_a_share_of_the_operators_is_late(sim):
     assert delayed(sim, 1, share=0) == [[0.0] * 7] * 2
     assert all(gap > 0 for gaps in delayed(sim, 1, share=1) for gap in gaps)

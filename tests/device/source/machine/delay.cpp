@@ -43,9 +43,10 @@ double drawn_delay_seconds(c10::DeviceIndex device, c10::StreamId stream, uint64
     epoch = now.epoch;
     count = 0;
   }
-  // A stream is known by when it was made, as its number says how many were made in all before.
-  auto first = now.first[device];
-  uint64_t name = stream >= first ? stream - first + 1 : stream == 0 ? 0 : (1ull << 32) + stream;
+  // A stream is known by when it was made: by how many numbers it comes after the first one that was new then. Numbers
+  // begin again after kMostStreams.
+  auto after = (stream - now.first[device]) % kMostStreams;
+  uint64_t name = stream == 0 ? 0 : (after + kMostStreams) % kMostStreams + 1;
   auto bits = mixed(mixed(mixed(now.seed) + uint64_t(device)) + name) + count++;
   bool is_late = uniform(mixed(bits)) < now.share;
   return is_late ? uniform(mixed(~bits)) * now.most_seconds : 0;

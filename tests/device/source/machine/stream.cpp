@@ -22,7 +22,6 @@ namespace {
 
 constexpr auto kIdle = std::chrono::milliseconds(200);  // a thread that has had no work for so long ends
 constexpr auto kMoment = std::chrono::milliseconds(1);
-constexpr c10::StreamId kMostStreams = 1024;            // per device; then old ones come again, as with CUDA's pool
 
 std::atomic<double> timeout{60};
 std::atomic<bool> ended{false};

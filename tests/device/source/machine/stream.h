@@ -10,6 +10,8 @@
 
 namespace sim {
 
+constexpr c10::StreamId kMostStreams = 1024;  // per device; then old ones come again, as with CUDA's pool
+
 class Link;
 
 struct Task {
