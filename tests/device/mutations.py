@@ -21,6 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import pytest
+
 __all__ = ["Mutation", "mutated", "mutations", "mutations_of"]
 
 ROOT = Path(__file__).parents[2]
@@ -187,15 +189,13 @@ class Copy:
         source = path.read_bytes()
         path.write_bytes(mutated(source, mutation))
         try:
-            for tests in (*([(last,)] if last else []), *self._tests):
-                failed = self._failing(tests)
-                if failed:
-                    return failed
+            if last and (failed := self._failing((last,), may_be_gone=True)):
+                return failed
+            return next(filter(None, map(self._failing, self._tests)), None)
         finally:
             path.write_bytes(source)
-        return None
 
-    def _failing(self, tests: tuple[str, ...]) -> str | None:
+    def _failing(self, tests: tuple[str, ...], may_be_gone: bool = False) -> str | None:
         options = ["-x", "--tb=no", "-p", "no:cacheprovider"]
         command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
@@ -205,7 +205,11 @@ class Copy:
             )
         except subprocess.TimeoutExpired:
             return f"a timeout in {' '.join(tests)}"
-        if done.returncode in (0, 5):  # 5: no such test any more
+        if done.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            if not may_be_gone:
+                raise FileNotFoundError(f"pytest finds no tests in {' '.join(tests)}: {done.stderr}")
+            return None
+        if done.returncode == 0:
             return None
         named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         return named[1] if named else f"exit status {done.returncode} of {' '.join(tests)}"

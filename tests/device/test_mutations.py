@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_the_tests_see_a_copy_that_lacks_it(tmp_path, monkeypatch, last):
     before = (ROOT / first.path).read_bytes()
     copy = Copy(tmp_path, [("test_some",), ("test_more",), ("test_never",)])
 
-    def failing(tests):
+    def failing(tests, may_be_gone=False):
         seen.append((tests[0], place.read_bytes() == mutated(before, first)))
         return "test_more::this" if tests == ("test_more",) else None
 
@@ -72,3 +73,13 @@ def test_the_tests_see_a_copy_that_lacks_it(tmp_path, monkeypatch, last):
     assert copy.killer(first, last) == "test_more::this"
     assert seen == [(name, True) for name in [last, "test_some", "test_more"] if name]
     assert place.read_bytes() == before == (ROOT / first.path).read_bytes()
+
+
+@pytest.mark.parametrize("code", [4, 5])
+def test_tests_that_are_not_there_notice_nothing(tmp_path, monkeypatch, code):
+    """4: no such file, 5: no such test."""
+    copy = Copy(tmp_path, [("tests/test_some.py",)])
+    done = subprocess.CompletedProcess([], code, "", "file or directory not found")
+    monkeypatch.setattr(mutations.subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(FileNotFoundError, match="pytest finds no tests in tests/test_some.py: file or directory not"):
+        copy.killer(mutations.mutations()[0], "tests/test_more.py::test_that_was_renamed")
