@@ -81,5 +81,5 @@ def test_tests_that_are_not_there_notice_nothing(tmp_path, monkeypatch, code):
     copy = Copy(tmp_path, [("tests/test_some.py",)])
     done = subprocess.CompletedProcess([], code, "", "file or directory not found")
     monkeypatch.setattr(mutations.subprocess, "run", lambda *args, **kwargs: done)
-    with pytest.raises(FileNotFoundError, match="pytest finds no tests in tests/test_some.py: file or directory not"):
+    with pytest.raises(FileNotFoundError, match=r"pytest finds no tests in tests/test_some\.py: file or directory not"):
         copy.killer(mutations.mutations()[0], "tests/test_more.py::test_that_was_renamed")
