@@ -102,20 +102,6 @@ def set_version():
     assert (x._version, y._version) == (5, 5)
 
 
-def hooks_of_tensors():
-    x, fired = leaf(3), []
-    x.register_hook(lambda grad: fired.append("first"))
-    counts = private.count_hooks(x)
-    assert counts == (1, 0)
-    second = x.register_hook(lambda grad: fired.append("second"))
-    x.register_post_accumulate_grad_hook(lambda x: fired.append("third"))
-    assert private.count_hooks(x) == (2, 1)
-    private.drop_hooks(x, counts)
-    second.remove()  # of a hook that is gone: no error
-    x.sum().backward()
-    assert fired == ["first"]
-
-
 def apply_of():
     class Double(torch.autograd.Function):
         @staticmethod
@@ -325,9 +311,7 @@ COUNTERPARTS = {
     "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
     "compiler_of": compiler_of,
-    "count_hooks": hooks_of_tensors,
     "dispatch_modes_are_active": dispatch_modes_are_active,
-    "drop_hooks": hooks_of_tensors,
     "forward_ad": level_of_forward_ad,
     "frame_of_torch": frame_of_torch,
     "function_modes": function_modes,

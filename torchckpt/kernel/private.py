@@ -26,9 +26,7 @@ __all__ = [
     "apply_of",
     "batch_norm_layer",
     "compiler_of",
-    "count_hooks",
     "dispatch_modes_are_active",
-    "drop_hooks",
     "forward_ad",
     "frame_of_torch",
     "function_modes",
@@ -112,18 +110,6 @@ def storage_key(tensor: Tensor) -> int | None:
     """The key of the tensor's storage: equal for two live tensors that share memory. None for a sparse tensor, which
     has no storage. A ``StorageWeakRef`` compares the same address, but takes four times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
-
-
-def count_hooks(tensor: Tensor) -> tuple[int, int]:
-    """The hooks on ``tensor``: of ``register_hook``, and of ``register_post_accumulate_grad_hook``. No public form."""
-    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
-
-
-def drop_hooks(tensor: Tensor, counts: tuple[int, int]) -> None:
-    """Remove the hooks that were put on ``tensor`` since :func:`count_hooks` gave ``counts``; no public form."""
-    for hooks, count in zip((tensor._backward_hooks, tensor._post_accumulate_grad_hooks), counts):
-        while hooks is not None and len(hooks) > count:
-            hooks.popitem()
 
 
 def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -226,41 +226,6 @@ def test_hook_on_a_tensor_inside_the_region_fires_once():
     assert fired == ["hidden"]
 
 
-@pytest.mark.parametrize(
-    ("register", "is_leaf"),
-    [("register_hook", True), ("register_hook", False), ("register_post_accumulate_grad_hook", True)],
-)
-def test_hook_that_the_region_puts_on_its_input_fires_once(call, register, is_leaf):
-    fired, x = [], leaf(3)
-
-    def function(x):
-        getattr(x, register)(lambda _: fired.append("input"))
-        return x.exp().sin()
-
-    call(function, x if is_leaf else x * 2).sum().backward()
-    assert fired == ["input"]
-
-
-def test_hook_that_the_region_puts_on_a_weight_scales_its_gradient_once(call):
-    """In torch's checkpoint it does so twice."""
-
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            handles.append(self.weight.register_hook(lambda grad: grad * 2))
-            return super().forward(x).tanh()
-
-    def gradient(run):
-        handles.clear()
-        run(block, x).sum().backward()
-        handles[0].remove()
-        found, block.weight.grad = block.weight.grad, None
-        return found
-
-    handles: list = []
-    block, x = Scaled(4, 4), leaf(3, 4)
-    assert torch.equal(gradient(call), gradient(plain))
-
-
 def test_anomaly_detection_around_the_region(call, device):
     block = Block().to(device)
     with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"), torch.autograd.detect_anomaly():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchckpt.errors import ArgumentError, Fault, RecomputationError
 from torchckpt.kernel.flags import Replay, thread
-from torchckpt.kernel.private import count_hooks, drop_hooks, pop_hooks, push_hooks, set_grad_enabled
+from torchckpt.kernel.private import pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.kernel.region.options import Options
 from torchckpt.kernel.state import norms
 from torchckpt.kernel.state.ambient import (
@@ -124,11 +124,9 @@ class Call:
         """Run the function again under the hooks, to its end or until ``pack`` raises Stop."""
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
-        if self.module_state is not None:
-            tensors += self.module_state.tensors()
         if self._entry is not None:
-            self._entry.wait_before_using(tensors)
-        hooks = [(tensor, count_hooks(tensor)) for tensor in tensors if tensor.requires_grad]
+            state = () if self.module_state is None else self.module_state.tensors()
+            self._entry.wait_before_using([*tensors, *state])
         function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
@@ -156,8 +154,6 @@ class Call:
             set_grad_enabled(graded)
             pop_hooks()
             restore_states(random_after)
-            for tensor, counts in hooks:  # the hooks of the forward are enough
-                drop_hooks(tensor, counts)
 
 
 def _inside(context: AbstractContextManager[Any], function: Function) -> Function:
