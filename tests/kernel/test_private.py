@@ -305,6 +305,17 @@ def without_selective_modes():
     assert around.get_total_flops() == inside.get_total_flops() == 3 * 16
 
 
+def is_exporting():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + int(private.is_exporting())
+
+    x = torch.zeros(1)
+    assert private.is_exporting() is torch.compiler.is_exporting() is False
+    assert torch.compile(Adds(), backend="eager", fullgraph=True)(x) == 0
+    assert torch.export.export(Adds(), (x,), strict=False).module()(x) == 1
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "alive": alive,
@@ -319,6 +330,7 @@ COUNTERPARTS = {
     "global_forward_hooks": global_forward_hooks,
     "global_forward_pre_hooks": global_forward_pre_hooks,
     "hooks_in_force": hooks_in_force,
+    "is_exporting": is_exporting,
     "keep_from_dynamo": keep_from_dynamo,
     "look_through": look_through,
     "modes_are_active": modes_are_active,

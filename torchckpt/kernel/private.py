@@ -34,6 +34,7 @@ __all__ = [
     "global_forward_hooks",
     "global_forward_pre_hooks",
     "hooks_in_force",
+    "is_exporting",
     "keep_from_dynamo",
     "look_through",
     "modes_are_active",
@@ -110,6 +111,11 @@ def storage_key(tensor: Tensor) -> int | None:
     """The key of the tensor's storage: equal for two live tensors that share memory. None for a sparse tensor, which
     has no storage. A ``StorageWeakRef`` compares the same address, but takes four times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which is true in every graph that Dynamo of torch 2.11 traces."""
+    return torch.compiler._is_exporting_flag
 
 
 def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:

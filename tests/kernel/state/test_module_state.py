@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -352,6 +353,39 @@ def test_a_python_attribute_is_not_seen_but_by_values():
     """The limit that the page of limits lists, and its remedy."""
     with pytest.raises(RecomputationError, match="with other values"):
         checkpoint(Counter(), torch.randn(3, 4), determinism_check="values").sum().backward()
+
+
+class Mixing(nn.Module):
+    """Has a buffer of an unusual kind."""
+
+    def __init__(self, mixing, mix) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(4, 4), mix
+        self.register_buffer("mixing", mixing)
+
+    def forward(self, x):
+        return self.mix(self.mixing, self.linear(x)).tanh()
+
+
+@pytest.mark.parametrize(
+    ("make", "mix"),
+    [(torch.inference_mode()(lambda: torch.randn(2, 4)), torch.add), (lambda: torch.randn(2, 2).to_sparse(), torch.mm)],
+    ids=["inference tensor", "sparse"],
+)
+def test_buffer_of_an_unusual_kind(make, mix):
+    module, x = Mixing(make(), mix), torch.randn(2, 4, requires_grad=True)
+    expected, found = (torch.autograd.grad(call(x).sum(), x) for call in (module, partial(checkpoint, module)))
+    assert torch.equal(found[0], expected[0])
+
+
+def test_tensors_that_a_state_alone_may_hold():
+    module = Average()
+    module.register_buffer("sparse", torch.eye(2).to_sparse())
+    found, _ = module_state.record_state(module)
+    average, copy = found.tensors()
+    assert average is module.average
+    assert copy is not average
+    assert torch.equal(copy, average)
 
 
 def test_a_layout_does_not_keep_its_module():

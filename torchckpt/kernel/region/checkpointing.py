@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, RegionError, TransformError
 from torchckpt.kernel.dependency import fork, join
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.private import forward_ad, functorch_is_active
+from torchckpt.kernel.private import forward_ad, functorch_is_active, is_exporting
 from torchckpt.kernel.region.checkpoint import checkpoint as checkpoint_input
 from torchckpt.kernel.region.checkpoint import held_by
 from torchckpt.kernel.region.frame import Frame
@@ -38,7 +38,7 @@ _DEBUG = Fault(
 
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """Run ``function(*args, **kwargs)`` as a region."""
-    if torch.compiler.is_exporting():  # an exported graph has no backward, and torch.export supports no regions
+    if is_exporting():  # an exported graph has no backward, and torch.export supports no regions
         return function(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)

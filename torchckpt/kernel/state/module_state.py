@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -83,9 +83,10 @@ class ModuleState:
         return copy
 
     def tensors(self) -> list[Tensor]:
-        """All that a replay may read: parameters, buffers, and the copies of buffers."""
-        copies = [copy.values for _, copy in self._buffers.values() if copy is not None and copy.values is not None]
-        return [value for value in self._values if isinstance(value, Tensor)] + copies
+        """Buffers and their copies: what a replay may read, and maybe nothing else holds. Without sharded and sparse
+        ones, whose memory is not theirs to record."""
+        found = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
+        return [one for one in found if type(one) is Tensor and one.layout == torch.strided]
 
     def note_changes(self) -> None:
         """After the forward: note which buffers it has changed, and drop large copies of others."""
@@ -97,7 +98,7 @@ class ModuleState:
             tensor, copy = self._buffers[key]
             if tensor is None or copy is None or key in layout.changing:
                 continue
-            if tensor.nbytes > _SMALL_BYTES:
+            if tensor.layout != torch.strided or tensor.nbytes > _SMALL_BYTES:
                 copy.values = None
             elif not _equal(copy.values, tensor):
                 layout.changing.add(key)
@@ -246,7 +247,7 @@ def _versions(values: Sequence[Any], first: int) -> list[int]:
     try:
         return [0 if tensor is None else tensor._version for tensor in values[first:]]
     except RuntimeError:  # an inference tensor is among them
-        return [0 if tensor is None else version_of(tensor) for tensor in values[first:]]
+        return [version_of(value) if isinstance(value, Tensor) else 0 for value in values[first:]]
 
 
 def _is_sharded(tensor: Tensor | None) -> bool:
