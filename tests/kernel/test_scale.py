@@ -32,7 +32,7 @@ def test_ten_thousand_calls_do_not_grow(device):
     calls(10)
     before = census()
     calls(10_000)
-    assert census() == before
+    assert not census() - before  # fewer, where something of an earlier test dies meanwhile
 
 
 def test_calls_of_each_other_kind_do_not_grow():
@@ -55,7 +55,7 @@ def test_calls_of_each_other_kind_do_not_grow():
     calls(10)
     before = census()
     calls(500)
-    assert census() == before
+    assert not census() - before  # fewer, where something of an earlier test dies meanwhile
 
 
 @pytest.mark.parametrize(("levels", "early_stop"), [(100, True), (30, False)])
