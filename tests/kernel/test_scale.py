@@ -13,6 +13,9 @@ from tests.helpers import plain
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.testing import count_recomputes
 
+FEW = 5
+"""Objects that a thread of the device may still hold. What each call left behind would be hundreds."""
+
 
 def census():
     """Live objects: tensors, and those of the kernel, by their kind."""
@@ -32,7 +35,7 @@ def test_ten_thousand_calls_do_not_grow(device):
     calls(10)
     before = census()
     calls(10_000)
-    assert not census() - before  # fewer, where something of an earlier test dies meanwhile
+    assert (census() - before).total() < FEW
 
 
 def test_calls_of_each_other_kind_do_not_grow():
@@ -55,7 +58,7 @@ def test_calls_of_each_other_kind_do_not_grow():
     calls(10)
     before = census()
     calls(500)
-    assert not census() - before  # fewer, where something of an earlier test dies meanwhile
+    assert (census() - before).total() < FEW
 
 
 @pytest.mark.parametrize(("levels", "early_stop"), [(100, True), (30, False)])
