@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOME", "ROOT", "method_to_start", "printed_by", "run", "run_script"]
+__all__ = ["HOME", "ROOT", "method_to_start", "printed_by", "run", "run_here", "run_script"]
 
 ROOT = Path(__file__).parents[1]
 HOME = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -51,6 +51,13 @@ def run_script(path: str, *arguments: str, timeout: float = 300) -> subprocess.C
     return subprocess.CompletedProcess(command, process.exitcode, *said)
 
 
+def run_here(path: str, *arguments: str) -> None:
+    """Run the script at ``path`` in this process, as ``python path arguments`` does."""
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
 def method_to_start() -> str:
     """On Linux, processes are forks of one that has only imported torch. That import takes each of them seconds."""
     if sys.platform != "linux":
@@ -65,6 +72,5 @@ def _script(command: Sequence[str], environment: Mapping[str, str], folder: str)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[:] = command
-    sys.path[:] = [str(Path(command[0]).parent), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    runpy.run_path(command[0], run_name="__main__")
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
+    run_here(*command)

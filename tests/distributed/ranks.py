@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import gc
 import os
-import runpy
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.scripts import method_to_start
+from tests.scripts import method_to_start, run_here
 
 
 @contextmanager
@@ -82,10 +80,8 @@ def _script(rank: int, path: str, arguments: tuple[str, ...], folder: str, ranks
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     torch.set_num_threads(1)
-    sys.argv[:] = [path, *arguments]
-    sys.path.insert(0, str(Path(path).parent))
     with open(f"{folder}/{rank}.out", "w") as out, redirect_stdout(out):
-        runpy.run_path(path, run_name="__main__")
+        run_here(path, *arguments)
 
 
 def _work(rank: int, function: Callable[[int], Any], folder: str, ranks: int) -> None:
