@@ -7,7 +7,12 @@ Each process has a GPU where there are enough, and a core where not. Started aga
 goes on where it was, with the very losses that it would have had. ``--compare`` makes the same steps without
 recomputation, with ``torch.utils.checkpoint`` and with ``recompute_ahead``, and draws where the recomputes went.
 ``--budget 24MB`` has each process take no more bytes in a step; ``--compare`` with it makes the same steps recomputing
-all when gradients arrive, recomputing the same blocks of all stages, and as planned, and draws the plan.
+all when gradients arrive, recomputing the same blocks of all stages, and as planned, and draws the last two.
+
+Processes that share a few cores slow each other down, so that what is measured says little of devices. With
+``--sleep 10`` a smaller GPT has blocks that sleep 10 ms forward and 20 ms backward, as a device would be busy:
+
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt_distributed.py --sleep 10 --budget 50% --compare 5
 """
 from __future__ import annotations
 
@@ -23,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt.model import Block, Size, cut, gpt
+from gpt.paced import Paced
 from gpt.side_by_side import show
-from gpt.text import Text
+from gpt.text import VOCABULARY, Text
 from gpt.variants import Checkpointed
 from gpt.within_budget import show_planned
 from torch import Tensor, nn
@@ -37,6 +43,7 @@ from torchckpt.model.plan import PipelinePlan
 
 FULL = Size(blocks=8, width=128, heads=4, length=128, rows=16, chunks=4)
 FIRST_STEPS = 4  # with a budget, these are measured
+SLEEPING = Size(blocks=16, width=64, heads=4, length=64, rows=16, chunks=8)
 QUICK = Size(blocks=8, width=16, heads=2, length=16, rows=16, chunks=4)
 
 SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
@@ -46,7 +53,8 @@ SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleave
 def main() -> None:
     options, device = parsed_options(), joined()
     chunks = options.micro_batches or 2 * dist.get_world_size()
-    size = replace(QUICK if options.quick else FULL, chunks=chunks)
+    size = QUICK if options.quick else SLEEPING if options.sleep else FULL
+    size = replace(size, chunks=chunks, block_seconds=options.sleep / 1e3)
     if size.rows % chunks:
         sys.exit(f"--micro-batches {chunks}: a step has {size.rows} rows, of which each gets as many")
     build = partial(Trainer, size=size, device=device, schedule=options.schedule, costs=options.costs)
@@ -144,19 +152,33 @@ def stages_here(size: Size, count: int, recompute: str, device: torch.device) ->
     torch.manual_seed(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = cut(gpt(size), ranks * count)
+    shapes = shapes_between(size, len(parts))
+    mine = {index: recomputed(parts[index], recompute, size.block_seconds) for index in range(rank, len(parts), ranks)}
     return [
-        PipelineStage(recomputed(parts[index], recompute).to(device), index, len(parts), device)
-        for index in range(rank, len(parts), ranks)
+        PipelineStage(part.to(device), index, len(parts), device, *shapes[index : index + 2])
+        for index, part in mine.items()
     ]
 
 
-def recomputed(part: nn.Sequential, recompute: str) -> nn.Sequential:
-    """``part``, with each of its blocks a region."""
+def shapes_between(size: Size, stages: int) -> list[Tensor]:
+    """What the first stage takes and what each gives, of a micro-batch. torch would find out, but needs NumPy for that.
+    """
+    rows, width = size.rows // size.chunks, size.width
+    tokens = torch.empty(rows, size.length, dtype=torch.long, device="meta")
+    hidden, logits = (
+        torch.empty(rows, size.length, features, device="meta", requires_grad=True) for features in (width, VOCABULARY)
+    )
+    return [tokens, *[hidden] * (stages - 1), logits]
+
+
+def recomputed(part: nn.Sequential, recompute: str, sleep_seconds: float) -> nn.Sequential:
+    """``part``, with each of its blocks a region, and as long as is said."""
     for place, layer in enumerate(part):
-        if isinstance(layer, Block) and recompute == "stock":
-            part[place] = Checkpointed(layer)
-        elif isinstance(layer, Block) and recompute in ("ahead", "late"):
-            checkpoint_module(layer)
+        if isinstance(layer, Block):
+            block = Paced(layer, sleep_seconds) if sleep_seconds else layer
+            if recompute in ("ahead", "late"):
+                checkpoint_module(block)
+            part[place] = Checkpointed(block) if recompute == "stock" else block
     return part
 
 
@@ -198,7 +220,8 @@ def parsed_options() -> argparse.Namespace:
     add("--recompute", choices=["none", "stock", "ahead"], default="ahead", help="%(default)s; stock is torch's own")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="%(default)s")
     add("--costs", choices=["measured"], help="recompute where the first steps had their ranks idle")
-    add("--budget", help="bytes that a step may take in each process, such as 24MB: plan what is kept")
+    add("--budget", help="bytes that a step may take in each process, such as 24MB or 50%%: plan what is kept")
+    add("--sleep", type=float, default=0.0, metavar="MS", help="a block sleeps so long forward, twice as long backward")
     add("--micro-batches", type=int, help="of a step; as a default two a process")
     add("--steps", type=int, default=100, help="in all, those before a restart included (%(default)s)")
     add("--checkpoints", type=Path, help="folder for them, which all machines share or each has for itself")

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import io
 import threading
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -196,25 +195,6 @@ def in_threads(*functions):
     if errors:
         raise errors[0]
     return results
-
-
-def compiles_anew_under_a_global_hook() -> bool:
-    """Whether Dynamo compiles a module of torch's, compiled in place, once more while modules have a global hook."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    module, x = nn.Linear(2, 2), torch.zeros(2)
-    module.compile(backend=backend)
-    module(x)
-    with nn.modules.module.register_module_forward_hook(lambda *_: None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module(x)
-    torch._dynamo.reset()
-    return len(graphs) == 2
 
 
 def same_or_not(a, b):

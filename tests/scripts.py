@@ -12,11 +12,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOME", "ROOT", "method_to_start", "printed_by", "run", "run_here", "run_script"]
+__all__ = ["HOME", "ROOT", "home_without", "method_to_start", "printed_by", "run", "run_here", "run_script"]
 
 ROOT = Path(__file__).parents[1]
 HOME = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 """An environment in which Python finds the package of this tree, installed or not."""
+
+
+def home_without(packages: Sequence[str], folder: Path) -> dict[str, str]:
+    """``HOME`` in which ``packages`` seem not to be installed; ``folder`` is for what has it so."""
+    hidden = folder / "hidden"
+    hidden.mkdir(exist_ok=True)
+    for name in packages:
+        (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name} here', name={name!r})\n")
+    return {**HOME, "PYTHONPATH": os.pathsep.join([str(hidden), HOME["PYTHONPATH"]])}
+
 
 PRELOADED = ["pytest", "tests.distributed.stages", "torch.distributed.fsdp"]
 

@@ -9,8 +9,8 @@ import torchckpt
 from torchckpt import ArgumentError, checkpoint_layers, checkpoint_module, graph
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import brief, kind
-from torchckpt.model import one_f_one_b
-from torchckpt.model.plan import Block, Stage, plan_pipeline
+from torchckpt.model import Block, Stage, one_f_one_b
+from torchckpt.model.plan import plan_pipeline
 from torchckpt.pipe import balance_by_time
 
 X, LAYERS = torch.ones(64, 64), nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
@@ -43,7 +43,7 @@ WRONG = {
     "region": lambda: graph.region(X),
     "gradient": lambda: graph.gradient(X, LAYERS),
     "plan_pipeline": lambda: plan_pipeline(STAGES, one_f_one_b(4, 8), budget="50%"),
-    "stages": lambda: plan_pipeline(one_f_one_b(4, 8), STAGES[0], budget="50%"),
+    "stages": lambda: plan_pipeline(one_f_one_b(4, 8), STAGES[0].blocks, budget="50%"),
     "partitions": lambda: balance_by_time(LAYERS, 2, X),
 }
 

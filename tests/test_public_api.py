@@ -115,8 +115,9 @@ OPTIONS = (
 
 SIGNATURES = {
     "checkpoint": (
-        "(function: 'Function', *args: 'Any', use_reentrant: 'bool | None' = None, "
-        f"{OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True, **kwargs: 'Any') -> 'Any'"
+        "(function: 'Function | None' = None, *args: 'Any', use_reentrant: 'bool | None' = None, "
+        f"{OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True, "
+        "respect_saved_tensors_hooks: 'bool | None' = None, **kwargs: 'Any') -> 'Any'"
     ),
     "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'CheckpointHandle'",
     "checkpoint_layers": (
@@ -146,9 +147,8 @@ SIGNATURES = {
     "Pipe.timeline": "(self) -> 'Timeline'",
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
-        "costs: 'StageCosts | Sequence[StageCosts] | str | None' = None, "
-        "link: 'Link | Sequence[Link] | None' = None, *, budget: 'Bytes | None' = None, plan: 'Plan | None' = None) "
-        "-> 'RecomputeAhead'"
+        "costs: 'Stages | str | None' = None, link: 'Links | None' = None, *, "
+        "budget: 'Bytes | None' = None, plan: 'Plan | None' = None) -> 'RecomputeAhead'"
     ),
     "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
     "distributed.RecomputeAhead.timeline": "(self) -> 'Timeline'",

@@ -87,8 +87,9 @@ def brief(value: object) -> str:
     """
     if isinstance(value, type):
         return kind(value)
-    if hasattr(value, "shape") and hasattr(value, "requires_grad"):
-        return f"a tensor of shape {tuple(value.shape)}"
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and hasattr(value, "requires_grad"):  # not a mock, which has any attribute
+        return f"a tensor of shape {tuple(shape)}"
     text = repr(value)
     if "\n" in text:
         text = " ".join(text.split())

@@ -25,6 +25,7 @@ from torchckpt.kernel.saved import SavedBytes, saved_bytes
 from torchckpt.kernel.state.ambient import generators_of, random_state, restore_states
 from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.streams import accelerators_among
+from torchckpt.modules import module_of
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
@@ -105,8 +106,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     """
     listed = [*modules] if isinstance(modules, Iterable) else None
     raise_faults("assert_transparent()", _call_faults(function, modules, listed))
-    owners = (function, getattr(function, "__self__", None), *(listed or ()))
-    watched = _buffers_of(owner for owner in owners if isinstance(owner, nn.Module))
+    watched = _buffers_of(owner for owner in (module_of(function), *(listed or ())) if owner is not None)
     before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
     generators = generators_of(accelerators_among(args, kwargs), ())
     states = random_state(generators)

@@ -3,15 +3,17 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path, PurePosixPath
-from posixpath import normpath
+from posixpath import normpath, relpath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("graph", "overhead", "pipe", "pipeline", "simulator")
+DOCS = ROOT / "docs"
+BENCHMARKS = ("graph", "overhead", "peers", "pipe", "pipeline", "simulator")
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -19,10 +21,9 @@ PAGES = {
 }
 """A file of the repository, and the page that it becomes."""
 
-_LINK = re.compile(r"(!?)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-_ALL = re.compile(r"^::: ([\w.]+)\.\*$", flags=re.MULTILINE)
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+_ALL = re.compile(r"^::: ([\w.]+)\.\*((?: \w+)*)$", flags=re.MULTILINE)
 _COMMENT = re.compile(r"^<!--.*?-->\n", flags=re.MULTILINE | re.DOTALL)
-_PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.svg)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -36,36 +37,76 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made from files of the repository, and their pictures."""
-    for source, page in PAGES.items():
-        text = (ROOT / source).read_text()
-        for picture in _PICTURE.findall(text):
-            place = str(PurePosixPath(page).parent / picture)
-            content = (ROOT / source).parent.joinpath(picture).read_bytes()
-            files.append(File.generated(config, place, content=content))
-        files.append(File.generated(config, page, content=linked(text, source, str(config.repo_url))))
+    """Add the pages that are made from files of the repository, and those files that any page links to."""
+    for source, place in places().items():
+        if not source.startswith("docs/"):
+            files.append(File.generated(config, place, content=_page(source)))
     return files
 
 
-def linked(text: str, source: str, repository: str) -> str:
-    """``text`` of the file ``source``, with links to other files of the repository as addresses."""
-    folder = PurePosixPath(source).parent
+@cache
+def places() -> dict[str, str]:
+    """Where in the site a file of the repository stands: pages of ``docs/``, ``PAGES``, and all that these link to."""
+    own = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.*")]
+    made = {**{f"docs/{name}": name for name in own}, **PAGES}
+    unread = [source for source in made if source.endswith(".md")]
+    while unread:
+        for source in linked_from(unread.pop()):
+            if source not in made:
+                made[source] = f"source/{source}" + ("" if source.endswith((".md", ".svg")) else ".md")
+                unread += [source] * source.endswith(".md")
+    return made
 
-    def absolute(found: re.Match[str]) -> str:
-        target = found[2]
-        if "://" in target or target.endswith(".svg"):
-            return found[0]
-        place = normpath(str(folder / target))
-        kind = "tree" if (ROOT / place).is_dir() else "blob"
-        return f"{found[1]}]({repository.rstrip('/')}/{kind}/main/{place}{found[3] or ''})"
 
-    return _LINK.sub(absolute, text)
+def linked_from(source: str) -> list[str]:
+    """The files of the repository that the page ``source`` links to."""
+    targets = [_target(source, found[2]) for found in _LINK.finditer((ROOT / source).read_text())]
+    return [target for target in targets if (ROOT / target).is_file()]
+
+
+def _target(source: str, link: str) -> str:
+    return normpath(f"{PurePosixPath(source).parent}/{link}")
+
+
+def _page(source: str) -> str | bytes:
+    """A page that shows the file ``source``; search does not look into code."""
+    path = ROOT / source
+    if path.suffix == ".svg":
+        return path.read_bytes()
+    if path.suffix == ".md":
+        return path.read_text()
+    return f"---\nsearch: {{exclude: true}}\n---\n# {source}\n\n~~~~{path.suffix[1:]}\n{path.read_text()}\n~~~~\n"
+
+
+def linked(text: str, source: str) -> str:
+    """``text`` of the file ``source``, whose links to files of the repository become links to their pages."""
+    folder = PurePosixPath(places()[source]).parent
+
+    def in_site(found: re.Match[str]) -> str:
+        place = places().get(_target(source, found[2]))
+        return f"{found[1]}{relpath(place, folder)}{found[3]}" if place else found[0]
+
+    return _LINK.sub(in_site, text)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Name by name what a line such as ``::: torchckpt.graph.*`` stands for. Comments are for the tests: none stay."""
-    named = _ALL.sub(lambda found: "\n".join(directive(*pair) for pair in public(found[1]).items()), markdown)
-    return _COMMENT.sub("", named)
+    """Links to pages of the site; name by name what ``::: torchckpt.graph.* frontier`` stands for. No comment stays."""
+    source = next(source for source, place in places().items() if place == page.file.src_uri)
+    markdown = linked(markdown, source)
+    return _COMMENT.sub("", _ALL.sub(lambda found: directives(found[1], found[2].split()), markdown))
+
+
+def directives(module: str, first: list[str]) -> str:
+    """What is public in ``module``: the names in ``first``, then what is called, then classes and constants."""
+    homes = public(module)
+    if unknown := [name for name in first if f"{module}.{name}" not in homes]:
+        raise ValueError(f"{module} has no public {', '.join(unknown)}")
+
+    def place(name: str) -> tuple[int, bool]:
+        label = name.rpartition(".")[2]
+        return first.index(label) if label in first else len(first), label[0].isupper()
+
+    return "\n".join(directive(name, homes[name]) for name in sorted(homes, key=place))
 
 
 def directive(name: str, home: str) -> str:

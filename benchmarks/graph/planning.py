@@ -80,7 +80,7 @@ def _gpt24(rounds: int) -> dict[str, float]:
     one = subject("gpt24")
     graph.rematerialize(subject("gpt6").module, *one.inputs)
     capture = _least(lambda: graph.rematerialize(one.module, *one.inputs), rounds)
-    both = _least(lambda: graph.rematerialize(one.module, *one.inputs, budget=0.5), rounds)
+    both = _least(lambda: graph.rematerialize(one.module, *one.inputs, budget="50%"), rounds)
     return {"trace": capture, "trace and plan": both}
 
 

@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 from benchmarks.pipeline.planned import BOUNDARY_BYTES, CASES, RESULTS, SAVED_BYTES
-from torchckpt.model import ahead, named_schedule, with_recompute
+from torchckpt.model import Block, Stage, ahead, exempt, fixed, named_schedule, with_recompute
 from torchckpt.model.draw.axis import Axis
 from torchckpt.model.draw.canvas import Canvas
-from torchckpt.model.draw.style import STYLE, headed
-from torchckpt.model.plan import Block, Choice, Fixed, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model.draw.style import STYLE
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
 
 PICTURE = Path(__file__).parents[2] / "docs" / "cost.svg"
 _NAME = "1f1b"
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960.0, 90.0, 270.0, 96.0, 420.0
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 640.0, 78.0, 620.0, 152.0, 520.0
+_LINE = 21.0
 _STYLE = STYLE + """
-.dot{stroke-width:2.5} .label{font-size:15px;fill:#111827} .ours{font-weight:700;fill:#0072b2}
+text{font-size:17px} .title{font-size:22px} .dot{stroke-width:2.5} .ours{font-weight:700;fill:#0072b2}
 .bound{stroke:#111827;stroke-width:1.2;stroke-dasharray:4 3}
 """
 _BUDGET = 0.5
@@ -50,20 +51,16 @@ def plan_on_paper() -> PipelinePlan:
     case = CASES[_NAME]
     block = Block(1.0, 1.0, 1.0, 1.0, 1.0, BOUNDARY_BYTES / SAVED_BYTES)
     each = [Stage((block,) * case.blocks) for _ in range(case.stages)]
-    each[0] = Stage(each[0].blocks, before=Fixed(0.1))
-    each[-1] = Stage(each[-1].blocks[1:], after=Fixed(1.0, 1.0, 1.0, 2.0))
+    each[0] = Stage(each[0].blocks, before=fixed(0.1))
+    each[-1] = Stage(each[-1].blocks[1:], after=fixed(1.0, 1.0, 1.0, 2.0))
     return plan_pipeline(named_schedule(_NAME, case.stages, case.micro_batches), each, f"{_BUDGET:.0%}")
 
 
 def all_ahead(plan: PipelinePlan) -> PipelinePlan:
     """Everything recomputed ahead, but for the last stage, as ``recompute_ahead(schedule)`` does."""
-    schedule = with_recompute(plan.problem.schedule, ahead(exempt="last_stage"))
-    blocks = [tuple(range(len(stage.blocks))) for stage in plan.problem.stages]
-    last = len(blocks) - 1
-    choices = {
-        (stage, i): Choice(blocks[stage]) if stage == last else Choice((), blocks[stage]) for stage, i in plan.choices
-    }
-    return PipelinePlan.of(plan.problem, schedule, choices)
+    plain = plan.problem.schedule
+    choices = exempt(plain, ahead(plain), "last_stage")
+    return PipelinePlan.of(plan.problem, with_recompute(plain, choices), choices)
 
 
 def ways(row: dict[str, Any]) -> list[Way]:
@@ -72,7 +69,7 @@ def ways(row: dict[str, Any]) -> list[Way]:
     seconds = {name: quartiles[1] for name, quartiles in row["seconds"].items()}
     early = all_ahead(plan)
     own = _BUDGET * max(row["measured_peak_bytes"]) / max(row["budget_bytes"])
-    same = f"the same {row['same blocks']} blocks of each stage"
+    same = f"the same {row['same blocks']} blocks\nof each stage"
 
     def measured(name: str, key: str, peak: float, colour: str) -> Way:
         return Way(name, seconds[key] / seconds["none"] - 1, peak, colour)
@@ -89,45 +86,50 @@ def ways(row: dict[str, Any]) -> list[Way]:
 def drawn(row: dict[str, Any], rounds: int) -> str:
     found, case = ways(row), CASES[_NAME]
     ours, every = found[-1], found[1]
-    time = Axis(max(way.more_time for way in found) * 1.03, _LEFT, _WIDTH - _RIGHT)
+    time = Axis(max(way.more_time for way in found) * 1.03, _LEFT, _RIGHT)
     memory = Axis(1.06, _BOTTOM, _TOP)
-    title = f"{ours.peak:.0%} of the memory for {ours.more_time:.0%} more time; recomputing all: {every.more_time:.0%}"
-    subtitle = (
-        f"1F1B, {case.stages} stages that sleep, {case.micro_batches} micro-batches, a process each on 2 CPU cores; "
-        f"medians of {rounds} steps"
-    )
+    title = f"{ours.peak:.0%} of the memory for {ours.more_time:.0%} more time"
     canvas = Canvas(_WIDTH)
-    headed(canvas, 24, title, subtitle)
+    canvas.words(20, 34, title, class_="title")
+    first = f"Recomputing all: {every.more_time:.0%}. 1F1B, {case.stages} stages that sleep, a process each"
+    second = f"on 2 CPU cores; {case.micro_batches} micro-batches, medians of {rounds} steps"
+    _lines(canvas, 20, 62, f"{first}\n{second}")
     _axes(canvas, time, memory)
     bound = row["bound"] / row["seconds"]["none"][1] - 1
-    canvas.line(time(bound), memory(0), time(bound), memory(0.78), class_="bound")
-    canvas.words(time(bound) + 6, memory(0.78) + 12, f"bound {bound:.1%}: no plan within the budget is quicker")
-    canvas.line(_LEFT, memory(_BUDGET), _WIDTH - _RIGHT, memory(_BUDGET), class_="budget")
-    canvas.words(_WIDTH - _RIGHT + 8, memory(_BUDGET) + 5, f"the plan's budget, {_BUDGET:.0%}")
+    canvas.line(time(bound), memory(0), time(bound), memory(0.8), class_="bound")
+    _lines(canvas, time(bound) + 8, memory(0.8) + 14, f"bound {bound:.1%}: no plan\nwithin the budget is quicker")
+    canvas.line(_LEFT, memory(_BUDGET), _RIGHT, memory(_BUDGET), class_="budget")
+    canvas.words(_RIGHT, memory(_BUDGET) - 8, f"the plan's budget, {_BUDGET:.0%}", class_="end")
     for way in found:
         _dot(canvas, way, time(way.more_time), memory(way.peak))
-    return canvas.text(_BOTTOM + 62, title, _STYLE)
+    return canvas.text(_BOTTOM + 66, title, _STYLE)
 
 
 def _axes(canvas: Canvas, time: Axis, memory: Axis) -> None:
     for tick in memory.ticks(6, 0.01):
-        canvas.line(_LEFT, memory(tick), _WIDTH - _RIGHT, memory(tick), class_="grid")
-        canvas.words(_LEFT - 14, memory(tick) + 5, f"{tick:.0%}", class_="end")
+        canvas.line(_LEFT, memory(tick), _RIGHT, memory(tick), class_="grid")
+        canvas.words(_LEFT - 14, memory(tick) + 6, f"{tick:.0%}", class_="end")
     for tick in time.ticks(8, 0.01):
         canvas.line(time(tick), _BOTTOM, time(tick), _BOTTOM + 4, class_="axis")
-        canvas.words(time(tick), _BOTTOM + 20, f"+{tick:.0%}", class_="middle")
-    canvas.line(_LEFT, _BOTTOM, _WIDTH - _RIGHT, _BOTTOM, class_="axis")
-    canvas.words(24, _TOP - 14, "peak memory of activations, of the step that keeps everything")
-    canvas.words((_LEFT + _WIDTH - _RIGHT) / 2, _BOTTOM + 44, "step time beyond it", class_="middle")
+        canvas.words(time(tick), _BOTTOM + 24, f"+{tick:.0%}", class_="middle")
+    canvas.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, class_="axis")
+    canvas.words(20, _TOP - 20, "peak memory of activations, of the step that keeps everything")
+    canvas.words((_LEFT + _RIGHT) / 2, _BOTTOM + 52, "step time beyond it", class_="middle")
 
 
 def _dot(canvas: Canvas, way: Way, x: float, y: float) -> None:
     fill = way.colour if way.is_measured else _WHITE
     canvas.rectangle(x - 7, y - 7, 14, 14, rx=7, fill=fill, stroke=way.colour, class_="dot")
-    style = "label ours" if way.colour == _BLUE else "label"
+    classes = ["ours"] * (way.colour == _BLUE) + ["end"] * (x > _RIGHT - 60)  # a name is not cut
     at_budget = abs(way.peak - _BUDGET) < 0.05
-    for line, name in enumerate(way.name.split("\n")):
-        canvas.words(x + 14, y + (27 if at_budget else 5) + 18 * line, name, class_=style)
+    start = x - 16 if "end" in classes else x + 16
+    middle = 6 - _LINE / 2 * way.name.count("\n")
+    _lines(canvas, start, y + (30 if at_budget else middle), way.name, class_=" ".join(classes))
+
+
+def _lines(canvas: Canvas, x: float, y: float, text: str, class_: str = "") -> None:
+    for line, words in enumerate(text.split("\n")):
+        canvas.words(x, y + _LINE * line, words, **({"class_": class_} if class_ else {}))
 
 
 def main() -> None:

@@ -33,13 +33,14 @@ from torchckpt.model import (
     Kind,
     Link,
     Schedule,
-    StageCosts,
     ahead,
     arrival,
+    exempt,
     one_f_one_b,
+    quickest,
     simulate,
-    with_recompute,
 )
+from torchckpt.model import Block as Costs
 from torchckpt.model.schedule.free_to_keep import free_to_keep
 
 __all__ = ["measure", "rehearse"]
@@ -145,21 +146,21 @@ class Pipeline:
 
 def in_turn(schedule: Schedule) -> Iterator[Action]:
     """The actions of all ranks in the order in which a simulation ends them, so that each comes after what it needs."""
-    events = simulate(schedule, StageCosts(), Link(), exposed=False).events
+    events = simulate(schedule, exposed=False).events
     yield from (event.action for event in sorted(events, key=lambda event: (event.end_seconds, event.start_seconds)))
 
 
-def schedules(costs: Sequence[StageCosts], link: Link) -> dict[str, Schedule]:
+def schedules(costs: Sequence[Costs], link: Link) -> dict[str, Schedule]:
     """The schedule of each variant. Stock recomputes inside its backwards, so it has the schedule of none."""
     plain = one_f_one_b(2, M)
-    every = {(j, i) for j in range(2) for i in range(M)}
-    ours = with_recompute(plain, ahead(only=every - free_to_keep(plain), costs=costs, link=link))
+    ours = quickest(plain, exempt(plain, ahead(plain), *free_to_keep(plain)), costs, link)
     return {"none": plain, "stock": plain, "ours": ours}
 
 
-def simulated(orders: dict[str, Schedule], costs: Sequence[StageCosts], link: Link) -> dict[str, float]:
-    on_paper = {**orders, "stock": with_recompute(orders["none"], arrival())}
-    return {name: simulate(order, costs, link, exposed=False).step_seconds for name, order in on_paper.items()}
+def simulated(orders: dict[str, Schedule], costs: Sequence[Costs], link: Link) -> dict[str, float]:
+    late = {"stock": arrival(orders["stock"])}
+    steps = {name: simulate(order, costs, link, late.get(name), exposed=False) for name, order in orders.items()}
+    return {name: step.step_seconds for name, step in steps.items()}
 
 
 # stages that pause --------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def against_simulator(pace: Pace, work: Work) -> list[dict[str, Any]]:
     like = torch.empty(64, 256, device=device)
     inputs = [torch.randn(64, 256, device=device) for _ in range(M)]
     stages = [Pausing(pace, forward_seconds).to(device) for _ in range(2)]
-    costs = [StageCosts(*[forward_seconds] * 4)] * 2
+    costs = [Costs(*[forward_seconds] * 4)] * 2
     for share in (0.0, *work.shares):
         link = Link(share * forward_seconds)
         seconds, equal = _in_rounds(stages, costs, link, pace, like, inputs, _mean_square, work.rounds)
@@ -230,7 +231,7 @@ def _mean_square(y: Tensor, i: int) -> Tensor:
 
 def _in_rounds(
     stages: Sequence[nn.Module],
-    costs: Sequence[StageCosts],
+    costs: Sequence[Costs],
     link: Link,
     pace: Pace,
     like: Tensor,
@@ -315,7 +316,7 @@ def of_gpt(pace: Pace, work: Work, sizes: Sizes) -> list[dict[str, Any]]:
     return rows
 
 
-def _costs_of(stage: nn.Module, x: Tensor, grad: Tensor | None) -> StageCosts:
+def _costs_of(stage: nn.Module, x: Tensor, grad: Tensor | None) -> Costs:
     """The costs of a stage that runs alone on the GPU, from the fastest of five runs."""
     x = x.detach().clone().requires_grad_()
     forwards, backwards = [], []
@@ -324,7 +325,7 @@ def _costs_of(stage: nn.Module, x: Tensor, grad: Tensor | None) -> StageCosts:
         forwards.append(seconds_of(lambda made=made: made.append(stage(x))))
         y = made[0] if grad is not None else made[0].float().logsumexp(-1).mean()
         backwards.append(seconds_of(partial(y.backward, grad)))
-    return StageCosts(min(forwards), min(backwards) / 2, min(backwards) / 2, min(forwards))
+    return Costs(min(forwards), min(backwards) / 2, min(backwards) / 2, min(forwards))
 
 
 def measure(device: torch.device, rounds: int) -> dict[str, Any]:

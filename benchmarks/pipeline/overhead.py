@@ -23,8 +23,8 @@ from benchmarks.pipeline.plain import Plain
 from benchmarks.turns import in_turn, quartiles
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.model import Action, Kind, Schedule
-from torchckpt.model.plan import Block, Choice, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model import Block, Choice, Schedule, Stage, State, with_recompute
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
 
 _BLOCKS, _MICRO_BATCHES, _WIDTH = 32, 8, 8
 
@@ -52,16 +52,9 @@ def schedule_with(name: str) -> Any:
 
 def plan_of(schedule: Schedule, name: str) -> PipelinePlan:
     problem = plan_pipeline(schedule, [Stage((Block(boundary_bytes=0.5),) * _BLOCKS)], "100%").problem
-    every = tuple(range(_BLOCKS))
-    kinds = Choice(every), Choice((), every), Choice((), (), every)
-    choice = dict(zip(("planned, kept", "planned, early", "planned, late"), kinds))
-    order: list[Action] = []
-    for action in schedule.ranks[0]:
-        if action.kind is Kind.BACKWARD and name == "planned, early":
-            order.append(action._replace(kind=Kind.RECOMPUTE))
-        order.append(action)
-    planned = Schedule(schedule.name, (tuple(order),), schedule.placement, schedule.micro_batches)
-    return PipelinePlan.of(problem, planned, {(0, i): choice[name] for i in range(_MICRO_BATCHES)})
+    states = {"planned, kept": State.KEPT, "planned, early": State.EARLY, "planned, late": State.LATE}
+    choices = {(0, i): Choice.all(states[name], _BLOCKS) for i in range(_MICRO_BATCHES)}
+    return PipelinePlan.of(problem, with_recompute(schedule, choices), choices)
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ from benchmarks.pipeline.sleeping.load import ROW, Embedding, Load, Loaded
 from benchmarks.turns import quartiles
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.model.plan import Choice, PipelinePlan
+from torchckpt.model import first_blocks
+from torchckpt.model.plan import PipelinePlan
 
 RESULTS = Path(__file__).parents[1] / "results" / "pipeline-planned-cpu.json"
 _ROWS, _WARM_UP = 4, 6
@@ -113,10 +114,9 @@ class Variant:
 
 def same_blocks(plan: PipelinePlan) -> PipelinePlan:
     """The rule that recomputes the first k blocks of every stage inside its backward; the best k within the budget."""
-    few, stages = plan.same_recomputed.blocks, plan.problem.stages
-    each = [tuple(range(len(stage.blocks))) for stage in stages]
-    visits = {(stage, i): Choice(each[stage][few:], (), each[stage][:few]) for stage, i in plan.choices}
-    return PipelinePlan.of(plan.problem, plan.problem.schedule, visits)
+    problem = plan.problem
+    choices = first_blocks(problem.schedule, problem.stages, plan.same_recomputed.blocks)
+    return PipelinePlan.of(problem, problem.schedule, choices)
 
 
 def _measure(rank: int, tell: Callable[[Any], None], name: str, rounds: int, seconds: float) -> None:

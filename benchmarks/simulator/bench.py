@@ -20,13 +20,12 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
-from torchckpt.model.place.placement import ahead, with_recompute
-from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model import Block, Link, ahead, exempt, with_recompute
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.schedules import one_f_one_b
-from torchckpt.model.simulation.simulator import simulate
+from torchckpt.model.step.step import simulate
 
-COSTS, LINK = StageCosts(), Link(latency_seconds=0.25)
+COSTS, LINK = Block(), Link(latency_seconds=0.25)
 BUDGET_SECONDS = 2.0
 
 
@@ -44,7 +43,7 @@ class Size:
 
     def schedule(self) -> Schedule:
         plain = one_f_one_b(self.p, self.m)
-        return with_recompute(plain, ahead(exempt="last_stage")) if self.recomputed else plain
+        return with_recompute(plain, exempt(plain, ahead(plain), "last_stage")) if self.recomputed else plain
 
     def run(self, number: int) -> None:
         gc.collect()

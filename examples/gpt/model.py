@@ -23,6 +23,7 @@ class Size:
     rows: int  # sequences in a mini-batch
     chunks: int  # micro-batches in a mini-batch
     dropout: float = 0.1
+    block_seconds: float = 0.0  # that a block sleeps in a forward, and twice in a backward
 
     @property
     def balance(self) -> list[int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchckpt.model import Timeline
 from torchckpt.model.draw.svg import svg
 from torchckpt.model.draw.units import Units, aligned
-from torchckpt.model.report.comparison import Comparison
+from torchckpt.model.step.comparison import Comparison
 
 if TYPE_CHECKING:
     from train_gpt_distributed import Trainer

@@ -408,3 +408,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out.startswith("torchckpt ")
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan --blocks 2 --budget 60%", "plan --blocks 2 --budget 60% --json"])
+def test_a_full_disk_is_one_line(command):
+    small = ("--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
+    name, *more = command.split()
+    with Path("/dev/full").open("w") as full:
+        asked = [sys.executable, "-m", "torchckpt", name, *small, *more]
+        found = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    works = "works: > a file on a disk with room"
+    said = f"python -m torchckpt {name}: error: cannot print the result: No space left on device; {works}\n"
+    assert (found.returncode, found.stderr) == (2, said)
+
+
+def test_where_nobody_reads_on_it_ends():
+    asked = f"{sys.executable} -m torchckpt simulate --schedule 1f1b --stages 64 --microbatches 64 --gantt | head -1"
+    found = subprocess.run(asked, shell=True, capture_output=True, text=True, check=False)
+    assert found.stdout.startswith("1f1b: 64 stages")
+    assert found.stderr == ""
+
+
+def test_the_boundary_is_a_part_of_what_is_saved(capsys):
+    assert main([*SMALL, "--boundary", "2"]) == 2
+    said = "--boundary is a part of A, from 0 to 1; received: --boundary 2; works: --boundary 0.25"
+    assert said in capsys.readouterr().err

@@ -86,7 +86,7 @@ HOME = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 ERROR = "python -m torchckpt fit: error: "
 WORKS = "works: def gpt(): return model, tokens; or: return model, (tokens, mask)"
 PLACE = "works: a file such as picture{}, in a folder that is there"
-BUDGET = "argument --budget: a size such as 100MB or 6GiB, or a share of eager's peak such as 40% or 0.4; received: "
+BUDGET = "argument --budget: a size such as 100MB or 6GiB, or a share of eager's peak such as 40%; received: "
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_the_table_of_the_plan_and_the_line_to_paste(capsys: pytest.CaptureFixtu
         ("mlp --budget 1.5MiB", 'model, example, budget="1.5MiB"'),
         ("mlp --budget 12500", "model, example, budget=12500"),
         ("mlp --budget 90%", 'model, example, budget="90%"'),
-        ("mlp --budget 0.9 --exact", "model, example, budget=0.9, exact=True"),
+        ("mlp --budget 90% --exact", 'model, example, budget="90%", exact=True'),
         ("mlp --keep speed", 'model, example, keep="speed"'),
         ("mlp --keep 1,3", 'model, example, keep=["1", "3"]'),
         ("scaled --keep collection", 'model, *example, keep="collection"'),
@@ -255,6 +255,8 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
         ("my_model:mlp --budget 140%", f"{BUDGET}140%"),
         ("my_model:mlp --budget 1.4", f"{BUDGET}1.4"),
         ("my_model:mlp --budget 0", f"{BUDGET}0"),
+        ("my_model:mlp --budget 0.4", f"{BUDGET}0.4"),
+        ("my_model:mlp --budget 80", f"{BUDGET}80"),
         ("my_model:mlp --budget nan", f"{BUDGET}nan"),
         ("my_model:mlp --budget -5", f"{BUDGET}-5"),
         (

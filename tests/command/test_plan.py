@@ -74,6 +74,8 @@ def test_every_schedule(capsys):
     steps = [row["step"] for row in found["schedules"]]
     assert steps == sorted(steps)
     assert found["step"] == steps[0]
+    for row in found["schedules"]:
+        assert all(0 < peak <= budget for peak, budget in zip(row["peak_bytes"], row["budget_bytes"]))
     assert {"1f1b", "zbv"} <= {row["schedule"] for row in found["schedules"]}
 
 
@@ -109,7 +111,10 @@ BAD = [
     (("--budget", "-1"), "received: --budget -1.0"),
     (("--budget", "0%"), "works: --budget "),
     (("--budget", "9,9"), "a budget is one for every rank, or a list of 4; received: 2 budgets"),
-    (("--budget", "0.1"), "bytes for rank 0, which needs 1; too little for ranks 1, 2, 3, too; works: --budget 1 or"),
+    (("--budget", "0.1"), "received: --budget 0.1 (less than a byte; a share is text); works: --budget 10%"),
+    (("--budget", "1", "--saved", "8", "--boundary", "1"), "received: 1 bytes for rank 0, which needs 39"),
+    (("--budget", "60GB"), "received: --budget 60GB and --saved 1; works: --budget 50%, or --saved 34e6 --boundary"),
+    (("--budget", "9,60GB,9,9", "--saved", "900"), "received: --budget 60GB and --saved 900; works: --budget 50%"),
     (("--budget", "9", "--blocks", "8,8"), "--blocks is one number, or one for each of 4 stages; received 2"),
     (("--budget", "9", "--blocks", "0"), "blocks of each stage, such as 8 or 8,8,8,7; received: 0"),
     (("--budget", "9", "--blocks", "8,0,8,8"), "a stage has blocks, or --first or --last; received: --blocks with 0"),
@@ -117,7 +122,7 @@ BAD = [
     (("--budget", "9", "--recompute", "nan"), "a number from 0"),
     (("--budget", "9", "--saved", "1,2"), "--saved is one number, or one for each of 4 stages"),
     (("--budget", "9", "--weight-grad", "3"), "--weight-grad is a part of --backward"),
-    (("--budget", "9", "--boundary", "2"), "what a block saves includes its boundary"),
+    (("--budget", "9", "--boundary", "2"), "--boundary is a part of --saved; received: 2 of 1 on stage 0"),
     (("--budget", "9", "--last", "1,2"), "forward, backward and bytes, such as 1,2,2"),
     (("--budget", "9", "--ranks", "3"), "1f1b has equally many stages on each rank"),
     (("--budget", "9", "--ranks", "2"), "1f1b has 1 stage on each rank; received: --stages 4 --ranks 2"),

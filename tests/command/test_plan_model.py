@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.command.lines import printed, refused
+from torchckpt.model.device import DEVICES
 
 TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1f1b", "--microbatches", "4")
 
@@ -49,6 +51,48 @@ def test_the_memory_of_the_device_is_the_budget_and_the_parameters(capsys):
     assert max(half) < 4e6
 
 
+def test_a_state_that_is_sharded(capsys):
+    def static(state):
+        said = printed(capsys, *TINY, "--budget", "50%", "--json", "--optimizer-bytes", state)
+        return json.loads(said)["plan"]["stages"]
+
+    assert static("12/64") == static("0.1875")
+
+
+def test_the_device_has_the_memory(capsys, monkeypatch):
+    plan = json.loads(printed(capsys, *TINY, "--json"))
+    assert all(8e10 - 1e7 < budget < 8e10 for budget in plan["budget_bytes"])
+    small = replace(DEVICES["h100"], memory_bytes=4e6)
+    monkeypatch.setitem(DEVICES, "h100", small)
+    same = json.loads(printed(capsys, *TINY, "--device-memory", "4MB", "--json"))["budget_bytes"]
+    assert json.loads(printed(capsys, *TINY, "--json"))["budget_bytes"] == same
+    monkeypatch.setitem(DEVICES, "h100", replace(small, memory_bytes=1e6))
+    assert "received: 1000000 bytes, of which those of stage 0 take" in refused(capsys, *TINY)
+
+
+def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
+    monkeypatch.setitem(DEVICES, "h100", replace(DEVICES["h100"], memory_bytes=1e6))
+    said = printed(capsys, *TINY, "--budget", "50%").split("\n")
+    assert said[0].startswith("this does not fit: h100 has 1 MB, and rank 0 holds ")
+    assert said[0].endswith(" of activations")
+    assert said[2].startswith("h100: 50% of its peak")
+    assert json.loads(printed(capsys, *TINY, "--budget", "50%", "--json"))["does_not_fit"] == said[0]
+    assert "does_not_fit" not in json.loads(printed(capsys, *TINY, "--device", "a100", "--budget", "50%", "--json"))
+
+
+def test_memory_is_looked_at_before_anything_is_counted(capsys, monkeypatch):
+    monkeypatch.setattr("torchckpt.plan.chain.counted", None)
+    assert "of which those of stage 0 take" in refused(capsys, *TINY, "--device-memory", "1kB")
+
+
+def test_the_step_has_a_unit(capsys):
+    said = printed(capsys, *TINY, "--schedule", "all", "--budget", "60%").split("\n")
+    assert said[-2].startswith("step 0.0")
+    assert " ms, +" in said[-2]
+    rows = said[said.index(next(line for line in said if line.startswith("schedule "))) + 1 :]
+    assert " s  " in rows[0]
+
+
 def test_a_csv_says_the_schedule(capsys, tmp_path):
     file = tmp_path / "order.csv"
     file.write_text("\n".join(["0F0,0B0", "1F0,1B0", "2F0,2B0", "3F0,3B0", ""]), encoding="utf-8")
@@ -62,10 +106,11 @@ HALF = (*H100, "--budget", "50%")
 BAD = [
     ((WORDS, "--budget", "50%"), "a model is planned for a device; works: plan examples.plan_llama:tiny --device h100"),
     ((WORDS, "--device", "tpu", "--budget", "50%"), "a device is one of a100, h100, h200, b200, mi300x"),
-    ((WORDS, *H100), "with --budget or with --device-memory; works: --budget 60GB"),
+    ((WORDS, *H100, "--budget", "80"), "a budget of bytes has a unit; received: --budget 80 (it has no unit); works"),
+    ((WORDS, *H100, "--device-memory", "80"), "a size such as 80GB or 60GiB; received: 80 (it has no unit)"),
     ((WORDS, *H100, "--budget", "1GB", "--device-memory", "1GB"), "with --budget or with --device-memory"),
     ((WORDS, *H100, "--device-memory", "1GX"), "a size such as 80GB or 60GiB; received: 1GX"),
-    ((WORDS, *H100, "--device-memory", "1kB"), "has memory left for activations; received: 1000 bytes"),
+    ((WORDS, *H100, "--device-memory", "1kB"), "received: 1000 bytes, of which those of stage 0 take "),
     ((WORDS, *H100, "--budget", "1kB"), "a budget holds what a rank that recomputes everything needs"),
     ((WORDS, *HALF, "--blocks", "8"), "--blocks goes with numbers; examples.plan_llama"),
     ((WORDS, *HALF, "--stages", "4"), "--stages goes with numbers"),
@@ -74,6 +119,7 @@ BAD = [
     ((WORDS, *HALF, "--efficiency", "0"), "such as 0.5; received: 0"),
     ((WORDS, *HALF, "--kernels", "gpu"), "argument --kernels: invalid choice: 'gpu'"),
     ((WORDS, *HALF, "--optimizer-bytes", "-1"), "a number from 0"),
+    ((WORDS, *HALF, "--optimizer-bytes", "12/0"), "a number from 0 such as 12, or 12/64; received: 12/0"),
     (("nowhere:stages", *HALF), "cannot make nowhere:stages: ModuleNotFoundError"),
     (("examples.plan_llama:none", *HALF), "examples.plan_llama has no none; works: examples.plan_llama:"),
     (("examples.plan_llama", *HALF), "a target is module:function"),

@@ -2,14 +2,20 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
+from tests.distributed.stages import ROWS, SIZE, Blocks, batch, not_on_old_stages, schedule_on, stages_of, step
+from tests.scripts import ROOT
+from torchckpt import checkpoint_module
 from torchckpt.distributed import RecomputeAhead, recompute_ahead
-from torchckpt.errors import ArgumentError, RegionError, kind
-from torchckpt.model import Link, StageCosts
+from torchckpt.errors import ArgumentError, RegionError, ScheduleError, kind
+from torchckpt.model import Block, Link
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -53,6 +59,55 @@ def test_twice():
     assert error_of(recompute_ahead(plain())) == text
 
 
+@pytest.fixture
+def no_numpy(monkeypatch):
+    def missing(tensor):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", missing)
+
+
+@pytest.fixture
+def first_of_two(alone):
+    """This process is the first rank of two, of which the other is not there."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+
+@pytest.mark.usefixtures("no_numpy", "first_of_two")
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_torch_would_need_numpy_for_shapes(name):
+    total = len(stages_of(name, Blocks)) * 2
+    assert error_of(plain(name)) == fault(
+        "torch needs NumPy to tell each rank the shapes that its stages take and give",
+        f"no NumPy, and stage 0 of {total} without input_args and output_args",
+        "pip install numpy, which comes with 'torchckpt[distributed]'; or "
+        f"PipelineStage(module, 0, {total}, device, input_args=x, output_args=y) on all ranks, with tensors of one "
+        "micro-batch that require gradients where those of a step do",
+    )
+
+
+@pytest.mark.usefixtures("no_numpy", "first_of_two")
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_shapes_that_are_given_need_no_numpy(name):
+    row = torch.empty(ROWS, SIZE, device="meta", requires_grad=True)
+    stages = stages_of(name, Blocks, input_args=row, output_args=row)
+    assert recompute_ahead(schedule_on(stages, name, 4)).schedule.stages == 2 * len(stages)
+
+
+@pytest.mark.usefixtures("no_numpy")
+def test_one_rank_needs_no_numpy():
+    stages = stages_of("Schedule1F1B", Blocks)
+    schedule = recompute_ahead(schedule_on(stages, "Schedule1F1B", 4))
+    step(schedule, stages, *batch(4))
+    assert schedule.report().measured.step_seconds > 0
+
+
+def test_the_extra_that_the_error_names_has_numpy():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^distributed = \["numpy"\]', project, re.MULTILINE)
+
+
 @pytest.mark.parametrize("segments", [-1, True, False, 1.0, "1", (1,)])
 def test_segments(segments):
     rule = "segments is how many to recompute early, or None for all"
@@ -93,18 +148,21 @@ def test_exempt_that_is_not_there(exempt, named):
 
 @pytest.mark.parametrize("costs", ["guess", "Measured", ""])
 def test_costs_that_are_another_word(costs):
-    text = fault("costs are StageCosts, or 'measured'", repr(costs), "costs='measured'")
+    text = fault("costs are blocks or stages, or 'measured'", repr(costs), "costs='measured'")
     assert error_of(plain(), costs=costs) == text
+
+
+ONE_EACH = "stages are a Stage or a Block, or a list with one for each of the schedule's 2"
 
 
 @pytest.mark.parametrize(
     ("costs", "rule", "received"),
     [
-        ([StageCosts()] * 3, "one StageCosts, or one for each of 2 stages", "3 of 2"),
-        ([], "one StageCosts, or one for each of 2 stages", "0 of 2"),
-        ([StageCosts(), 1.0], "one StageCosts, or one for each of 2 stages", "costs[1]=1.0"),
-        (3, "one StageCosts, or one for each of 2 stages", "costs=3"),
-        (StageCosts(forward_seconds=-1.0), "seconds and bytes are finite numbers >= 0", "costs.forward_seconds=-1.0"),
+        ([Block()] * 3, ONE_EACH, "3 of 2"),
+        ([], ONE_EACH, "0 of 2"),
+        ([Block(), 1.0], ONE_EACH, "stages[1]=1.0"),
+        (3, ONE_EACH, "stages=3"),
+        (Block(forward_seconds=-1.0), "seconds and bytes are finite numbers >= 0", "stages.forward_seconds=-1.0"),
     ],
 )
 def test_costs(costs, rule, received):
@@ -115,13 +173,14 @@ def test_costs(costs, rule, received):
     ("link", "rule", "received"),
     [
         ([Link()] * 2, "one Link, or one for each of 1 pairs of neighbouring stages", "2 of 1"),
-        (1.0, "one Link, or one for each of 1 pairs of neighbouring stages", "link=1.0"),
+        ("fast", "one Link, or one for each of 1 pairs of neighbouring stages", "link='fast'"),
+        (-1.0, "seconds and bytes are finite numbers >= 0", "link.latency_seconds=-1.0"),
         (Link(-1.0), "seconds and bytes are finite numbers >= 0", "link.latency_seconds=-1.0"),
     ],
 )
 def test_link(link, rule, received):
     text = f"recompute_ahead(): {rule}\n  received: {received}\n  works:    "
-    assert error_of(plain(), costs=StageCosts(), link=link).startswith(text)
+    assert error_of(plain(), costs=Block(), link=link).startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +189,7 @@ def test_link(link, rule, received):
         ({"link": Link(1.0)}, "a link goes with costs that are given\n  received: link=Link("),
         ({"link": Link(1.0), "costs": "measured"}, "a link goes with costs that are given\n  received: link=Link("),
         ({"segments": 0, "costs": "measured"}, "costs say where to recompute early\n  received: costs='measured', seg"),
-        ({"segments": 0, "costs": StageCosts()}, "costs say where to recompute early\n  received: costs=StageCosts("),
+        ({"segments": 0, "costs": Block()}, "costs say where to recompute early\n  received: costs=Block("),
     ],
 )
 def test_what_would_be_ignored(options, text):
@@ -143,7 +202,7 @@ def test_several_faults_are_told_at_once():
         "recompute_ahead(): 3 faults\n"
         "segments is how many to recompute early, or None for all\n  received: segments=-1\n  works:    segments=1\n"
         "stages are 0 to 1, micro-batches 0 to 3\n  received: exempt with (5, 5)\n  works:    exempt={(1, 0)}\n"
-        "costs are StageCosts, or 'measured'\n  received: 'guess'\n  works:    costs='measured'"
+        "costs are blocks or stages, or 'measured'\n  received: 'guess'\n  works:    costs='measured'"
     )
 
 
@@ -165,4 +224,62 @@ def test_stage_without_regions_may_be_exempt():
     exempt = {(1, i) for i in range(4)}
     schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleaved1F1B", 4), exempt=exempt)
     for _ in range(2):
+        step(schedule, stages, *batch(4))
+
+
+# shapes ---------------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Has running statistics."""
+
+    def __init__(self, regions="ours"):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE))
+        checkpoint_module(self.block)
+
+    def forward(self, x):
+        return self.block(x)
+
+
+NORMED = "ScheduleInterleaved1F1B"
+
+
+def test_statistics_of_a_stage_that_torch_runs_on_uninitialised_memory():
+    text = (
+        "recompute_ahead: torch finds the shapes of a later stage by running it on uninitialised memory, which running "
+        "statistics take in\n  received: stage 1, with BatchNorm1d 'block.1'\n  works:    PipelineStage(module, index, "
+        "stages, device, input_args=example, output_args=example), on every rank, with "
+        "example = torch.empty(rows, ..., requires_grad=True) of one micro-batch"
+    )
+    stages = stages_of(NORMED, lambda stage: Normed())
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        recompute_ahead(schedule_on(stages, NORMED, 4))
+
+
+@not_on_old_stages("gloo cannot send to itself")
+def test_statistics_of_a_stage_whose_shapes_are_given():
+    row = torch.empty(2, SIZE, requires_grad=True)
+    stages = stages_of(NORMED, lambda stage: Normed(), input_args=row, output_args=row)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = recompute_ahead(schedule_on(stages, NORMED, 4))
+    step(schedule, stages, *batch(4))
+    assert [stage.submod.block[1].num_batches_tracked for stage in stages] == [4, 4]
+
+
+class Picky(Blocks):
+    """Does not take what is in fresh memory."""
+
+    def forward(self, x):
+        raise ValueError("what is this?")
+
+
+@pytest.mark.usefixtures("quiet")
+@not_on_old_stages("its stages find their metadata elsewhere")
+def test_a_stage_that_fails_while_torch_finds_its_shapes():
+    stages = stages_of(NORMED, lambda stage: Picky(stage) if stage else Blocks(stage))
+    schedule = recompute_ahead(schedule_on(stages, NORMED, 4))
+    text = r"(?s)preparing its stages, .*what is this.*uninitialised memory to find their shapes, unless .*input_args="
+    with pytest.raises(ScheduleError, match=text):
         step(schedule, stages, *batch(4))

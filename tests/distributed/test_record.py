@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torchckpt.distributed import record as module
 from torchckpt.distributed.record import KEPT_STEPS, Record, gather
 from torchckpt.distributed.sizes import Size
-from torchckpt.model import Action, Kind, Segments, gpipe
-from torchckpt.model.simulation.measured import Span
+from torchckpt.model import Action, Choice, Kind, ahead, gpipe, with_recompute
+from torchckpt.model.step.measured import Span
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
@@ -99,15 +99,14 @@ def step_of(rank, begin=0.0, pace=1):
 def gathered(monkeypatch, said, schedule=None, steps=None, found=None):
     """``gather()`` where the processes say ``said``."""
 
-    def all_gather_object(objects, mine, group):
+    def all_gather(mine, group):
         assert mine[2:] == (0, record.spans(), found or {})
-        objects[:] = said
+        return said
 
     record = Record(torch.device("cpu"))
     monkeypatch.setattr(module.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(module.dist, "get_world_size", lambda group: len(said))
-    monkeypatch.setattr(module.dist, "all_gather_object", all_gather_object)
-    return gather(schedule or gpipe(2, 1), 0, record, found or {}, None)
+    monkeypatch.setattr(module, "all_gather", all_gather)
+    return gather(schedule or gpipe(2, 1), (), 0, record, found or {}, None)
 
 
 def events(step):
@@ -120,45 +119,47 @@ TWO_RANKS = [[("0F0", 0.0, 1.0), ("0B0", 6.0, 9.0)], [("1F0", 2.0, 3.0), ("1B0",
 def test_ranks_are_put_together(monkeypatch):
     said = [("host", 50.0, 1, [step_of(1)], {}), ("host", 50.0, 0, [step_of(0)], {})]
     found = gathered(monkeypatch, said)
-    assert [events(step) for step in found.steps] == [TWO_RANKS]
-    assert [one.forward_seconds for one in found.costs] == [1.0, 1.0]
-    assert [one.input_grad_seconds + one.weight_grad_seconds for one in found.costs] == [3.0, 2.0]
-    assert found.schedule == gpipe(2, 1)
+    assert [events(step) for step in found.spans] == [TWO_RANKS]
+    assert [one.forward_seconds for one in found.step.stages] == [1.0, 1.0]
+    assert [one.input_grad_seconds + one.weight_grad_seconds for one in found.step.stages] == [3.0, 2.0]
+    assert found.step.schedule == gpipe(2, 1)
 
 
 def test_clocks_of_other_hosts_are_compared_after_the_barrier(monkeypatch):
     """The second host's is 1000 s ahead; that of a process on the first one differs by when it was asked only."""
     said = [("one", 50.0, 0, [step_of(0)], {}), ("other", 1050.0, 1, [step_of(1, 1000.0)], {})]
-    assert [events(step) for step in gathered(monkeypatch, said).steps] == [TWO_RANKS]
+    assert [events(step) for step in gathered(monkeypatch, said).spans] == [TWO_RANKS]
     said = [("one", 50.0, 0, [step_of(0)], {}), ("one", 57.0, 1, [step_of(1)], {})]
-    assert [events(step) for step in gathered(monkeypatch, said).steps] == [TWO_RANKS]
+    assert [events(step) for step in gathered(monkeypatch, said).spans] == [TWO_RANKS]
 
 
 def test_replicas_are_further_steps_and_the_first_is_first(monkeypatch):
     said = [("host", 0.0, rank, [step_of(rank, begin)], {}) for begin in (0.0, 100.0) for rank in range(2)]
-    starts = [step[0][0].start_seconds for step in gathered(monkeypatch, said).steps]
+    starts = [step[0][0].start_seconds for step in gathered(monkeypatch, said).spans]
     assert starts == [0.0, 100.0]
 
 
 def test_first_step_is_warm_up_for_the_costs(monkeypatch):
     said = [("host", 0.0, rank, [step_of(rank, pace=7), step_of(rank)], {}) for rank in range(2)]
     found = gathered(monkeypatch, said)
-    assert len(found.steps) == 2
-    assert [one.forward_seconds for one in found.costs] == [1.0, 1.0]
+    assert len(found.spans) == 2
+    assert [one.forward_seconds for one in found.step.stages] == [1.0, 1.0]
 
 
 def test_sizes_of_all_ranks_are_costs_and_segments(monkeypatch):
     sizes = Size(saved_bytes=80.0, boundary_bytes=8.0, regions=4, early=1), Size(saved_bytes=30.0)
     said = [("host", 0.0, rank, [step_of(rank)], {rank: sizes[rank]}) for rank in range(2)]
-    found = gathered(monkeypatch, said)
-    assert [(one.saved_bytes, one.boundary_bytes) for one in found.costs] == [(80.0, 8.0), (30.0, 0.0)]
-    assert found.schedule.segments == (Segments(1, 4), Segments(1, 1))
+    schedule = gpipe(2, 1)
+    placed = with_recompute(schedule, ahead(schedule))
+    found = gathered(monkeypatch, said, placed).step
+    assert [(one.saved_bytes, one.least_bytes) for one in found.stages] == [(80.0, 8.0), (30.0, 0.0)]
+    assert found.choices == {(0, 0): Choice((), (3,), (0, 1, 2)), (1, 0): Choice((), (0,))}
 
 
 @pytest.mark.usefixtures("alone")
 def test_on_one_rank(record):
     run(record, Action(0, F, 0), Action(0, B, 0))
-    found = gather(gpipe(1, 1), 0, record, {0: Size(saved_bytes=5.0)}, dist.group.WORLD)
-    assert events(found.steps[0]) == [[("0F0", 2.0, 5.0), ("0B0", 12.0, 15.0)]]
-    assert found.links == ()
-    assert [one.saved_bytes for one in found.costs] == [5.0]
+    found = gather(gpipe(1, 1), (), 0, record, {0: Size(saved_bytes=5.0)}, dist.group.WORLD)
+    assert events(found.spans[0]) == [[("0F0", 2.0, 5.0), ("0B0", 12.0, 15.0)]]
+    assert found.step.links == ()
+    assert [one.saved_bytes for one in found.step.stages] == [5.0]

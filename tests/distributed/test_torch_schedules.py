@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.model.torch_orders import multi
 from torchckpt.distributed import schedule_of
 from torchckpt.errors import ArgumentError
-from torchckpt.model import Schedule, StageCosts, gpipe, one_f_one_b, simulate
+from torchckpt.model import Block, Schedule, gpipe, one_f_one_b, simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -82,7 +82,7 @@ def test_peak_of_a_simulated_step_is_how_many_activations_torch_counts_at_once(n
         ).num_slots
         for rank in range(RANKS)
     ]
-    assert simulate(schedule_of(live), StageCosts(saved_bytes=1.0)).peak_bytes == tuple(counted)
+    assert simulate(schedule_of(live), Block(saved_bytes=1.0)).peak_bytes == tuple(counted)
 
 
 def test_what_is_no_schedule_is_an_error_that_shows_one():

@@ -10,15 +10,18 @@ import pytest
 
 from tests.distributed.ranks import script_on_ranks
 from tests.distributed.stages import not_on_old_stages
-from tests.scripts import HOME, ROOT, run_script
+from tests.scripts import ROOT, home_without, run_script
 
 EXAMPLE = str(ROOT / "examples/train_gpt_distributed.py")
 
 
-def torchrun(*arguments, processes=2):
-    """What the example prints under torchrun. Past the time, torchrun is asked to end, and ends its processes."""
+def torchrun(folder, *arguments, processes=2):
+    """What the example prints under torchrun where NumPy is missing, as after ``make demo`` in a fresh clone.
+
+    Past the time, torchrun is asked to end, and ends its processes.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**HOME, "OMP_NUM_THREADS": "1"}
+    environment = {**home_without(["numpy"], folder), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, EXAMPLE, "--quick", *arguments], env=environment, **pipes) as started:
         try:
@@ -51,7 +54,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(out):
-    return torchrun("--compare", "2", "--out", str(out))
+    return torchrun(out, "--compare", "2", "--out", str(out))
 
 
 @pytest.mark.parametrize("row", ["loss of step 1", "loss of step 2"])
@@ -93,15 +96,49 @@ def test_the_picture_shows_all_recomputes_above_and_none_of_the_last_stage_below
 
 def test_steps_within_a_budget_beside_the_rules(run, tmp_path):
     printed = run("--compare", "2", "--budget", "1MB", "--out", str(tmp_path))
-    assert re.search(r"^ +recompute all +the same 0 of all stages +planned$", printed, re.MULTILINE)
+    assert re.search(r"^ +all blocks +the same 0 of each stage +planned$", printed, re.MULTILINE)
     (losses,) = re.findall(r"^loss of the last step +(.*)$", printed, re.MULTILINE)
     assert len(losses.split()) == 3
     assert len(set(losses.split())) == 1
     assert re.search(r"^parameters bit-equal +yes +yes +yes$", printed, re.MULTILINE)
-    assert len(re.findall(r"^peak of process [01]( +[\d.]+ MB){3}$", printed, re.MULTILINE)) == 2
+    assert len(re.findall(r"^peak of process [01], of 1 MB( +[\d.]+ MB){3}$", printed, re.MULTILINE)) == 2
     assert "everything fits, so nothing need be recomputed" in printed
-    ElementTree.parse(tmp_path / "pipeline-plan.svg")
-    assert printed.splitlines()[-1].endswith(f" The picture of the plan is {tmp_path / 'pipeline-plan.svg'}")
+    assert printed.splitlines()[-1].endswith(f" The picture of the steps is {tmp_path / 'pipeline-plan.svg'}")
+
+
+@pytest.fixture(scope="module")
+def sleeping(run, tmp_path_factory):
+    """What the example prints, and its picture, where blocks sleep and half of the bytes are given."""
+    folder = tmp_path_factory.mktemp("sleeping")
+    printed = run("--sleep", "1", "--compare", "2", "--budget", "50%", "--out", str(folder))
+    return printed, ElementTree.parse(folder / "pipeline-plan.svg").getroot()
+
+
+def test_blocks_that_sleep_are_said_to(sleeping):
+    assert sleeping[0].startswith("Blocks sleep 1 ms forward and 2 ms backward, so that processes which share cores ")
+
+
+def test_the_picture_has_the_steps_and_the_peaks_of_the_table(sleeping):
+    printed, picture = sleeping
+    words = ["".join(word.itertext()) for word in picture.iter("{http://www.w3.org/2000/svg}text")]
+    steps = [re.split("[,(]", word)[0].strip() for word in words if word.startswith("step ")]
+    assert steps == [f"step {step}" for step in cells(printed, "a step, measured")[-2:]]
+    drawn = [words[place + 1] for place, word in enumerate(words) if re.fullmatch(r"memory \d", word)]
+    peaks = [cells(printed, f"peak of process {rank}")[-2:] for rank in range(2)]
+    assert drawn == [own[0] for own in peaks] + [own[1] for own in peaks]
+
+
+def cells(printed, row):
+    """Of a table, without the name of the row."""
+    return re.split(" {2,}", next(line for line in printed.splitlines() if line.startswith(row)))[1:]
+
+
+def test_recomputes_inside_backwards_are_orange(sleeping):
+    _, picture = sleeping
+    paths = picture.iter("{http://www.w3.org/2000/svg}path")
+    boxes = [path.get("d").count("z") for path in paths if path.get("class") == "R"]
+    assert len(boxes) >= 2  # of each rank, one above the other
+    assert sum(boxes) >= 8
 
 
 def test_training_within_a_budget(run, uninterrupted):

@@ -29,7 +29,7 @@ class Printing(Checked):
         return self.second(h).sin().exp()
 
 
-OPTIONS = [{}, {"keep": "memory"}, {"budget": 0.95}]
+OPTIONS = [{}, {"keep": "memory"}, {"budget": "95%"}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

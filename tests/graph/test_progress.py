@@ -149,3 +149,43 @@ def test_planner_says_what_it_does():
     fit(flow, int(0.8 * graph.rematerialize(Chain(), leaf(20, 50)).plan.eager_peak_bytes), tell=told.append)
     assert told[0] == "eviction 1"
     assert told[-1].startswith(("search, of 4 number", "least memory"))
+
+
+def test_a_trace_that_takes_long_shows_on_a_terminal(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with Watch().tracing("Chain") as tell:
+        for clock[:] in ([5.0], [7.9], [8.0], [8.1], [8.3]):  # it counts from the first update
+            for _ in range(100):
+                tell("an operator")
+    assert terminal.getvalue() == (
+        "\rtorchckpt traces Chain: 300 operations, 3 s\x1b[K"
+        "\rtorchckpt traces Chain: 500 operations, 3 s\x1b[K"
+        "\r\x1b[K"
+    )
+
+
+@pytest.mark.parametrize("take", [
+    lambda: graph.rematerialize(Chain(), torch.ones(2, 50)),
+    lambda: graph.gradient(Chain(), torch.ones(2, 50)),
+    lambda: graph.gradients(Chain(), torch.ones(2, 50)),
+], ids=["rematerialize", "gradient", "gradients"])
+def test_each_operator_of_a_trace_counts(take, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    moments = iter(range(0, 100_000, 3))
+    monkeypatch.setattr(progress, "_clock", lambda: float(next(moments)))
+    monkeypatch.setattr(progress, "_BETWEEN_OPERATORS", 5)
+    take()
+    assert "\rtorchckpt traces Chain: 10 operations, 3 s\x1b[K" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_elsewhere_the_log_says_what_takes_long(clock, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with caplog.at_level(logging.INFO, logger="torchckpt"), Watch().tracing("Chain") as tell:
+        for clock[:] in ([0.0], [2.0], [4.0], [6.0], [13.0], [14.0]):
+            for _ in range(100):
+                tell("an operator")
+    assert lines(caplog) == [
+        "torchckpt traces Chain: 300 operations, 4 s", "torchckpt traces Chain: 600 operations, 14 s",
+    ]
+    assert stream.getvalue() == ""

@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from tests.accelerator import random_states
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
 from torchckpt.errors import RecomputationError, RegionError
-from torchckpt.kernel.private import global_forward_pre_hooks, hooks_in_force
+from torchckpt.kernel.flags import thread
+from torchckpt.kernel.private import hooks_in_force
 from torchckpt.testing import count_recomputes
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
@@ -37,9 +39,10 @@ def thread_state():
     """All that a region changes for a while in its thread, and in the process."""
     return {
         "flags": (is_checkpointing(), is_recomputing()),
+        "thread": (thread.flags, thread.scope, thread.norms),
         "grad mode": torch.is_grad_enabled(),
         "hooks": hooks_in_force(False),
-        "module hooks": dict(global_forward_pre_hooks),
+        "module hooks": any_global_hook(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
@@ -274,3 +277,98 @@ def test_prefetch_after_an_error_in_the_forward_does_nothing_or_says_so(saves_be
     with nothing_left_behind(), suppress(RegionError):
         region.prefetch()
     assert len(calls) == 1
+
+
+# while a replay ends early --------------------------------------------------------------------------------------------
+
+
+class Leaving:
+    """A context whose end raises in a replay."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if is_recomputing():
+            raise OSError("the disk is full")
+
+
+@contextmanager
+def leaving():
+    with Leaving():
+        yield
+
+
+def in_finally(x):
+    try:
+        return x.sin().exp()
+    finally:
+        if is_recomputing():
+            raise OSError("the disk is full")
+
+
+def in_exit(x):
+    with Leaving():
+        return x.sin().exp()
+
+
+def in_a_generator(x):
+    with leaving():
+        return x.sin().exp()
+
+
+def in_an_exit_stack(x):
+    with ExitStack() as stack:
+        stack.enter_context(leaving())
+        return x.sin().exp()
+
+
+def from_none(x):
+    try:
+        return x.sin().exp()
+    finally:
+        if is_recomputing():
+            raise OSError("the disk is full") from None
+
+
+def after_a_wrapper(x):
+    try:
+        return wrapping(x)
+    finally:
+        if is_recomputing():
+            raise OSError("the disk is full")
+
+
+def wrapping(x):
+    try:
+        return x.sin().exp()
+    except Exception as error:
+        raise RuntimeError("a layer failed") from error
+
+
+def wrapping_twice(x):
+    try:
+        return wrapping(x)
+    except RuntimeError as error:
+        raise ValueError("a model failed") from error
+
+
+@pytest.mark.parametrize(
+    "function", [in_finally, in_exit, in_a_generator, in_an_exit_stack, from_none, after_a_wrapper]
+)
+def test_error_while_a_replay_ends_early_is_the_users_and_the_replay_can_be_tried_again(function):
+    x = torch.randn(3, requires_grad=True)
+    region = Checkpointing(function, x)
+    loss = region.recompute(region.checkpoint()).sum()
+    for replay in (region.prefetch, lambda: torch.autograd.grad(loss, x), region.prefetch):
+        with nothing_left_behind(), pytest.raises(OSError, match="the disk is full"):
+            replay()
+    loss = checkpoint(function, x).sum()
+    with nothing_left_behind(), pytest.raises(OSError, match="the disk is full"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("function", [wrapping, wrapping_twice])
+def test_function_that_takes_the_end_of_the_replay_for_an_error_is_equal(function, call):
+    x = torch.randn(3, requires_grad=True)
+    assert equal_gradients(call(function, x).sum(), x.sin().exp().sum(), x)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
@@ -160,28 +159,6 @@ def level_of_forward_ad():
     assert [level >= 0 for level in levels] == [False, True, False]
 
 
-def global_forward_pre_hooks():
-    def hook(module, args):
-        pass
-
-    assert not private.global_forward_pre_hooks
-    handle = register_module_forward_pre_hook(hook)
-    assert private.global_forward_pre_hooks == {handle.id: hook}
-    handle.remove()
-    assert not private.global_forward_pre_hooks
-
-
-def global_forward_hooks():
-    def hook(module, args, output):
-        pass
-
-    assert not private.global_forward_hooks
-    handle = register_module_forward_hook(hook)
-    assert private.global_forward_hooks == {handle.id: hook}
-    handle.remove()
-    assert not private.global_forward_hooks
-
-
 def norm_layer():
     public = {layer for layer in vars(nn).values() if isinstance(layer, type) and issubclass(layer, private.norm_layer)}
     names = {f"{lazy}{kind}Norm{d}d" for lazy in ("", "Lazy") for kind in ("Batch", "Instance") for d in (1, 2, 3)}
@@ -261,6 +238,9 @@ def look_through():
     private.look_through(pack)
     with saved_tensors_hooks(pack, pack):
         assert hooks_of_the_user() is None
+    private.look_through(pack, users=(look_through, look_through))
+    with saved_tensors_hooks(pack, pack):
+        assert hooks_of_the_user() in (None, (look_through, look_through))
 
 
 def profiler_is_on():
@@ -316,24 +296,76 @@ def is_exporting():
     assert torch.export.export(Adds(), (x,), strict=False).module()(x) == 1
 
 
+def selective_forward():
+    forward, _ = torch.utils.checkpoint.create_selective_checkpoint_contexts([])
+    assert type(forward) is private.caching_mode
+    assert hasattr(forward, "respect_saved_tensors_hooks") is private.heeds_hooks
+
+
+def mutation_is_allowed():
+    assert not private.mutation_is_allowed()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert private.mutation_is_allowed()
+    assert not private.mutation_is_allowed()
+
+
+def compiler_stance():
+    import torch._dynamo
+
+    before = private.compiler_stance()
+    with torch.compiler.set_stance("force_eager"):
+        eager = private.compiler_stance()
+    assert eager != before == private.compiler_stance()
+    with private.use_stance(eager):
+        assert private.compiler_stance() == eager
+    assert private.compiler_stance() == before
+
+
+def dispatch_mode():
+    seen = []
+
+    class Notes(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Notes():
+        torch.zeros(2).sin()
+    assert seen[-1] is torch.ops.aten.sin.default
+
+
+def is_of_newest_node():
+    x = leaf(3)
+    y = x.exp()
+    assert private.is_of_newest_node(y)
+    z = y.sin()
+    assert not private.is_of_newest_node(y)
+    assert private.is_of_newest_node(z)
+    assert not private.is_of_newest_node(x)
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
+    "DispatchMode": dispatch_mode,
     "alive": alive,
     "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
+    "caching_mode": selective_forward,
     "compiler_of": compiler_of,
+    "compiler_stance": compiler_stance,
     "dispatch_modes_are_active": dispatch_modes_are_active,
     "forward_ad": level_of_forward_ad,
     "frame_of_torch": frame_of_torch,
     "function_modes": function_modes,
     "functorch_is_active": functorch_is_active,
-    "global_forward_hooks": global_forward_hooks,
-    "global_forward_pre_hooks": global_forward_pre_hooks,
+    "heeds_hooks": selective_forward,
     "hooks_in_force": hooks_in_force,
     "is_exporting": is_exporting,
+    "is_of_newest_node": is_of_newest_node,
     "keep_from_dynamo": keep_from_dynamo,
     "look_through": look_through,
     "modes_are_active": modes_are_active,
+    "mutation_is_allowed": mutation_is_allowed,
     "norm_layer": norm_layer,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
@@ -341,6 +373,7 @@ COUNTERPARTS = {
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
     "storage_key": storage_key,
+    "use_stance": compiler_stance,
     "without_selective_modes": without_selective_modes,
 }
 

@@ -1,12 +1,12 @@
 """What is known without a simulator: p stages, m micro-batches; seconds tf, tb, tr and tc per forward, backward,
-recompute and message; A, everything that one micro-batch saves on one stage, and c, its boundary."""
+recompute and message; A, everything that one micro-batch saves on one stage, and c, its boundary, a part of A."""
 from __future__ import annotations
 
 from itertools import product
 from typing import NamedTuple
 
-from torchckpt.model.place.placement import ahead
-from torchckpt.model.schedule.costs import Link, StageCosts
+from tests.model.policies import placed
+from torchckpt.model import Block, Link
 
 BOUNDARY = 1 / 16
 
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
     @property
     def costs(self):
-        return StageCosts(self.tf, self.tb / 2, self.tb / 2, self.tr, saved_bytes=1.0, boundary_bytes=BOUNDARY)
+        return Block(self.tf, self.tb / 2, self.tb / 2, self.tr, saved_bytes=1.0, boundary_bytes=BOUNDARY)
 
     @property
     def link(self):
@@ -48,5 +48,5 @@ class Cell(NamedTuple):
 CELLS = [Cell(p, p * times, tc) for p, times, tc in product([2, 4, 8, 16], [1, 2, 4, 8], [0.0, 0.25, 1.0])]
 
 
-def greedy(cell, k=1, exempt=()):
-    return ahead(k, exempt, costs=cell.costs, link=cell.link)
+def greedy(schedule, cell, *kept, k=1):
+    return placed(schedule, cell.costs, cell.link, *kept, k=k)

@@ -4,9 +4,10 @@ from __future__ import annotations
 from random import Random
 
 from torchckpt.model import NAMES
-from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.named import named_schedule
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.block import Block
+from torchckpt.model.work.link import Link
 
 
 def random_schedule(random: Random, most: int = 6) -> Schedule:
@@ -20,7 +21,7 @@ def random_schedule(random: Random, most: int = 6) -> Schedule:
     return named_schedule(name, p, m)
 
 
-def random_cell(random: Random) -> tuple[Schedule, list[StageCosts], Link]:
+def random_cell(random: Random) -> tuple[Schedule, list[Block], Link]:
     """Stages that cost alike, or each its own; a link of no time, or of up to a forward."""
     schedule = random_schedule(random)
     alike = random.random() < 0.5
@@ -29,8 +30,8 @@ def random_cell(random: Random) -> tuple[Schedule, list[StageCosts], Link]:
     return schedule, costs, Link(random.choice([0.0, random.random()]))
 
 
-def _costs(random: Random) -> StageCosts:
-    return StageCosts(
+def _costs(random: Random) -> Block:
+    return Block(
         forward_seconds=random.uniform(0.5, 1.5),
         input_grad_seconds=random.uniform(0.3, 1.3),
         weight_grad_seconds=random.uniform(0.3, 1.3),

@@ -5,8 +5,10 @@ from functools import cache
 from random import Random
 
 from torchckpt.model.schedule.action import Action, Kind
-from torchckpt.model.schedule.costs import Link, StageCosts
-from torchckpt.model.schedule.schedule import Schedule, Segments
+from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.block import Block, Stage
+from torchckpt.model.work.choice import Choice
+from torchckpt.model.work.link import Link
 
 F, B, I, W, R = Kind  # noqa: E741  # the letters of the notation
 
@@ -25,6 +27,7 @@ class Draft:
         self.split = {visit for visit in visits if random.random() < 0.3}
         self.recomputed = {visit for visit in visits if random.random() < 0.5}
         self.late = {visit for visit in self.recomputed if random.random() < 0.3}
+        self.blocks = [random.randint(1, 3) for _ in range(self.stages)]
         self.orders = [[] for _ in range(ranks)]
         self.done = set()
 
@@ -33,30 +36,35 @@ class Draft:
             action = self.random.choice(ready)
             self.orders[self.placement[action.stage]].append(action)
             self.done.add(action)
-        segments = [Segments(early, early + self.random.randint(0, 2)) for early in range(1, self.stages + 1)]
-        return Schedule(
-            "random",
-            tuple(map(tuple, self.orders)),
-            tuple(self.placement),
-            self.m,
-            frozenset(self.late),
-            tuple(segments) if self.random.random() < 0.5 else (),
-        )
+        return Schedule("random", tuple(map(tuple, self.orders)), tuple(self.placement), self.m)
+
+    def choices(self):
+        """Of what is recomputed: some blocks early, if there is an R; else some blocks late."""
+        return {visit: self.choice(visit) for visit in sorted(self.recomputed)}
+
+    def choice(self, visit):
+        blocks = list(range(self.blocks[visit[0]]))
+        self.random.shuffle(blocks)
+        kept, early = (sorted(self.random.sample(range(len(blocks) + 1), 2)) if len(blocks) > 1 else (0, 1))
+        first, second = tuple(sorted(blocks[kept:early])), tuple(sorted(blocks[early:]))
+        if visit in self.late:
+            return Choice(tuple(sorted(blocks[:kept])), (), tuple(sorted((*first, *second))))
+        return Choice(tuple(sorted(blocks[:kept])), first, second)
 
     def actions(self):
         for stage in range(self.stages):
             for i in range(self.m):
                 kinds = (F, I, W) if (stage, i) in self.split else (F, B)
-                for kind in (*kinds, R) if (stage, i) in self.recomputed else kinds:
+                for kind in (*kinds, R) if (stage, i) in self.recomputed - self.late else kinds:
                     action = Action(stage, kind, i)
                     if action not in self.done:
                         yield action
 
     def is_ready(self, action) -> bool:
-        return all(need in self.done for need in needs(action, self.stages, self.split, self.recomputed, self.late))
+        return all(need in self.done for need in needs(action, self.stages, self.split, self.recomputed - self.late))
 
 
-def needs(action, stages, split, recomputed, late):
+def needs(action, stages, split, early):
     """What must be done before ``action``."""
     stage, kind, i = action
     above = (stage + 1, I if (stage + 1, i) in split else B, i)
@@ -66,28 +74,27 @@ def needs(action, stages, split, recomputed, late):
         return [Action(stage, I, i)]
     gradient = [Action(*above)] if stage < stages - 1 else []
     if kind is R:
-        return [Action(stage, F, i), *(gradient if (stage, i) in late else [])]
-    recompute = [Action(stage, R, i)] if (stage, i) in recomputed else []
+        return [Action(stage, F, i)]
+    recompute = [Action(stage, R, i)] if (stage, i) in early else []
     return [Action(stage, F, i), *gradient, *recompute]
 
 
 @cache
 def random_step(seed: int):
-    """A schedule, its costs and links; bytes are whole, so that sums of them are exact."""
+    """A draft, its schedule, stages, links and choices; bytes are whole, so that sums of them are exact."""
     random = Random(seed)
     draft = Draft(random)
     schedule = draft.schedule()
-    costs = [
-        StageCosts(
-            *(random.choice([0.0, random.random(), 3 * random.random()]) for _ in range(4)),
-            saved_bytes=random.randint(0, 100),
-            boundary_bytes=random.randint(0, 10),
-            static_bytes=random.randint(0, 5),
-        )
-        for _ in range(schedule.stages)
-    ]
+    blocks = [tuple(_block(random) for _ in range(count)) for count in draft.blocks]
+    stages = [Stage(each, message_bytes=random.randint(0, 10)) for each in blocks]
     links = [
         Link(random.choice([0.0, random.random()]), random.choice([float("inf"), 1 + 20 * random.random()]))
         for _ in range(schedule.stages - 1)
     ]
-    return draft, schedule, costs, links
+    return draft, schedule, stages, links, draft.choices()
+
+
+def _block(random):
+    boundary = random.randint(0, 10)
+    seconds = [random.choice([0.0, random.random(), 3 * random.random()]) for _ in range(4)]
+    return Block(*seconds, boundary + random.randint(0, 100), boundary, random.randint(0, 5))

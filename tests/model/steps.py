@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from torchckpt.model.figures import Event, Message
 from torchckpt.model.schedule.action import Action, Kind
-from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.schedules import dualpipe_v, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
-from torchckpt.model.simulation.simulator import simulate
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.step.step import simulate
+from torchckpt.model.step.timeline import Timeline
+from torchckpt.model.work.block import Block
+from torchckpt.model.work.link import Link
 
-COSTS = StageCosts(forward_seconds=1, input_grad_seconds=1, weight_grad_seconds=1, recompute_seconds=1, saved_bytes=1)
+COSTS = Block(forward_seconds=1, input_grad_seconds=1, weight_grad_seconds=1, recompute_seconds=1, saved_bytes=1)
 
 EMPTY = Timeline(Schedule("empty", ((), ()), (0, 1), 0), (), (), ((), ()))
 
@@ -28,7 +29,7 @@ def recomputing(schedule: Schedule, kept: tuple[int, ...] = ()) -> Schedule:
     return replace(schedule, ranks=tuple(map(order, schedule.ranks)))
 
 
-def step(p: int, m: int, link: float = 0.0, recompute: bool = True, costs: StageCosts = COSTS) -> Timeline:
+def step(p: int, m: int, link: float = 0.0, recompute: bool = True, costs: Block = COSTS) -> Timeline:
     schedule = one_f_one_b(p, m)
     return simulate(recomputing(schedule, (p - 1,)) if recompute else schedule, costs, Link(link))
 

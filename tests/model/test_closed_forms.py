@@ -4,10 +4,8 @@ from __future__ import annotations
 import pytest
 
 from tests.model.closed_forms import BOUNDARY, CELLS, Cell, greedy
-from torchckpt.model.place.bound import bound
-from torchckpt.model.place.placement import ahead, arrival, with_recompute
-from torchckpt.model.schedule.schedules import gpipe, one_f_one_b
-from torchckpt.model.simulation.simulator import simulate
+from tests.model.policies import early, late
+from torchckpt.model import bound, gpipe, one_f_one_b, simulate
 
 LARGEST = max(cell.p * cell.m for cell in CELLS)  # three cells, which take as long as the others together
 every_cell = pytest.mark.parametrize(
@@ -18,12 +16,12 @@ every_cell = pytest.mark.parametrize(
 A, c = 1.0, BOUNDARY
 
 
-def run(schedule, cell):
-    return simulate(schedule, cell.costs, cell.link, exposed=False)
+def run(schedule, cell, choices=None):
+    return simulate(schedule, cell.costs, cell.link, choices, exposed=False)
 
 
-def step(schedule, cell):
-    return run(schedule, cell).step_seconds
+def step(schedule, cell, choices=None):
+    return run(schedule, cell, choices).step_seconds
 
 
 @every_cell
@@ -34,19 +32,19 @@ def test_gpipe(cell):
         assert plain.step_seconds == cell.gpipe
         assert plain.peak_bytes == (m * A,) * p
 
-        at_arrival = run(with_recompute(schedule, arrival()), cell)
+        at_arrival = run(schedule, cell, late(schedule))
         assert at_arrival.step_seconds == cell.gpipe + (m + p - 1) * tr
-        assert at_arrival.peak_bytes == (m * c + A,) * p
+        assert at_arrival.peak_bytes == ((m - 1) * c + A,) * p
 
-        for policy in [ahead(), greedy(cell)]:
-            one_ahead = run(with_recompute(schedule, policy), cell)
+        for recomputing in [early(schedule), greedy(schedule, cell)]:
+            one_ahead = run(recomputing, cell)
             assert one_ahead.step_seconds == cell.gpipe + m * tr
-            assert one_ahead.peak_bytes == (m * c + A,) * p
+            assert one_ahead.peak_bytes == ((m - 1) * c + A,) * p
 
-        unlimited = [run(with_recompute(schedule, policy), cell) for policy in [ahead(m), greedy(cell, k=m)]]
+        unlimited = [run(order, cell) for order in [early(schedule, k=m), greedy(schedule, cell, k=m)]]
         assert [timeline.step_seconds for timeline in unlimited] == [cell.gpipe + m * tr] * 2
-        assert unlimited[0].peak_bytes == (m * (A + c),) * p
-        assert max(unlimited[1].peak_bytes) <= m * (A + c)
+        assert unlimited[0].peak_bytes == (m * A,) * p
+        assert max(unlimited[1].peak_bytes) <= m * A
 
 
 @every_cell
@@ -57,10 +55,10 @@ def test_gpipe_with_one_micro_batch_exempt(cell):
         ("first_backward", gpipe(p, m, last_first=True)),
         ("first_backward", gpipe(p, m)),
     ]:
-        for policy in [ahead(exempt=exempt), greedy(cell, exempt=exempt)]:
-            timeline = run(with_recompute(schedule, policy), cell)
+        for recomputing in [early(schedule, exempt), greedy(schedule, cell, exempt)]:
+            timeline = run(recomputing, cell)
             assert timeline.step_seconds == cell.gpipe + (m - 1) * tr
-            assert max(timeline.peak_bytes) <= m * c + A
+            assert max(timeline.peak_bytes) <= (m - 1) * c + A
 
 
 @every_cell
@@ -71,11 +69,11 @@ def test_one_f_one_b(cell):
     assert plain.step_seconds == cell.one_f_one_b
     assert plain.peak_bytes == tuple((p - j) * A for j in range(p))
 
-    at_arrival = run(with_recompute(schedule, arrival()), cell)
+    at_arrival = run(schedule, cell, late(schedule))
     assert at_arrival.step_seconds == cell.one_f_one_b + (m + p - 1) * tr
-    assert at_arrival.peak_bytes == tuple((p - j) * c + A for j in range(p))
+    assert at_arrival.peak_bytes == tuple((p - j - 1) * c + A for j in range(p))
 
-    one_ahead = run(with_recompute(schedule, greedy(cell)), cell)
+    one_ahead = run(greedy(schedule, cell), cell)
     assert one_ahead.peak_bytes == at_arrival.peak_bytes
     if cell.tc == 0:
         assert one_ahead.step_seconds == m * (cell.tf + cell.tb + tr) + (p - 1) * (cell.tf + cell.tb)
@@ -84,17 +82,17 @@ def test_one_f_one_b(cell):
 @every_cell
 def test_one_f_one_b_with_the_last_stage_exempt(cell):
     p = cell.p
-    schedule = with_recompute(one_f_one_b(p, cell.m), greedy(cell, exempt="last_stage"))
+    schedule = greedy(one_f_one_b(p, cell.m), cell, "last_stage")
     timeline = run(schedule, cell)
     assert bound(schedule, cell.costs, cell.link).step_seconds == cell.one_f_one_b_ahead
     assert cell.one_f_one_b_ahead <= timeline.step_seconds <= cell.one_f_one_b_ahead + 1.5 * cell.tr
-    assert timeline.peak_bytes == (*((p - j) * c + A for j in range(p - 1)), A)
+    assert timeline.peak_bytes == tuple((p - j - 1) * c + A for j in range(p))
 
 
 def test_right_before_the_backward_is_not_as_good_in_six_cells():
     far = {}
     for cell in CELLS:
-        schedule = with_recompute(one_f_one_b(cell.p, cell.m), ahead(exempt="last_stage"))
+        schedule = early(one_f_one_b(cell.p, cell.m), "last_stage")
         distance = step(schedule, cell) - cell.one_f_one_b_ahead
         if distance > 1.5 * cell.tr:
             far[cell[:3]] = distance
@@ -129,11 +127,11 @@ def test_table_of_overheads(row):
     cell = Cell(int(p), int(m), float(tc))
     flushed, in_turn = gpipe(cell.p, cell.m), one_f_one_b(cell.p, cell.m)
     plain, none = step(flushed, cell), step(in_turn, cell)
-    hidden_best = with_recompute(in_turn, greedy(cell, exempt="last_stage"))
-    at_arrival, best = step(with_recompute(in_turn, arrival()), cell), step(hidden_best, cell)
+    hidden_best = greedy(in_turn, cell, "last_stage")
+    at_arrival, best = step(in_turn, cell, late(in_turn)), step(hidden_best, cell)
     overheads = [
-        step(with_recompute(flushed, arrival()), cell) / plain,
-        step(with_recompute(flushed, greedy(cell, exempt="last_micro_batch")), cell) / plain,
+        step(flushed, cell, late(flushed)) / plain,
+        step(greedy(flushed, cell, "last_micro_batch"), cell) / plain,
         at_arrival / none,
         best / none,
         bound(hidden_best, cell.costs, cell.link).step_seconds / none,

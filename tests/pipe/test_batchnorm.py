@@ -234,6 +234,28 @@ def test_an_exception_in_the_middle_commits_nothing_and_the_next_mini_batch_star
     assert_statistics_of(plain, layer)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 5, 6])  # of six buffers
+def test_an_update_that_fails_is_undone_on_all_layers(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    model = DeferredBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    batch, before, copies, plain = torch.randn(12, 3), buffers(model), [0], Tensor.copy_
+    whole = copy.deepcopy(model)
+    by_parts(whole, batch)
+
+    def copies_or_fails(target: Tensor, source: Tensor) -> Tensor:
+        copies[0] += 1
+        if copies[0] == fails_at:
+            raise KeyboardInterrupt
+        return plain(target, source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "copy_", copies_or_fails)
+        with pytest.raises(KeyboardInterrupt):
+            by_parts(model, batch)
+    assert unchanged(model, before)
+    by_parts(model, batch)
+    assert unchanged(model, dict(whole.named_buffers()))
+
+
 def test_a_micro_batch_that_the_layer_refuses_leaves_its_own_buffers() -> None:
     layer = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
     own, before = dict(layer.named_buffers()), buffers(layer)

@@ -224,3 +224,19 @@ def test_a_container_that_is_not_looked_into_is_no_input(make: Any) -> None:
         pipe(x, make({"x": x}))
     assert "received: input 1" in str(raised.value)
     assert str(raised.value).endswith("NoChunk(batch) if it must not be split")
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_micro_batch_of_one_keeps_its_strides(checkpoint: Any) -> None:
+    """A replay got other strides than the forward, where a dimension has size one. A convolution reads from them
+    whether its output is channels last, and dropout draws in the output's order."""
+
+    def gradients(mode: Any) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        stages = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5)) for _ in range(3)]
+        pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1, 1], chunks=3, checkpoint=mode)
+        pipe(torch.randn(3, 3, 4, 4).contiguous(memory_format=torch.channels_last)).sin().sum().backward()
+        return [parameter.grad for parameter in pipe.parameters()]
+
+    received, expected = gradients(checkpoint), gradients("never")
+    assert all(torch.equal(one, other) for one, other in zip(received, expected) if one is not None)

@@ -347,6 +347,17 @@ def test_running_statistics_of_a_mini_batch_that_failed_are_forgotten() -> None:
     torch.testing.assert_close(pipe[0].running_mean, plain.running_mean)
 
 
+def test_outputs_that_cannot_be_gathered_leave_running_statistics() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    pipe = torchckpt.Pipe(nn.Sequential(nn.BatchNorm1d(3), Mean()), [1, 1], chunks=2, deferred_batch_norm=True)
+    with pytest.raises(ArgumentError, match="needs reduce= to combine the scalars"):
+        pipe(torch.randn(4, 3))
+    assert pipe[0].num_batches_tracked == 0
+
+
 # what stays -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, count, line, shape
+from torchckpt.command.shared import Parser, Unusable, count, line, say, shape
 from torchckpt.command.target import CONTRACT, Made, layers_at
 from torchckpt.errors import ArgumentError
 
@@ -56,9 +56,9 @@ def run(options: argparse.Namespace) -> None:
     found = _balanced(layers_at(options.module), options)
     if options.json:
         layers = [{"name": name, found.unit: cost} for name, cost in zip(found.names, found.costs)]
-        print(json.dumps({"balance": found, "layers": layers, "stages": found.stage_costs}, indent=2))
+        say(json.dumps({"balance": found, "layers": layers, "stages": found.stage_costs}, indent=2))
         return
-    print(f"{options.module}: {len(found)} stages, {len(found.costs)} layers\n\n{found.table()}\n\nbalance={found}")
+    say(f"{options.module}: {len(found)} stages, {len(found.costs)} layers\n\n{found.table()}\n\nbalance={found}")
 
 
 def _balanced(made: Made, options: argparse.Namespace) -> Balance:

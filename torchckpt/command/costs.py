@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Unusable, amount, in_options, line, size
+from torchckpt.command.shared import Unusable, amount, in_options, line, size, state_bytes
 from torchckpt.command.target import stages_at
 from torchckpt.errors import ArgumentError
 from torchckpt.model.device import DEVICES, device_named
@@ -42,15 +43,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--optimizer-bytes",
-        type=amount,
+        type=state_bytes,
         metavar="BYTES",
-        help="of state for a parameter, beside weight and gradient; default: Adam's, 12 where it has two bytes, else 8",
+        help="of state for a parameter, beside weight and gradient, such as 12, or 12/64 where 64 ranks share it; "
+        "default: Adam's, 12 where it has two bytes, else 8",
     )
     group.add_argument(
         "--device-memory",
         type=size,
         metavar="SIZE",
-        help="in place of --budget: what is left of it beside parameters, gradients and the optimizer's state",
+        help="in place of --budget: what is left of it beside parameters, gradients and the optimizer's state; "
+        "default: what --device has",
     )
     group.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="a second; default: inside a node")
     group.add_argument(
@@ -77,8 +80,10 @@ def model_faults(options: argparse.Namespace) -> None:
         raise Unusable(f"{given[0]} goes with numbers; {options.target} says what stages are and take")
     if options.device is None:
         raise Unusable(f"a model is planned for a device; works: plan {options.target} --device h100")
-    if (options.budget is None) == (options.device_memory is None):
+    if options.budget is not None and options.device_memory is not None:
         raise Unusable("a model is planned with --budget or with --device-memory; works: --budget 60GB")
+    if options.budget is None and options.device_memory is None:
+        options.device_memory = device_named(options.device).memory_bytes
 
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
@@ -92,11 +97,32 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
         "link_bytes_per_second": options.link_bandwidth,
         "kernels": options.kernels,
     }
-    build, chosen = stages_at(options.target), {name: one for name, one in given.items() if one is not None}
+    chosen = {name: one for name, one in given.items() if one is not None}
+    build = _holding(stages_at(options.target), options)
     try:
         return pipeline_costs(build, options.device, **chosen)
     except ArgumentError as error:
         raise Unusable(f"cannot plan {options.target}: {line(error)}") from error
+
+
+def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[[], Any]:
+    """``build``, which fails before anything is counted if a device of so much memory cannot hold a stage."""
+    from torchckpt.plan.static import Static, static_of
+
+    def built() -> Any:
+        made = build()
+        for at, stage in enumerate(made[0]):
+            static = sum(static_of(stage).values(), Static()).total_bytes(options.optimizer_bytes)
+            if static >= options.device_memory:
+                raise Unusable(
+                    "a device holds parameters, gradients and optimizer state, and has memory left for activations; "
+                    f"received: {options.device_memory:.12g} bytes, of which those of stage {at} take {static:.12g}; "
+                    "works: more stages; state that is sharded, such as --optimizer-bytes 12/64; or --budget 60GB, to "
+                    "plan activations alone"
+                )
+        return made
+
+    return build if options.device_memory is None else built
 
 
 def _device(text: str) -> str:

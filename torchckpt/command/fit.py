@@ -5,7 +5,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, comma_list, file_to_write, write
+from torchckpt.command.shared import Parser, Unusable, comma_list, file_to_write, say, with_unit, write
 from torchckpt.command.target import CONTRACT, model_at
 from torchckpt.errors import CheckpointError
 from torchckpt.model.remat.budget import Budget, check_budget
@@ -66,9 +66,9 @@ def run(options: argparse.Namespace) -> None:
         write(options.frontier, curve)
     line = _line(inputs is example, options)
     if options.json:
-        print(json.dumps({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line}, indent=2))
+        say(json.dumps({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line}, indent=2))
         return
-    print("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, line])))
+    say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, line])))
 
 
 def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -> tuple[Plan, str]:
@@ -121,7 +121,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=_budget,
         metavar="SIZE",
-        help="of activations and gradients: 100MB, 6GiB; or a share of eager's peak: 40%%, 0.4 (default: none)",
+        help="of activations and gradients: 100MB, 6GiB; or a share of eager's peak: 40%% (default: none)",
     )
     group.add_argument("--keep", type=_keep, metavar="POLICY|NAMES", help="what to save for the backward")
     group.add_argument(
@@ -151,18 +151,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _budget(text: str) -> Budget:
     try:
-        budget = _amount(text)
+        budget = with_unit(text)
         check_budget("--budget", budget)
-    except ValueError:
-        rule = "a size such as 100MB or 6GiB, or a share of eager's peak such as 40% or 0.4"
+    except (ValueError, Unusable):
+        rule = "a size such as 100MB or 6GiB, or a share of eager's peak such as 40%"
         raise argparse.ArgumentTypeError(f"{rule}; received: {text}") from None
     return budget
-
-
-def _amount(text: str) -> Budget:
-    if text.endswith("%") or text[-1:].isalpha():
-        return text
-    return int(text) if text.isdecimal() else float(text)
 
 
 def _keep(text: str) -> str | list[str]:

@@ -19,22 +19,30 @@ from torchckpt.command.shared import (
     file_or_counts,
     file_to_write,
     positive,
+    say,
     schedule_name,
     schedule_of,
+    with_unit,
     write,
 )
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
-from torchckpt.model.plan import Block, Fixed, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model.amount import read
+from torchckpt.model.device import device_named
+from torchckpt.model.draw.units import units_of_bytes
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
 from torchckpt.model.plan.every import Comparison, plan_every
 from torchckpt.model.plan.rules import Rule
 from torchckpt.model.plan.stage.limit import DeviceMemory
 from torchckpt.model.schedule.named import named_schedule
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.block import Block, Stage, fixed
 
 __all__ = ["add", "run"]
 
 _MOST = 1_000_000
+_LEAST_SAVED = 1000
+"""A block that saves less is not in bytes."""
 _DEFAULTS = {
     "forward": [1.0],
     "backward": [2.0],
@@ -50,8 +58,9 @@ times and bytes are in any one unit, of one micro-batch and one block; a list ha
 
 the budget is what a rank holds for backwards, of every rank or a list with one for each:
   50%                       a share of the peak of the rank that holds most when everything is kept
-  60GB, 60GiB               where --saved and --boundary are bytes
+  60GB, 60GiB               of a model, or where --saved and --boundary are bytes
   16.5                      in the unit of --saved
+of a model without a budget: what its --device has beside parameters, gradients and optimizer state
 
 the last line says what the plan is worth, over the step that keeps everything; beside it the bound, which no plan of
 this schedule goes below, and what people do without a plan
@@ -89,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     model_faults(options)
     costs = None if options.target is None else model_costs(options)
     schedule, stages = _asked(options, None if costs is None else costs.stages)
-    budget = _budget(options.budget) if options.device_memory is None else DeviceMemory(options.device_memory)
+    budget = _budget(options) if options.device_memory is None else DeviceMemory(options.device_memory)
     link = options.link if costs is None else replace(costs.link, latency_seconds=options.link)
     compared = None
     if schedule is None:
@@ -100,14 +109,28 @@ def run(options: argparse.Namespace) -> None:
         plan = plan_pipeline(schedule, stages, budget, link, balance=options.balance)
     if options.svg is not None:
         write(options.svg, plan.draw())
+    over = _over_device(plan, options)
     if options.json:
-        print(json.dumps(_as_json(plan, compared), indent=2))
+        say(json.dumps({**_as_json(plan, compared), **({"does_not_fit": over} if over else {})}, indent=2))
         return
-    if costs is not None:
-        print(f"{costs}\n")
-    if compared is not None:
-        print(f"{compared}\n")
-    print(plan)
+    say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
+
+
+def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:
+    """The line that says that a device cannot hold the plan; empty if it can, or if there is none."""
+    if options.device is None:
+        return ""
+    device, units = device_named(options.device), units_of_bytes(max(plan.problem.budget_bytes))
+    memory = options.device_memory or device.memory_bytes
+    held = [static + peak for static, peak in zip(plan.static_bytes, plan.peak_bytes)]
+    rank = max(range(len(held)), key=held.__getitem__)
+    if held[rank] <= memory:
+        return ""
+    static, peak = units.of_memory(plan.static_bytes[rank]), units.of_memory(plan.peak_bytes[rank])
+    return (
+        f"this does not fit: {device.name} has {units.of_memory(memory)}, and rank {rank} holds {static} of "
+        f"parameters, gradients and optimizer state beside {peak} of activations"
+    )
 
 
 def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
@@ -157,6 +180,8 @@ def _row_as_json(plan: PipelinePlan, compared: Comparison) -> dict[str, Any]:
         "bound": plan.bound_seconds,
         "overhead": compared.overhead(plan.step_seconds),
         "recomputed_share": plan.recomputed_share,
+        "peak_bytes": list(plan.peak_bytes),
+        "budget_bytes": list(plan.problem.budget_bytes),
         "balance": list(plan.balance),
     }
 
@@ -218,31 +243,48 @@ def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
                 f"--weight-grad is a part of --backward; received: {weight:g} of {backward:g} on stage {stage}; "
                 f"works: --weight-grad {backward / 2:g}"
             )
+        if boundary > saved:
+            raise Unusable(
+                f"--boundary is a part of --saved; received: {boundary:g} of {saved:g} on stage {stage}; "
+                f"works: --boundary {saved / 4:g}"
+            )
         block = Block(forward, backward - weight, weight, recompute, saved, boundary)
-        before = _fixed(options.first or _NOTHING, 1.0) if stage == 0 else Fixed()
-        after = _fixed(options.last or _NOTHING, weight / backward) if stage == count - 1 else Fixed()
+        before = _fixed(options.first or _NOTHING, 1.0) if stage == 0 else fixed()
+        after = _fixed(options.last or _NOTHING, weight / backward) if stage == count - 1 else fixed()
         if not blocks and not before.forward_seconds + after.forward_seconds:
             raise Unusable(f"a stage has blocks, or --first or --last; received: --blocks with 0 for stage {stage}")
         stages.append(Stage((block,) * int(blocks), before, after))
     return stages
 
 
-def _fixed(parts: Sequence[float], weight_share: float) -> Fixed:
+def _fixed(parts: Sequence[float], weight_share: float) -> Block:
     """Forward, backward, bytes. What comes first has no input that needs a gradient."""
     forward, backward, saved = parts
-    return Fixed(forward, backward * (1 - weight_share), backward * weight_share, saved)
+    return fixed(forward, backward * (1 - weight_share), backward * weight_share, saved)
 
 
-def _budget(text: str) -> str | float | list[str | float]:
-    """A number is one in the unit of ``--saved``."""
-    parts = [_number(part) for part in text.split(",")]
+def _budget(options: argparse.Namespace) -> str | float | list[str | float]:
+    """The budget, or one for each rank. A number is one in the unit of ``--saved``; of a model, one of bytes."""
+    parts = [_amount_of(part, options) for part in options.budget.split(",")]
     return parts if len(parts) > 1 else parts[0]
 
 
-def _number(text: str) -> str | float:
+def _amount_of(text: str, options: argparse.Namespace) -> str | float:
+    if options.target is not None:
+        try:
+            return with_unit(text)
+        except Unusable as error:
+            works = f"--budget {text}GB"
+            raise Unusable(f"a budget of bytes has a unit; received: --budget {error}; works: {works}") from None
     try:
         return float(text)
     except ValueError:
+        saved = min(options.saved or _DEFAULTS["saved"])
+        if not text.endswith("%") and read(text) and saved < _LEAST_SAVED:
+            raise Unusable(
+                f"a budget with a unit is in bytes, and then --saved is, too; received: --budget {text} and --saved "
+                f"{saved:g}; works: --budget 50%, or --saved 34e6 --boundary 2e6 --budget {text}"
+            ) from None
         return text
 
 

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,14 +32,19 @@ __all__ = [
     "kind_of",
     "line",
     "positive",
+    "say",
     "schedule_name",
     "schedule_of",
     "shape",
     "size",
+    "state_bytes",
+    "with_unit",
     "write",
 ]
 
 _LARGEST = 1e12
+_LEAST_BARE = 10_000
+"""A number of bytes below this has a unit: ``80`` was meant as 80 GB."""
 _CSV = "works: a schedule as torch.distributed.pipelining writes it"
 _OPTIONS = (
     (r"\bbudget=None", "no --budget"),
@@ -137,6 +143,17 @@ def _text_of(path: Path) -> str:
         raise Unusable(f"argument --csv: cannot read {path}: {error.strerror}; {_CSV}") from None
 
 
+def say(text: str) -> None:
+    """Print it. What cannot be printed is an error; where nobody reads on, nothing more is printed."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # which Python flushes when it ends  # noqa: SIM115
+        if not isinstance(error, BrokenPipeError):
+            works = "works: > a file on a disk with room"
+            raise Unusable(f"cannot print the result: {error.strerror}; {works}") from None
+
+
 def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -218,12 +235,38 @@ def positive(text: str) -> float:
     return value
 
 
+def with_unit(text: str) -> str | float:
+    """What is written for a budget: text, or a number of bytes.
+
+    Raises:
+        Unusable: the number is so small that a unit is missing.
+    """
+    if not text.replace(".", "", 1).isdecimal():
+        return text
+    number = float(text)
+    if number < _LEAST_BARE:
+        raise Unusable(f"{text} (it has no unit)")
+    return int(number) if number.is_integer() else number
+
+
 def size(text: str) -> float:
     """Bytes, such as ``80GB``."""
-    found = read(float(text) if text.replace(".", "", 1).isdecimal() else text)
+    try:
+        found = read(with_unit(text))
+    except Unusable as error:
+        raise argparse.ArgumentTypeError(f"a size such as 80GB or 60GiB; received: {error}") from None
     if found is None or found.is_share:
         raise argparse.ArgumentTypeError(f"a size such as 80GB or 60GiB; received: {text}")
     return float(found.number)
+
+
+def state_bytes(text: str) -> float:
+    """Bytes for a parameter, such as ``12``, or ``12/64`` where 64 ranks share them."""
+    whole, _, ranks = text.partition("/")
+    try:
+        return amount(whole) / (count(ranks) if "/" in text else 1)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"a number from 0 such as 12, or 12/64; received: {text}") from None
 
 
 def file_or_counts(

@@ -16,6 +16,7 @@ from torchckpt.command.shared import (
     file_to_write,
     line,
     positive,
+    say,
     schedule_name,
     schedule_of,
     write,
@@ -24,11 +25,10 @@ from torchckpt.errors import ArgumentError
 from torchckpt.model.draw.gantt import gantt
 from torchckpt.model.draw.trace import trace
 from torchckpt.model.draw.units import number
-from torchckpt.model.place.placement import with_recompute
-from torchckpt.model.report.report import Report, policy_named, report
-from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.named import named_schedule
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.step.table import Report, policy_faults, report
+from torchckpt.model.work.block import Block
 
 __all__ = ["add", "run"]
 
@@ -72,19 +72,22 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.boundary > 1:
+        received, works = f"--boundary {options.boundary:g}", "--boundary 0.25"
+        raise Unusable(f"--boundary is a part of A, from 0 to 1; received: {received}; works: {works}")
     schedule = _schedule(options)
     half = options.backward / 2
-    costs = StageCosts(options.forward, half, half, options.recompute, 1.0, options.boundary)
-    found = report(schedule, costs, Link(options.link), options.compare)
+    block = Block(options.forward, half, half, options.recompute, 1.0, options.boundary)
+    found = report(schedule, block, options.link, options.compare)
     _write_pictures(found, options)
     if options.json:
-        print(json.dumps({**found.as_json(), "costs": _costs(options)}, indent=2))
+        say(json.dumps({**found.as_json(), "costs": _costs(options)}, indent=2))
         return
     costed = ", ".join(f"{name} {number(value)}" for name, value in _costs(options).items())
     counted = f"{found.schedule.stages} stages, {found.schedule.micro_batches} micro-batches"
-    print(f"{found.schedule.name}: {counted}; {costed}\n\n{found.table()}")
+    say(f"{found.schedule.name}: {counted}; {costed}\n\n{found.table()}")
     for row in found.rows if options.gantt else ():
-        print(f"\n{row.name}\n{gantt(row.timeline)}")
+        say(f"\n{row.name}\n{gantt(row.timeline)}")
 
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
@@ -124,12 +127,9 @@ def _write_pictures(found: Report, options: argparse.Namespace) -> None:
 
 
 def _policies(text: str) -> list[str]:
-    names, least = comma_list(text), named_schedule("gpipe", 1, 1)
-    try:
-        for name in names:
-            with_recompute(least, policy_named(name))
-    except ArgumentError as error:
-        raise argparse.ArgumentTypeError(line(error).replace("k=", "ahead:")) from None
+    names = comma_list(text)
+    for fault in (fault for name in names for fault in policy_faults(name)):
+        raise argparse.ArgumentTypeError(line(ArgumentError(str(fault))).replace("k=", "ahead:"))
     return names
 
 
@@ -151,7 +151,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backward", type=positive, default=2.0, metavar="TIME", help="default: 2; halves are equal")
     group.add_argument("--recompute", type=amount, default=1.0, metavar="TIME", help="default: 1")
     group.add_argument("--link", type=amount, default=0.0, metavar="TIME", help="of one message; default: 0")
-    group.add_argument("--boundary", type=amount, default=0.0, metavar="A", help="what recomputing keeps; default: 0")
+    group.add_argument("--boundary", type=amount, default=0.0, metavar="A", help="of it, its input; default: 0")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@
     frames, region_options    frames of regions, by micro-batch; which regions keep their activations
     record, sizes     when actions ran; the bytes of a micro-batch
     meeting, plain_regions    errors: a rank that calls alone; regions that are torch's own
+    objects           what ranks tell each other, without NumPy
     private           private names of torch
 """
 from torchckpt.distributed.ahead import RecomputeAhead

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,24 +21,31 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchckpt.distributed.frames import Frames
-from torchckpt.distributed.meeting import meeting
+from torchckpt.distributed.meeting import agree, meeting
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
-from torchckpt.distributed.private import Live, Runtime, Stage, stages_of
+from torchckpt.distributed.private import Live, Runtime, Stage, finds_shapes, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.region_options import RegionOptions
 from torchckpt.distributed.sizes import Sizes
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.kernel.region.frame import SavedTensors
 from torchckpt.kernel.region.scope import Scope
-from torchckpt.model import Action, Kind, Link, Schedule, Segments, StageCosts, Timeline, ahead, arrival, with_recompute
-from torchckpt.model.report.comparison import Comparison, compare
+from torchckpt.model import Action, Kind, Schedule, Timeline, ahead, exempt, quickest, with_recompute
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulation.measured import measured_timeline
+from torchckpt.model.step.comparison import Comparison, compare
+from torchckpt.model.step.measured import measured_timeline
+from torchckpt.model.step.quickest import quickest_of
+from torchckpt.model.work.inputs import Links, Stages
 
-__all__ = ["MEASURED_STEPS", "RecomputeAhead"]
+__all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead"]
 
 MEASURED_STEPS = 4
 """With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
+
+GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
+
+SAME = "budget or plan"
+"""What all ranks must have the same of: with it, they exchange what they measured."""
 
 _LINES, _LINE = 8, 240  # of the reason that a failed step quotes, and of each line of it
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
@@ -75,8 +81,8 @@ class RecomputeAhead(Runtime):
         schedule: Schedule,
         segments: int | None,
         exempt: frozenset[Visit],
-        costs: StageCosts | Sequence[StageCosts] | str | None,
-        link: Link | Sequence[Link],
+        costs: Stages | str | None,
+        link: Links,
     ) -> None:
         self._plain_schedule = schedule
         self._exempt = exempt
@@ -87,9 +93,10 @@ class RecomputeAhead(Runtime):
         self._group: dist.ProcessGroup | None = first.group
         self._stage_by_index: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
         self._frames = Frames(segments)
-        self._record = Record(torch.device(first.device), apart=not self._is_early)
+        self._record = Record(torch.device(first.device))
         self._sizes = Sizes(segments)
         self._last_action: str | None = None
+        self._agreed = False
         self._before: Gathered | None = None
         super().__init__(live, placed)
 
@@ -112,12 +119,14 @@ class RecomputeAhead(Runtime):
             ScheduleError: there was no step yet; or a rank does not call it, within half of the timeout of the group.
         """
         measured = self._measured("report()")
-        return compare(_timeline(measured), measured.costs, measured.links)
+        return compare(_timeline(measured), measured.step)
 
     # what the runtime calls -----------------------------------------------------------------------------------------
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        if self.is_training:
+            self._agree_in_pipeline()
         self._last_action = None
         self._record.begin()
         try:
@@ -152,11 +161,23 @@ class RecomputeAhead(Runtime):
     def recompute(self, action: Action) -> None:
         stage, _, micro_batch = action
         with record_function(f"torchckpt::recompute[stage={stage},mb={micro_batch}]"):
-            start = self._record.now()
-            self._frames.recompute(stage, micro_batch, self._stage_by_index[stage].submod)  # [2]
-            self._record.ended(action, start)
+            with self._record.recomputing(action):
+                self._frames.recompute(stage, micro_batch, self._stage_by_index[stage].submod)  # [2]
+
+    def _agree_in_pipeline(self) -> None:
+        """Before the first step: a rank that would wait for what others never send says so instead."""
+        if self._agreed:
+            return
+        with self._record.device_current():
+            agree(SAME, *self._told(), self._group)
+        self._agreed = True
 
     # what a subclass may do otherwise -------------------------------------------------------------------------------
+
+    def _told(self) -> tuple[str, str]:
+        """Equal on all ranks that will exchange the same; and how an error names it."""
+        text = "costs='measured'" if self._is_measuring else "neither"
+        return text, text
 
     def _stepped(self) -> None:
         """A step was made."""
@@ -170,7 +191,7 @@ class RecomputeAhead(Runtime):
 
     def _counting(self, visit: Visit, options: RegionOptions, scope: Scope) -> AbstractContextManager[None]:
         """Around a forward, at whose end ``scope`` has its regions."""
-        return self._sizes.of_forward(visit[0], bool(options.keep), scope.frames)
+        return self._sizes.of_forward(*visit, bool(options.keep), scope.frames)
 
     def _forwarded(self, visit: Visit, options: RegionOptions, scope: Scope, outputs: list[object]) -> None:
         """Right after a forward. Raises if its regions are not what they should be."""
@@ -206,18 +227,18 @@ class RecomputeAhead(Runtime):
         with self._record.replaying(visit), sized:
             yield
 
-    def _placed(self, costs: StageCosts | Sequence[StageCosts] | None, link: Link | Sequence[Link]) -> Schedule:
+    def _placed(self, costs: Stages | None, link: Links) -> Schedule:
         plain = self._plain_schedule
-        every = {(stage, i) for stage in range(plain.stages) for i in range(plain.micro_batches)}
-        only = every - self._exempt
-        return with_recompute(plain, ahead(only=only, costs=costs, link=link) if self._is_early else arrival(only=only))
+        if not self._is_early:
+            return plain
+        choices = exempt(plain, ahead(plain), *self._exempt)
+        return with_recompute(plain, choices) if costs is None else quickest(plain, choices, costs, link)
 
     def _place_as_measured(self) -> None:
         self._is_measuring = False
         # All processes of the job agree: replicas of a pipeline have collectives in common.
-        measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
-        early = [_early_alone(*pair) for pair in zip(measured.costs, measured.segments)]
-        self.schedule = self.follow(self._placed(early, measured.links))
+        measured = gather(self.schedule, self._exempt, self.rank, self._record, self._sizes.found, None)
+        self.schedule = self.follow(quickest_of(measured.step, 1))
         self._record.clear()
         self._before = measured  # what there is to report on until the next step
 
@@ -231,11 +252,13 @@ class RecomputeAhead(Runtime):
                 "  works:    schedule.step(x, target=y); then print(schedule.report())"
             )
         with meeting(call, self._group, self._record.device):
-            return gather(self.schedule, self.rank, self._record, self._sizes.found, self._group)
+            return gather(self.schedule, self._exempt, self.rank, self._record, self._sizes.found, self._group)
 
     def _failure(self, error: Exception) -> str:
         match = _ACTION.match(self._last_action or "")
-        where = "preparing its stages, before the first action"
+        where, more = "preparing its stages, before the first action", ""
+        if self._last_action is None and any(map(finds_shapes, self._stage_by_index.values())):
+            more = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
         if self._last_action is not None and match is not None:
             stage, kind, micro_batch = match.groups()
             at = f", micro-batch {micro_batch}" if micro_batch else ""
@@ -247,7 +270,7 @@ class RecomputeAhead(Runtime):
             f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
             f"  received: {type(first).__name__}: {_said(first)}\n"
             "  works:    the step without that error; if it is one of communication, another rank failed before, and "
-            "says at what itself"
+            f"says at what itself{more}"
         )
 
 
@@ -259,12 +282,4 @@ def _said(error: BaseException) -> str:
 
 
 def _timeline(measured: Gathered) -> Timeline:
-    schedule, steps, costs, links, segments = measured
-    return measured_timeline(schedule, steps[-1], costs, links, segments, in_bytes=True)
-
-
-def _early_alone(costs: StageCosts, part: Segments) -> StageCosts:
-    """With what the backward recomputes as part of the backward: it is no recompute that could be placed."""
-    late = costs.recompute_seconds * (part.total - part.early) / part.total
-    early = costs.recompute_seconds - late
-    return replace(costs, recompute_seconds=early, input_grad_seconds=costs.input_grad_seconds + late)
+    return measured_timeline(measured.step, measured.spans[-1], in_bytes=True)

@@ -1,24 +1,27 @@
 """``recompute_ahead``, the call: what it takes, and what is wrong with it."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from typing import overload
 
+import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from torchckpt.distributed.ahead import RecomputeAhead
+from torchckpt.distributed.ahead import GIVEN_SHAPES, RecomputeAhead
 from torchckpt.distributed.plain_regions import traced_faults
-from torchckpt.distributed.plan.arguments import Plan, check_budget, plan_for, use_faults
+from torchckpt.distributed.plan.arguments import Plan, budget_key, plan_for, use_faults
 from torchckpt.distributed.plan.recompute_within import RecomputeWithin
-from torchckpt.distributed.private import Live, stages_of
+from torchckpt.distributed.private import Live, finds_shapes, sends_objects, stages_of
 from torchckpt.distributed.torch_schedules import schedule_of
 from torchckpt.errors import Fault, kind, raise_faults
-from torchckpt.model import Link, Schedule, StageCosts
+from torchckpt.model import Schedule
 from torchckpt.model.plan.stage.limit import Bytes
 from torchckpt.model.schedule.free_to_keep import free_to_keep
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulation.inputs import per_boundary, per_stage
+from torchckpt.model.work.choice import visit_faults
+from torchckpt.model.work.inputs import Links, Stages, per_boundary, per_stage
 
 __all__ = ["recompute_ahead"]
 
@@ -32,8 +35,8 @@ def recompute_ahead(
     schedule: Live,
     segments: int | None = None,
     exempt: str | Collection[Visit] = "auto",
-    costs: StageCosts | Sequence[StageCosts] | str | None = None,
-    link: Link | Sequence[Link] | None = None,
+    costs: Stages | str | None = None,
+    link: Links | None = None,
     *,
     budget: None = None,
     plan: None = None,
@@ -46,8 +49,8 @@ def recompute_ahead(
     schedule: Live,
     segments: int | None = None,
     exempt: str | Collection[Visit] = "auto",
-    costs: StageCosts | Sequence[StageCosts] | str | None = None,
-    link: Link | Sequence[Link] | None = None,
+    costs: Stages | str | None = None,
+    link: Links | None = None,
     *,
     budget: Bytes | None = None,
     plan: Plan | None = None,
@@ -76,7 +79,8 @@ def recompute_ahead(
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
             be stepping). Default: no costs, right before the backward.
             With ``segments``, ``recompute_seconds`` is that of the early regions.
-        link: with ``costs`` that are given: of every pair of neighbouring stages, or one per pair. Default: no time.
+        link: with ``costs`` that are given: the seconds of a message between neighbouring stages, or their links.
+            Default: no time.
         budget: bytes that a step may take on each rank above what is there before it, or a list with one for each rank:
             a number, a size such as ``"60GiB"``, or a share such as ``"50%"`` of the peak of the rank that takes most
             when everything is kept. The first four steps recompute everything and are measured; of them a plan is made,
@@ -99,6 +103,7 @@ def recompute_ahead(
             what was raised. Only ``torch.OutOfMemoryError`` passes as it is.
     """
     raise_faults(_CALLER, _schedule_faults(schedule))
+    raise_faults(_CALLER, _numpy_faults(schedule))
     plain = schedule_of(schedule)
     faults = (
         *_segments_faults(segments),
@@ -111,12 +116,13 @@ def recompute_ahead(
     is_planned = budget is not None or plan is not None
     kept = frozenset() if is_planned else _kept(exempt, segments, plain)
     raise_faults(_CALLER, _traced_faults(schedule, plain, kept))
+    _warn_of_statistics(schedule)
     if budget is not None:
-        check_budget(_CALLER, budget, len(plain.ranks))
+        budget_key(_CALLER, budget, len(plain.ranks))
         return RecomputeWithin(schedule, plain, budget, None)
     if plan is not None:
         return RecomputeWithin(schedule, plain, None, plan_for(_CALLER, plan, plain))
-    return RecomputeAhead(schedule, plain, segments, kept, costs, link or Link())
+    return RecomputeAhead(schedule, plain, segments, kept, costs, link or 0.0)
 
 
 def _kept(exempt: str | Collection[Visit], segments: int | None, schedule: Schedule) -> frozenset[Visit]:
@@ -132,6 +138,24 @@ def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> I
             yield from traced_faults(stage.stage_index, stage.submod)
 
 
+def _warn_of_statistics(live: Live) -> None:
+    """torch's search for shapes is a forward: running statistics take in what was in memory, NaN as well."""
+    for stage in stages_of(live):
+        if stage.is_first or not finds_shapes(stage):
+            continue
+        for name, module in stage.submod.named_modules():
+            if module.training and getattr(module, "track_running_stats", False):
+                warnings.warn(
+                    "recompute_ahead: torch finds the shapes of a later stage by running it on uninitialised memory, "
+                    "which running statistics take in\n"
+                    f"  received: stage {stage.stage_index}, with {type(module).__name__} {name!r}\n"
+                    f"  works:    {GIVEN_SHAPES}, on every rank, with example = "
+                    "torch.empty(rows, ..., requires_grad=True) of one micro-batch",
+                    stacklevel=3,
+                )
+                return
+
+
 def _given(segments: object, exempt: object, costs: object, link: object) -> dict[str, object]:
     """Those that are not as by default."""
     named = {"segments": segments, "exempt": None if exempt == "auto" else exempt, "costs": costs, "link": link}
@@ -143,6 +167,29 @@ def _schedule_faults(schedule: object) -> Iterator[Fault]:
         yield Fault("a schedule recomputes ahead once", "what recompute_ahead() returned", "schedule.step(x, target=y)")
     elif not isinstance(schedule, (PipelineScheduleSingle, PipelineScheduleMulti)):
         yield Fault("the first argument is a schedule of torch.distributed.pipelining", kind(schedule), _WORKS)
+
+
+def _numpy_faults(live: Live) -> Iterator[Fault]:
+    """Found before a step: in one, the ranks that fail leave others waiting."""
+    stage = next((stage for stage in stages_of(live) if sends_objects(stage)), None)
+    if stage is not None and not _has_numpy():
+        i, stages = stage.stage_index, stage.num_stages
+        yield Fault(
+            "torch needs NumPy to tell each rank the shapes that its stages take and give",
+            f"no NumPy, and stage {i} of {stages} without input_args and output_args",
+            "pip install numpy, which comes with 'torchckpt[distributed]'; or "
+            f"PipelineStage(module, {i}, {stages}, device, input_args=x, output_args=y) on all ranks, with tensors of "
+            "one micro-batch that require gradients where those of a step do",
+        )
+
+
+def _has_numpy() -> bool:
+    """Whether torch could load it."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _segments_faults(segments: object) -> Iterator[Fault]:
@@ -160,23 +207,16 @@ def _exempt_faults(exempt: object, schedule: Schedule) -> Iterator[Fault]:
     elif not isinstance(exempt, Collection):
         yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), works)
     else:
-        wrong = [visit for visit in exempt if not _is_there(visit, schedule)]
+        wrong = [visit for visit in exempt if any(visit_faults(schedule, [visit]))]
         if wrong:
             rule = f"stages are 0 to {schedule.stages - 1}, micro-batches 0 to {schedule.micro_batches - 1}"
             yield Fault(rule, f"exempt with {', '.join(map(repr, wrong))}", works)
 
 
-def _is_there(visit: object, schedule: Schedule) -> bool:
-    if not (isinstance(visit, tuple) and len(visit) == 2 and all(isinstance(number, int) for number in visit)):
-        return False
-    stage, i = visit
-    return bool(0 <= stage < schedule.stages and 0 <= i < schedule.micro_batches)
-
-
 def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
     if isinstance(costs, str):
         if costs != "measured":
-            yield Fault("costs are StageCosts, or 'measured'", repr(costs), "costs='measured'")
+            yield Fault("costs are blocks or stages, or 'measured'", repr(costs), "costs='measured'")
     elif costs is not None:
         yield from per_stage(costs, schedule.stages)[1]  # type: ignore[arg-type]  # which is what it checks
         if link is not None:
@@ -187,6 +227,6 @@ def _use_faults(segments: object, costs: object, link: object) -> Iterator[Fault
     """What would be ignored."""
     if link is not None and (costs is None or isinstance(costs, str)):
         rule = "a link goes with costs that are given"
-        yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=StageCosts(1.0, 1.0, 1.0, 1.0), link=Link(0.5)")
+        yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=Block(1.0, 1.0, 1.0, 1.0), link=0.5")
     if costs is not None and segments == 0:
         yield Fault("costs say where to recompute early", f"costs={costs!r}, segments=0", "segments=1, or no costs")

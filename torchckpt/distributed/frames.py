@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchckpt.distributed.private import in_backward
 from torchckpt.kernel.region.frame import Frame
 from torchckpt.kernel.region.scope import Scope
+from torchckpt.modules import module_of
 
 __all__ = ["Frames"]
 
@@ -71,19 +72,13 @@ class Frames:
     def _recompute_gathered(self, frame: Frame, sharded: Sequence[FSDPModule]) -> None:
         """Gather the parameters of the replay, as FSDP2 does at the region's backward, and replay. The backward then
         finds the parameters gathered, and does not gather them again."""
-        called = _module_of(frame.function)
+        called = module_of(frame.function)
         if called not in self._used:
             self._used[called] = [fsdp for fsdp in sharded if called is None or _is_in_line(fsdp, called)]
         for module in self._used[called]:
             module.unshard()
         with in_backward(sharded):
             frame.recompute()
-
-
-def _module_of(function: object) -> nn.Module | None:
-    """The module that a region calls; None if it is not known."""
-    called = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return called if isinstance(called, nn.Module) else None
 
 
 def _is_in_line(one: Any, other: nn.Module) -> bool:

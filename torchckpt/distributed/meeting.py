@@ -1,4 +1,6 @@
-"""Meeting: before a collective call, each rank waits for the others to make it, too, and a rank left alone says so.
+"""Meeting: ranks that do not do the same hear of it, before they wait for each other.
+
+Before a collective call, each rank waits for the others to make it, too, and a rank left alone says so.
 
 A collective that one rank alone enters ends with the timeout of its group, and names nothing. So ranks first say in the
 store of the group which call they make. They take turns, numbered on each rank; a turn is decided once, by whoever is
@@ -21,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from torchckpt.distributed.objects import all_gather
 from torchckpt.distributed.private import store_of, timeout_of
 from torchckpt.errors import CheckpointError, ScheduleError
 
-__all__ = ["meeting"]
+__all__ = ["agree", "check_the_same", "meeting"]
 
 _WARNED_AFTER = timedelta(seconds=10)
 _MET, _MISSED = "met", "missed"
@@ -48,6 +51,29 @@ def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) ->
         raise
     except RuntimeError as error:  # of the group
         raise _refusal(call, f"{type(error).__name__}: {error}") from error
+
+
+def agree(what: str, key: str, said: str, group: dist.ProcessGroup | None) -> None:
+    """Raise ``ScheduleError`` on every rank of ``group`` unless the ``key`` of all ranks is equal. Collective.
+
+    Args:
+        what: the name of what has to be the same, for the error.
+        said: the value of this rank, for the error.
+    """
+    if dist.get_world_size(group) > 1:
+        pairs = all_gather((key, said), group)
+        check_the_same(what, [key for key, _ in pairs], [said for _, said in pairs])
+
+
+def check_the_same(what: str, keys: Sequence[str], said: Sequence[str]) -> None:
+    """Raise ``ScheduleError`` on every rank unless all ``keys``, one for each rank, are equal. ``said`` shows them."""
+    if len(set(keys)) > 1:
+        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
+        raise ScheduleError(
+            f"all ranks must have the same {what}\n"
+            f"  received: {said[0]} on rank 0, {said[other]} on rank {other}\n"
+            f"  works:    recompute_ahead() with the same arguments on every rank"
+        )
 
 
 def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:

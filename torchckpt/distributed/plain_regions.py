@@ -18,7 +18,13 @@ from torchckpt.kernel.module.module import is_checkpointed
 from torchckpt.kernel.private import hooks_in_force
 from torchckpt.modules import is_compiled
 
-__all__ = ["plain_regions_refused", "raise_without_regions", "traced_faults", "warn_of_compiled_regions"]
+__all__ = [
+    "has_compiled_regions",
+    "plain_regions_refused",
+    "raise_without_regions",
+    "traced_faults",
+    "warn_of_compiled_regions",
+]
 
 _WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
 
@@ -122,6 +128,11 @@ def _traced_works(stage: int, module: nn.Module) -> str:
         f'torchckpt.checkpoint_layers(pipe.get_stage_module({stage}), "{pattern}"), '
         f"and then pipe.build_stage({stage}, device)"
     )
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether regions of ``module`` are inside of compiled code."""
+    return any(True for _ in _in_graphs(module, ""))
 
 
 def raise_without_regions(stage: int, module: nn.Module, outputs: object) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
@@ -22,21 +23,25 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
 from torchckpt.model import Action, Kind, Schedule
+from torchckpt.tensors import tensors_in
 
 __all__ = [
     "Live",
     "Runtime",
     "Stage",
     "TorchDispatchMode",
+    "finds_shapes",
     "in_backward",
     "micro_batches_of",
     "order_of",
     "raise_unless_supported",
+    "sends_objects",
     "stages_of",
     "store_of",
     "timeout_of",
@@ -91,6 +96,26 @@ def raise_unless_supported(schedule: object) -> None:
 def stages_of(live: Live) -> list[Stage]:
     """The stages of this rank."""
     return [live._stage] if isinstance(live, PipelineScheduleSingle) else list(live._stages)
+
+
+def sends_objects(stage: Stage) -> bool:
+    """Whether torch finds out in the first step what ``stage`` takes and gives, and tells other ranks, as objects."""
+    if dist.get_world_size(stage.group) == 1:
+        return False
+    metas = getattr(stage, "_user_meta", None)
+    if metas is None:  # of torch before 2.13; or of a stage of pipeline(), whose trace knows
+        return getattr(stage, "inputs_meta", ()) is None
+    from torch.distributed.pipelining._utils import InferenceMode  # which torch before 2.13 does not have
+
+    return bool(InferenceMode.needs_dynamic(metas, True))
+
+
+def finds_shapes(stage: Stage) -> bool:
+    """Whether torch will find out the shapes of ``stage`` by running it: unless it is the first, on whatever is in
+    fresh memory."""
+    if hasattr(stage, "_user_meta"):
+        return not stage._user_meta.is_complete_for_forward()
+    return getattr(stage, "inputs_meta", ()) is None  # torch 2.11; the stages of pipeline() know theirs
 
 
 def micro_batches_of(live: Live) -> int:
@@ -154,6 +179,7 @@ class Runtime(_PipelineScheduleRuntime):
         else:
             self._prepare_schedule_with_comms(self.pipeline_order)
         self._plain: dict[int, list[Any]] = dict(self.pipeline_order_with_comms)
+        self._given = dict(self.pipeline_order), self._plain
         self.schedule = self.follow(schedule)
         """What is run, on all ranks, as data."""
 
@@ -188,10 +214,15 @@ class Runtime(_PipelineScheduleRuntime):
         self._training = ranks[self.rank]
         return replace(schedule, ranks=tuple(tuple(_computations(actions)) for actions in ranks))
 
-    def reorder(self, schedule: Schedule) -> None:
+    def reorder(self, schedule: Schedule | None) -> None:
         """From the next :meth:`follow` on, run the forwards and backwards in the order of ``schedule``, which has the
-        same forwards and backwards on the same ranks. torch puts messages between them anew."""
-        pairs = {tuple(_parts(one)): one for own in self._plain.values() for one in own if len(_parts(one)) > 1}
+        same forwards and backwards on the same ranks. torch puts messages between them anew. None: as at first."""
+        given, plain = self._given
+        if schedule is None:
+            self.pipeline_order, self._plain = dict(given), plain
+            self.pipeline_order_with_comms = dict(plain)
+            return
+        pairs = {tuple(_parts(one)): one for own in plain.values() for one in own if len(_parts(one)) > 1}
         for rank, order in enumerate(schedule.ranks):
             actions = [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
             self.pipeline_order[rank] = list(_paired(actions, pairs))
@@ -199,15 +230,21 @@ class Runtime(_PipelineScheduleRuntime):
         self._plain = dict(self.pipeline_order_with_comms)
 
     @property
+    def pairs(self) -> frozenset[tuple[Action, Action]]:
+        """The actions of all ranks that torch runs as one."""
+        each = (list(_computations([action])) for own in self._given[1].values() for action in own)
+        return frozenset((one[0], one[1]) for one in each if len(one) == 2)
+
+    @property
     def is_training(self) -> bool:
         return bool(self._has_backward)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
-        actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
-        self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
         with ExitStack() as stack:
             stack.push(self._forget)
             stack.enter_context(self.running())
+            actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
+            self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
             for stage in self._stages:
                 stack.enter_context(self._watched(stage))
             return super()._step_microbatches(*args, **kwargs)
@@ -224,6 +261,7 @@ class Runtime(_PipelineScheduleRuntime):
         """Within, the computations of ``stage`` are :meth:`computing`."""
         index = stage.stage_index
         plain = [getattr(stage, name) for name in _CHUNKS]
+        places: dict[int, int] = {}  # of the outputs of micro-batches among those that the last stage keeps
         before = {name: stage.__dict__[name] for name in _CHUNKS if name in stage.__dict__}
 
         def computed(action: Action, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -234,11 +272,14 @@ class Runtime(_PipelineScheduleRuntime):
 
         # With the names of torch's parameters: functions of the user's may call them, too.
         def forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            places[fwd_chunk_id] = len(stage.output_chunks)
             return computed(Action(index, Kind.FORWARD, fwd_chunk_id), plain[0], fwd_chunk_id, *args, **kwargs)
 
         def backward(bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
             action = Action(index, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id)
-            return computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            found = computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            _let_go(stage, places.pop(bwd_chunk_id, None))
+            return found
 
         def weights(bwd_chunk_id: int, **kwargs: Any) -> Any:
             return computed(Action(index, Kind.WEIGHT_GRAD, bwd_chunk_id), plain[2], bwd_chunk_id, **kwargs)
@@ -250,6 +291,18 @@ class Runtime(_PipelineScheduleRuntime):
             for name in _CHUNKS:
                 del stage.__dict__[name]
             stage.__dict__.update(before)
+
+
+def _let_go(stage: Stage, place: int | None) -> None:
+    """Take the graph off the outputs at ``place`` of those that the last ``stage`` keeps for the end of the step.
+
+    torch (2.11 to 2.15, ``backward_one_chunk``) detaches them in place, which leaves views as they are, and the outputs
+    of the only stage: their graph would hold what the forward saved, after an I until the next step.
+    """
+    if place is not None and place < len(stage.output_chunks):
+        kept = stage.output_chunks[place]
+        if any(one.grad_fn is not None for one in tensors_in(kept)):
+            stage.output_chunks[place] = pytree.tree_map_only(Tensor, Tensor.detach, kept)
 
 
 def _recompute(action: Any, context: Any) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from torchckpt.distributed.objects import all_gather
 from torchckpt.distributed.sizes import Size
 from torchckpt.kernel.clock import Clock, Stamp
-from torchckpt.model import Action, Link, Schedule, Segments, StageCosts
+from torchckpt.model import Action, Block, Choice, Schedule, Stage, Step
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulation.measured import Span, measured_costs, replays_apart
+from torchckpt.model.step.measured import Seconds, Span, Spans, measured_links, measured_seconds, replays_apart
+from torchckpt.model.step.placement import recomputed_early
 
 __all__ = ["Gathered", "Record", "gather"]
 
@@ -28,20 +30,18 @@ _Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
 
 
 class Record:
-    """The times of the actions of one rank.
+    """The times of the actions of one rank. What is replayed inside a backward is listed as a recompute of its own, at
+    the start of the backward."""
 
-    Args:
-        apart: list the replays inside a backward as a separate recompute, at the start of the backward.
-    """
-
-    def __init__(self, device: torch.device, apart: bool = False) -> None:
-        self._apart, self.device = apart, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._clock = Clock(device)
         self._steps: deque[list[_Noted]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
         self._replays: deque[list[_Replay]] = deque(maxlen=KEPT_STEPS)
         self._current_replays: list[_Replay] = []
         self._due: Stamp = None
+        self._is_recomputing = False
 
     def device_current(self) -> AbstractContextManager[Any]:
         """Inside the block, the device of this rank is the current device."""
@@ -70,9 +70,19 @@ class Record:
         self._due = end  # for the second half of a pair that torch runs as one action
 
     @contextmanager
+    def recomputing(self, action: Action) -> Iterator[None]:
+        """A context around an action that recomputes."""
+        start, self._is_recomputing = self._clock.stamp(), True
+        try:
+            yield
+        finally:
+            self._is_recomputing = False
+        self.ended(action, start)
+
+    @contextmanager
     def replaying(self, visit: Visit) -> Iterator[None]:
         """A context around the replay of one region of a stage and micro-batch."""
-        if not self._apart:
+        if self._is_recomputing:
             yield
             return
         start = self._clock.stamp()
@@ -108,45 +118,70 @@ class Record:
 class Gathered(NamedTuple):
     """The measurements of all ranks of a group; equal on every rank."""
 
-    schedule: Schedule
-    """The schedule, with the segments that were measured."""
-    steps: list[list[list[Span]]]
-    """The spans of each kept step and each rank. If the pipeline has replicas, the steps of the first come first."""
-    costs: tuple[StageCosts, ...]
-    links: tuple[Link, ...]
-    segments: tuple[Segments, ...]
-    """For each stage: the number of regions, and how many of them the recompute action replays."""
+    step: Step
+    """What was run, with the medians that were measured; each region is a block of its stage, all alike."""
+    spans: list[Spans]
+    """The spans of each kept step. If the pipeline has replicas, the steps of the first come first."""
 
 
 def gather(
-    schedule: Schedule, rank: int, record: Record, found: dict[int, Size], group: dist.ProcessGroup | None
+    schedule: Schedule,
+    kept: Collection[Visit],
+    rank: int,
+    record: Record,
+    sizes: Mapping[int, Size],
+    group: dist.ProcessGroup | None,
 ) -> Gathered:
-    """Combine the records of all ranks. Collective: all ranks must call it. ``found`` has the sizes of the stages of
-    this ``rank`` of the pipeline.
+    """Combine the records of all ranks. Collective: all ranks must call it.
 
     Processes on one machine share a clock. Clocks of different machines are compared after a barrier, with an error of
     about the time of one message.
+
+    Args:
+        kept: the visits of which nothing is recomputed.
+        sizes: those of the stages of this ``rank`` of the pipeline.
     """
     with record.device_current():  # NCCL's collectives are on the current device
         dist.barrier(group)
-        mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), found
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, mine, group=group)
+        mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), sizes
+        said = all_gather(mine, group)
     replicas: list[list[list[list[Span]]]] = [[] for _ in schedule.ranks]
-    sizes: dict[int, Size] = {}
+    every: dict[int, Size] = {}
     for host, now, place, steps, own in said:
         ahead = 0.0 if host == said[0][0] else now - said[0][1]
         replicas[place].append([[_shifted(span, ahead) for span in step] for step in steps])
-        sizes.update(own)
-    steps = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
-    listed = [sizes.get(stage, Size()) for stage in range(schedule.stages)]
-    parts = tuple(Segments(max(1, size.early), max(1, size.regions)) for size in listed)
-    if not schedule.late and any(part.early < part.total for part in parts):
-        schedule = replace(schedule, segments=parts)
-    kept = [(size.saved_bytes or 0.0, size.boundary_bytes or 0.0) for size in listed]
-    bytes_alone = [StageCosts(saved_bytes=saved, boundary_bytes=boundary) for saved, boundary in kept]
-    costs, links = measured_costs(schedule, steps[1:] or steps, bytes_alone)
-    return Gathered(schedule, steps, costs, links, parts)
+        every.update(own)
+    spans: list[Spans] = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
+    return Gathered(_step(schedule, kept, [every.get(stage, Size()) for stage in range(schedule.stages)], spans), spans)
+
+
+def _step(schedule: Schedule, kept: Collection[Visit], sizes: Sequence[Size], spans: Sequence[Spans]) -> Step:
+    early = recomputed_early(schedule)
+    each = [_choices_of(size) for size in sizes]
+    choices = {
+        (stage, i): each[stage][(stage, i) not in early]
+        for stage in range(schedule.stages)
+        for i in range(schedule.micro_batches)
+        if (stage, i) not in kept
+    }
+    unknown = Step(schedule, (Stage((Block(),)),) * schedule.stages, (), choices)
+    measured = spans[1:] or spans
+    stages = tuple(map(_stage, sizes, measured_seconds(unknown, measured)))
+    return replace(unknown, stages=stages, links=measured_links(unknown, measured))
+
+
+def _choices_of(size: Size) -> tuple[Choice, Choice]:
+    """Of a visit with an ``R``, which replays the last regions; and of one without, whose backward replays all."""
+    regions = tuple(range(max(1, size.regions)))
+    first = len(regions) - max(1, min(size.early, len(regions)))
+    return Choice((), regions[first:], regions[:first]), Choice((), (), regions)
+
+
+def _stage(size: Size, seconds: Seconds) -> Stage:
+    regions = max(1, size.regions)
+    boundary = size.boundary_bytes or 0.0
+    amounts = (*astuple(seconds), max(size.saved_bytes or 0.0, boundary), boundary)
+    return Stage((Block(*(amount / regions for amount in amounts)),) * regions, message_bytes=boundary)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

@@ -1,4 +1,4 @@
-"""Progress: one line on a terminal while a plan takes long, and one line in the log when it is made."""
+"""Progress: a line on a terminal while a trace or a plan takes long, or lines in the log; and one when it is made."""
 from __future__ import annotations
 
 import logging
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, TextIO
 
 from torchckpt.model.remat.plan import Plan
@@ -13,7 +14,8 @@ from torchckpt.model.remat.plan import Plan
 __all__ = ["LOGGER", "Stopwatch", "Watch", "log"]
 
 LOGGER = logging.getLogger("torchckpt")
-_PATIENCE_SECONDS, _BETWEEN_SECONDS = 3.0, 0.2
+_PATIENCE_SECONDS, _BETWEEN_SECONDS, _BETWEEN_LINES_SECONDS = 3.0, 0.2, 10.0
+_BETWEEN_OPERATORS = 100
 _WIDTH = 79
 
 
@@ -22,39 +24,62 @@ def _clock() -> float:
 
 
 class Watch:
-    """Counts the seconds of planning, and shows them on stderr from some seconds on, if that is a terminal."""
+    """Counts the seconds of planning. Shows what is being done from some seconds on: on stderr, if that is a terminal,
+    else in the log."""
 
     def __init__(self) -> None:
         self.planning_seconds = 0.0
 
     @contextmanager
+    def tracing(self, what: str) -> Iterator[Callable[[object], None]]:
+        """Show that ``what`` is traced. Gives a function to call with each operator of the trace."""
+        line, operators = _Line(f"torchckpt traces {what}", sys.stderr), count(1)
+
+        def tell(_: object) -> None:
+            number = next(operators)
+            if number % _BETWEEN_OPERATORS == 0:
+                line.show(f"{number} operations")
+
+        try:
+            yield tell
+        finally:
+            line.remove()
+
+    @contextmanager
     def planning(self, operations: int) -> Iterator[Callable[[str], None]]:
         """Time the planning of so many operations. Gives a function that shows what is being done."""
-        line = _Line(f"torchckpt plans {operations} operations", sys.stderr)
+        start_seconds = _clock()
+        line = _Line(f"torchckpt plans {operations} operations", sys.stderr, start_seconds)
         try:
             yield line.show
         finally:
             line.remove()
-            self.planning_seconds += _clock() - line.start_seconds
+            self.planning_seconds += _clock() - start_seconds
 
 
 class _Line:
-    """One line on a terminal, overwritten by each update and erased by ``remove()``. Elsewhere nothing is written."""
+    """One line on a terminal, overwritten by each update and erased by ``remove()``. Elsewhere a line in the log, now
+    and then. It counts from ``start_seconds``, or from its first update."""
 
-    def __init__(self, head: str, stream: TextIO | None) -> None:
+    def __init__(self, head: str, stream: TextIO | None, start_seconds: float | None = None) -> None:
         self._head, self._stream = head, stream if stream is not None and stream.isatty() else None
-        self.start_seconds = _clock()
+        self._start_seconds = start_seconds
         self._shown_seconds: float | None = None
+        self._between_seconds = _BETWEEN_LINES_SECONDS if self._stream is None else _BETWEEN_SECONDS
 
     def show(self, what: str) -> None:
-        if self._stream is None:
+        if self._stream is None and not LOGGER.isEnabledFor(logging.INFO):
             return
         now = _clock()
+        start = self._start_seconds = now if self._start_seconds is None else self._start_seconds
         last = self._shown_seconds
-        if now - self.start_seconds >= _PATIENCE_SECONDS and (last is None or now - last >= _BETWEEN_SECONDS):
-            text = f"{self._head}: {what}, {now - self.start_seconds:.0f} s"
-            self._write(f"\r{text[:_WIDTH]}\x1b[K")
+        if now - start >= _PATIENCE_SECONDS and (last is None or now - last >= self._between_seconds):
+            text = f"{self._head}: {what}, {now - start:.0f} s"
             self._shown_seconds = now
+            if self._stream is None:
+                LOGGER.info(text)
+            else:
+                self._write(f"\r{text[:_WIDTH]}\x1b[K")
 
     def remove(self) -> None:
         if self._shown_seconds is not None:

@@ -50,6 +50,7 @@ statistics to update.
     kept              what ``keep`` leaves for a replay
     state             what a replay must find again
     dependency, phony    fork and join; the tensors that they pass
+    tail              whether a replay ends by itself after the last tensor
     saved, trees      bytes that autograd keeps; tensors in structures
     flags, clock      what a thread is doing; when something happened on a device
     private           private names of torch

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchckpt.typing import Function
 
@@ -14,10 +15,21 @@ __all__ = ["Replay", "is_checkpointing", "is_recomputing", "thread"]
 class Replay(list[nn.Module]):
     """The state of one running replay: a list of the norm layers that now hold copies of their buffers (norms.py)."""
 
-    __slots__ = ("skips",)
+    __slots__ = ("compiles", "made", "ran", "skips", "watched")
 
+
+    made: set[int | None]
+    """Keys of the storages that it has made. Only set where a dispatch mode runs that did not run in the forward."""
     skips: dict[Any, Any]
     """The skips that layers have stashed in this replay (torchckpt.pipe.skip). Not set until the first one."""
+
+    def __init__(self, ran: dict[nn.Module, Mapping[str, Tensor]]) -> None:
+        self.ran = ran
+        """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
+        self.compiles = False
+        """Whether Dynamo has compiled code in it."""
+        self.watched: list[nn.Module] = []
+        """Those that have hooks, by which they are lent copies."""
 
 
 class EntersRegions(Protocol):
@@ -31,6 +43,8 @@ class _Thread(threading.local):
     flags: tuple[bool, bool, Replay | None] = False, False, None
     """Whether it runs a forward of a region; whether it replays one; and that replay."""
     scope: EntersRegions | None = None
+    norms: list[nn.Module] | None = None
+    """The norm layers found so far in the forward that it runs (norms.py)."""
     tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 
 

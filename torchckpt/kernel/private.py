@@ -6,9 +6,10 @@ searches the package for private names in other files; another compares each nam
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -19,25 +20,30 @@ from torch.autograd import Function
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
+from torchckpt.modules import is_compiled_function
 
 __all__ = [
     "DeviceContext",
+    "DispatchMode",
     "alive",
     "apply_of",
     "batch_norm_layer",
+    "caching_mode",
     "compiler_of",
+    "compiler_stance",
     "dispatch_modes_are_active",
     "forward_ad",
     "frame_of_torch",
     "function_modes",
     "functorch_is_active",
-    "global_forward_hooks",
-    "global_forward_pre_hooks",
+    "heeds_hooks",
     "hooks_in_force",
     "is_exporting",
+    "is_of_newest_node",
     "keep_from_dynamo",
     "look_through",
     "modes_are_active",
+    "mutation_is_allowed",
     "norm_layer",
     "pop_hooks",
     "profiler_is_on",
@@ -45,6 +51,7 @@ __all__ = [
     "set_grad_enabled",
     "set_version",
     "storage_key",
+    "use_stance",
     "without_selective_modes",
 ]
 
@@ -56,6 +63,7 @@ try:
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
+    from torch._C._autograd import _get_sequence_nr as _next_node  # no public form
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
@@ -63,12 +71,9 @@ try:
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
-    from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks  # register_module_forward_hook
-    from torch.nn.modules.module import (
-        _global_forward_pre_hooks as global_forward_pre_hooks,  # register_module_forward_pre_hook
-    )
     from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
     from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # public in all but its module
 except ImportError as missing:
     raise CheckpointError(
         f"torchckpt needs a torch from 2.11 on that has all of torchckpt/kernel/private.py\n  received: {missing}\n"
@@ -101,6 +106,12 @@ def set_version(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
+def is_of_newest_node(tensor: Tensor) -> bool:
+    """Whether the node that made ``tensor`` is the last that this thread has made; no public form."""
+    node: Any = tensor.grad_fn
+    return node is not None and node._sequence_nr() + 1 == _next_node()
+
+
 def apply_of(function: type[Function]) -> Callable[..., Any]:
     """``function.apply`` without its check for functorch transforms, which regions refuse when they are entered."""
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]  # untyped in torch
@@ -118,12 +129,29 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def mutation_is_allowed() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is entered. No public form."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
     """The compiler that made ``compiled``, with the arguments given to ``torch.compile``; None if it is not found. No
     public form."""
     closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
     compiler: Callable[..., Any] | None = closure.get("self")
-    return compiler if hasattr(compiled, "_torchdynamo_orig_callable") and callable(compiler) else None
+    return compiler if is_compiled_function(compiled) and callable(compiler) else None
+
+
+def compiler_stance() -> Any:
+    """What ``torch.compiler.set_stance`` has set; None where Dynamo was not imported. Public code can set it alone."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return None if dynamo is None else getattr(dynamo, "_stance", None)
+
+
+def use_stance(stance: Any) -> AbstractContextManager[None]:
+    """From now to the end of the block, the stance of ``torch.compiler`` is ``stance``, in all threads."""
+    skips = stance.skip_guard_eval_unsafe
+    return torch.compiler.set_stance(stance.stance, skip_guard_eval_unsafe=skips, force_backend=stance.backend)  # type: ignore[no-any-return]
 
 
 _FRAMES = {
@@ -193,12 +221,19 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
 _ASKS_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
 
 
-def look_through(*packs: Callable[..., Any]) -> None:
-    """Mark hooks as internal, so that torch does not take them for saved-tensor hooks of the user.
+def look_through(*packs: Callable[..., Any], users: object = None) -> None:
+    """Mark hooks as internal, so that torch does not take them for saved-tensor hooks of the user, which are ``users``.
 
     From torch 2.14 on, selective contexts warn of the user's hooks, because the tensors that they keep do not pass
     through such hooks. No public form.
     """
     if _ASKS_FOR_HOOKS:
         for pack in packs:
-            pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
+            pack.__dict__.update(_checkpoint_internal=True, _user_hooks=users)
+
+
+caching_mode: type[Any] = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", type(None))
+"""The context of a selective forward; no public form."""
+
+heeds_hooks = "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+"""Whether selective contexts can pass what they keep through the user's hooks."""

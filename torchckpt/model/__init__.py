@@ -1,28 +1,27 @@
 """Arithmetic without torch: schedules, their simulation and bounds.
 
-A *schedule* says in which order every rank does what; *costs* say how long that takes; a *timeline* is what comes out.
+A *schedule* says in which order every rank does what; *blocks* say how long that takes and how much it holds; *choices*
+say what becomes of each block; a :class:`Step` is the three together, and a *timeline* is what comes out.
 
     plan, remat       what fits a byte budget: a pipeline; one traced step
-    report            what a step costs, in words
-    place             where recomputes go, and the bound
-    simulation        a schedule, played: when
+    step              one step: its time, its bytes, the bound
+    work              blocks, links, choices
     draw, figures     pictures; a step as data
     schedule          who does what, in which order
     amount, device    sizes as users write them; data sheets
 
->>> schedule = with_recompute(one_f_one_b(4, 16), ahead(exempt="last_stage"))
->>> simulate(one_f_one_b(4, 16)).step_seconds, bound(schedule).step_seconds, simulate(schedule).step_seconds
-(57.0, 70.0, 71.0)
+>>> plain = one_f_one_b(4, 16)
+>>> choices = exempt(plain, ahead(plain), "last_stage")
+>>> simulate(plain).step_seconds, simulate(plain, choices=choices).step_seconds
+(57.0, 71.0)
+>>> bound(plain, choices=choices).step_seconds
+70.0
 """
 from torchckpt.model.figures import Event, Message
-from torchckpt.model.place.bound import Bound, Supply, bound
-from torchckpt.model.place.placement import with_recompute
-from torchckpt.model.place.policy import Policy, ahead, arrival, none, partial
 from torchckpt.model.schedule.action import Action, Kind
-from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.csv_format import from_csv, to_csv
 from torchckpt.model.schedule.named import NAMES, named_schedule
-from torchckpt.model.schedule.schedule import Schedule, Segments
+from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.schedules import (
     dualpipe_v,
     eager_one_f_one_b,
@@ -33,21 +32,29 @@ from torchckpt.model.schedule.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulation.simulator import simulate
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.step.bound import Bound, Supply, bound
+from torchckpt.model.step.placement import with_recompute
+from torchckpt.model.step.quickest import quickest
+from torchckpt.model.step.step import Step, simulate
+from torchckpt.model.step.timeline import Timeline
+from torchckpt.model.work.block import Block, Stage, fixed
+from torchckpt.model.work.choice import Choice, State, ahead, arrival, exempt, first_blocks, none
+from torchckpt.model.work.link import Link
 
 __all__ = [
     "NAMES",
     "Action",
+    "Block",
     "Bound",
+    "Choice",
     "Event",
     "Kind",
     "Link",
     "Message",
-    "Policy",
     "Schedule",
-    "Segments",
-    "StageCosts",
+    "Stage",
+    "State",
+    "Step",
     "Supply",
     "Timeline",
     "ahead",
@@ -55,6 +62,9 @@ __all__ = [
     "bound",
     "dualpipe_v",
     "eager_one_f_one_b",
+    "exempt",
+    "first_blocks",
+    "fixed",
     "from_csv",
     "gpipe",
     "interleaved_one_f_one_b",
@@ -62,7 +72,7 @@ __all__ = [
     "named_schedule",
     "none",
     "one_f_one_b",
-    "partial",
+    "quickest",
     "simulate",
     "to_csv",
     "with_recompute",

@@ -1,13 +1,24 @@
-"""Amount: parse a memory size or share that a user wrote, such as ``"6GiB"`` or ``"50%"``."""
+"""Amount: the one reader of memory sizes, shares and budgets that a user wrote, such as ``"6GiB"`` or ``"50%"``."""
 from __future__ import annotations
 
 import math
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
+from typing import TypeAlias, TypeGuard
 
-__all__ = ["UNITS", "Amount", "read", "trouble"]
+from torchckpt.errors import Fault, raise_faults
+
+__all__ = ["UNITS", "WORKS", "Amount", "Budget", "enough", "read", "read_budgets", "trouble", "whole"]
+
+Budget: TypeAlias = "str | float"
+"""Bytes, a size such as ``"60GB"``, or ``"50%"`` of what is held when everything is kept."""
+
+WORKS = 'budget="60GB", budget="50%", budget=6e10'
+"""Budgets, for messages."""
 
 UNITS = {
     "B": 1,
@@ -18,6 +29,8 @@ _BY_CAPITALS = {unit.upper(): amount for unit, amount in UNITS.items()}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _SIZE, _SHARE = re.compile(rf"\s*{_NUMBER}\s*([A-Za-z]+)\s*"), re.compile(rf"\s*{_NUMBER}\s*%\s*")
 _BARE = re.compile(rf"\s*{_NUMBER}\s*")
+_WHOLE_FROM = 1000.0
+"""A plan on paper may count in activations of a block: amounts below this have their fractions."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +51,42 @@ class Amount:
 
 
 def read(written: object) -> Amount | None:
-    """The amount for a size with a unit, a share in percent, or a number (also NumPy's). None if it is invalid or not
-    above zero.
-
-    A number means bytes here. :mod:`~torchckpt.model.remat.budget` reads a float as a share instead.
+    """The amount for a size with a unit, a share in percent, or a number of bytes (also NumPy's), at least one. None if
+    it is invalid or not above zero. A number below 1 is none, for it may have been meant as a share.
     """
     if isinstance(written, str):
         return _read_text(written)
     if isinstance(written, bool) or not isinstance(written, (Integral, Real)) or not _is_finite(written):
         return None
     number = Fraction(int(written)) if isinstance(written, Integral) else Fraction(repr(float(written)))  # as typed
-    return Amount(str(written), number) if number > 0 else None
+    return Amount(str(written), number) if number >= 1 else None
+
+
+def read_budgets(caller: str, budgets: Mapping[str, object], most: Fraction | None = None) -> list[Amount]:
+    """The amounts of ``budgets``, by name.
+
+    Args:
+        most: of a share, such as 1. Default: any.
+
+    Raises:
+        ArgumentError: with what is wrong with each.
+    """
+    found = {name: read(written) for name, written in budgets.items()}
+    faults = [_fault(name, budgets[name], amount, most) for name, amount in found.items()]
+    raise_faults(caller, [fault for fault in faults if fault])
+    return [amount for amount in found.values() if amount]
+
+
+def _fault(name: str, written: object, amount: Amount | None, most: Fraction | None) -> Fault | None:
+    received, works = f"{name}={trouble(written)}", WORKS
+    if amount is not None and amount.number <= sys.float_info.max:
+        if most is None or not amount.is_share or amount.number <= most:
+            return None
+        received += " (more than all of it)"
+    elif _is_below_one(written):
+        works = f'budget="{float(written) * 100:g}%", or {works}'
+    rule = "a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
+    return Fault(rule, received, works)
 
 
 def trouble(written: object) -> str:
@@ -60,6 +98,8 @@ def trouble(written: object) -> str:
             reason = "it has no unit"
         elif unit and unit[2].upper() not in _BY_CAPITALS:
             reason = f"{unit[2]} is not a unit"
+    elif _is_below_one(written):
+        reason = "less than a byte; a share is text"
     elif not isinstance(written, (bool, Integral, Real)) and written is not None:
         reason = f"a {type(written).__name__}"
     return f"{written!r} ({reason})" if reason else repr(written)
@@ -76,5 +116,23 @@ def _read_text(text: str) -> Amount | None:
     return Amount(text.strip(), number, share is not None) if number > 0 else None
 
 
+def _is_below_one(written: object) -> TypeGuard[Real]:
+    return isinstance(written, Real) and not isinstance(written, Integral) and 0 < float(written) < 1
+
+
 def _is_finite(number: Real | Integral) -> bool:
     return isinstance(number, Integral) or math.isfinite(float(number))
+
+
+def whole(amount_bytes: float) -> str:
+    """At most so many bytes, for people. There are no parts of a byte; few may be of another unit.
+
+    >>> whole(15800217.6), enough(15800217.6), whole(0.06)
+    ('15800217', '15800218', '0.06')
+    """
+    return f"{math.floor(amount_bytes)}" if amount_bytes >= _WHOLE_FROM else f"{amount_bytes:.12g}"
+
+
+def enough(amount_bytes: float) -> str:
+    """At least so many bytes, as :func:`whole` writes them: who gives what an error asks for has enough."""
+    return whole(math.ceil(amount_bytes) if amount_bytes >= _WHOLE_FROM else amount_bytes)

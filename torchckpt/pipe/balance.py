@@ -19,8 +19,8 @@ from torchckpt.kernel.saved import bytes_of
 from torchckpt.kernel.state.ambient import generators_of, random_state, restore_states
 from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.model.draw.units import aligned, number, percent
-from torchckpt.model.place.partition import balanced, count_faults
 from torchckpt.model.schedule.counts import whole
+from torchckpt.model.work.partition import balanced, count_faults
 from torchckpt.pipe.partition import Layer, layers_of
 from torchckpt.tensors import tensors_in
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
@@ -83,19 +83,18 @@ class DeferredBatchNorm(Mixin):
         """Inside, calls of the converted layers in ``module``, on any thread, are micro-batches of one mini-batch.
 
         At the end of the block, each layer that was called updates its running statistics once, even if it was called
-        several times for a micro-batch. If the block raises, no layer does. Blocks that overlap or are nested are one
-        mini-batch, which ends with the last block; if any of them raises, no layer updates.
+        several times for a micro-batch. If the block or the update raises, no layer does. Blocks that overlap or are
+        nested are one mini-batch, which ends with the last block; if any of them raises, no layer updates.
         """
         raise_faults("DeferredBatchNorm.mini_batch", _module_faults(module))
-        layers = _converted(module)
-        _enter(layers)
-        completed = False
+        layers, block = _converted(module), object()
         try:
+            _enter(layers, block)
             yield
-            completed = True
-        finally:
-            for layer, statistics in _leave(layers, completed):
-                _commit(layer, statistics)
+            _commit(_leave(layers, block, completed=True))
+        except BaseException:
+            _leave(layers, block, completed=False)  # those that it has not left
+            raise
 
 
 # a mini-batch ---------------------------------------------------------------------------------------------------------
@@ -105,49 +104,70 @@ class _MiniBatch:
     """What one layer has seen of a mini-batch."""
 
     def __init__(self) -> None:
-        self.users, self.failed, self.statistics = 0, False, Statistics()
+        self.failed, self.statistics = False, Statistics()
+        self.blocks: set[object] = set()
+        """The blocks that have not ended."""
 
 
 _lock = threading.Lock()
 _under_way: dict[nn.Module, _MiniBatch] = {}
 
 
-def _enter(layers: list[nn.Module]) -> None:
+def _enter(layers: list[nn.Module], block: object) -> None:
     with _lock:
         for layer in layers:
-            _under_way.setdefault(layer, _MiniBatch()).users += 1
+            _under_way.setdefault(layer, _MiniBatch()).blocks.add(block)
 
 
-def _leave(layers: list[nn.Module], completed: bool) -> list[tuple[nn.Module, Statistics]]:
+def _leave(layers: list[nn.Module], block: object, completed: bool) -> list[tuple[nn.Module, Statistics]]:
     """End a block. Return the layers whose mini-batch is now complete and which were called in it."""
     ended = []
     with _lock:
         for layer in layers:
-            batch = _under_way[layer]
-            batch.users -= 1
+            batch = _under_way.get(layer)
+            if batch is None or block not in batch.blocks:
+                continue
             batch.failed |= not completed
-            if not batch.users:
-                del _under_way[layer]
-                if batch.statistics.count and not batch.failed:
-                    ended.append((layer, batch.statistics))
+            if len(batch.blocks) > 1:
+                batch.blocks.remove(block)
+                continue
+            if batch.statistics.count and not batch.failed:
+                ended.append((layer, batch.statistics))
+            del _under_way[layer]
     return ended
 
 
 @torch.no_grad()
-def _commit(layer: Any, statistics: Statistics) -> None:
-    """Update the buffers of ``layer`` as BatchNorm does, which does not raise their version counters either."""
+def _commit(ended: list[tuple[nn.Module, Statistics]]) -> None:
+    """Update the buffers of all layers in ``ended``; if that raises, of none."""
+    after = [update for layer, statistics in ended for update in _updates(layer, statistics)]
+    before = [(buffer, buffer.clone()) for buffer, _ in after]
+    try:
+        _write(after)
+    except BaseException:
+        _write(before)
+        raise
+
+
+def _updates(layer: Any, statistics: Statistics) -> Iterator[tuple[Tensor, Tensor]]:
+    """The buffers of ``layer``, each with its value after the mini-batch."""
     own = norms.own_buffers(layer)
     batches, momentum = own.get("num_batches_tracked"), layer.momentum
     if batches is not None:
-        batches.add_(1)
+        yield batches, batches + 1
     for name, value in (("running_mean", statistics.mean()), ("running_var", statistics.variance())):
         running = own.get(name)
         if running is None:
             continue
         factor: Any = momentum
         if factor is None:  # the average of all mini-batches
-            factor = 0.0 if batches is None else batches.to(value.dtype).reciprocal()
-        running.data.copy_(running * (1 - factor) + value * factor)
+            factor = 0.0 if batches is None else (batches + 1).to(value.dtype).reciprocal()
+        yield running, running * (1 - factor) + value * factor
+
+
+def _write(values: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in values:
+        buffer.data.copy_(value)  # .data: BatchNorm does not raise their version counters either
 
 
 # a micro-batch --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.kernel.state.ambient import accelerator_type
-from torchckpt.kernel.state.layout import Modules
+from torchckpt.kernel.state.layout import Modules, NamesModules
 from torchckpt.pipe.in_place import ChangedInputs, StageInputs
 from torchckpt.pipe.skip import Name, StageSkips
 
@@ -88,13 +88,13 @@ class Stage:
         return StageCall(self, skips, given)
 
 
-class StageCall:
+class StageCall(NamesModules):
     """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave."""
 
     def __init__(self, stage: Stage, skips: StageSkips, given: StageInputs | None) -> None:
         self._stage, self._skips, self._given = stage, skips, given
         self._is_forward = True
-        self.region_modules = stage.modules  # the kernel reads their parameters and buffers
+        self.region_modules = stage.modules
         self.__qualname__ = stage.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:

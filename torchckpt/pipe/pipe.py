@@ -158,8 +158,7 @@ class Pipe(nn.Module):
         threads = any(stage.device.type == accelerator_type() for stage in stages)
         with self._statistics():
             outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads, self._options)
-        rows = [batch.rows for batch in micro_batches]
-        return gather(outputs, rows, self.batch_dim, self.reduce)
+            return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
 
     def step(
         self,
@@ -181,7 +180,7 @@ class Pipe(nn.Module):
         hooks that run when a gradient is accumulated (an optimizer in the backward) are refused. What must run once per
         mini-batch, such as the reduction of gradients in DDP, call yourself after the step. Use a ``GradScaler`` inside
         ``loss_fn``: ``lambda output, target: scaler.scale(f(output, target))``. If the step raises, parameters that had
-        no gradient before have none again; other gradients keep what was added.
+        no gradient before have none again, and deferred statistics are as before; other gradients keep what was added.
 
         Args:
             *args, **kwargs: the arguments of the first layer.
@@ -202,17 +201,18 @@ class Pipe(nn.Module):
             args = (*args, target)
         reduce = reduce or self.reduce or "mean"
         raise_faults("Pipe.step()", [*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
-        with torch.inference_mode(False), torch.enable_grad(), self._statistics():
-            step = self._step(args, kwargs, loss_fn, reduce)
-            bare = [parameter for parameter in self.parameters() if parameter.grad is None]
-            try:
+        bare, last_step = [p for p in self.parameters() if p.grad is None], self._last_step
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), self._statistics():
+                step = self._step(args, kwargs, loss_fn, reduce)
                 loss = step.run()
-            except BaseException:
-                for parameter in bare:
-                    parameter.grad = None
-                raise
-        self._last_step = step.record
-        return loss
+                self._last_step = step.record
+                return loss
+        except BaseException:  # of the end of the block, too, which updates statistics
+            self._last_step = last_step
+            for parameter in bare:
+                parameter.grad = None
+            raise
 
     def _step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[[Any, Any], torch.Tensor], reduce: str

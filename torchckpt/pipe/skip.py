@@ -225,15 +225,16 @@ class StageSkips:
         # is_recomputing() also holds in a forward inside the replay of an outer region.
         is_forward, self._entered = not self._entered, True
         run = _Run(self, is_forward)
-        token = _current.set(run)
-        self._arguments = arguments
+        before = _current.get()
         try:
+            _current.set(run)  # inside: an interrupt may come right after it
+            self._arguments = arguments
             output = function()
             if is_forward and self._skips is not None and self._skips.are_any:
                 self._skips.leave(arguments, run.kept, tensors_of(output)[0])
             return output, run.kept
         finally:
-            _current.reset(token)
+            _current.set(before)
             self._arguments = ()
             if is_forward:
                 self._skips = self._fetch = None

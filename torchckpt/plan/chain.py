@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias
@@ -16,7 +16,7 @@ from torchckpt.plan.count import Counted, counted
 from torchckpt.plan.kernels import kernels_of
 from torchckpt.plan.ledger import SecondsOf
 from torchckpt.plan.parts import repeated_children, watched
-from torchckpt.plan.private import VALUES_ASKED, is_unallocated, unallocated
+from torchckpt.plan.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Build", "counted_chain"]
@@ -96,7 +96,20 @@ def _made(build: Build) -> _Made:
         _refuse(rule, f"an example of {_kind(example)}")
     if loss is not None and not callable(loss):
         _refuse("the loss is a function of what the last stage returns", _kind(loss))
+    _refuse_sharded(stages, inputs)
     return _Made(list(stages), inputs, loss)
+
+
+def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...]) -> None:
+    """Refuse tensors that are shares of larger ones: what they take and what they compute would be counted wrong."""
+    held = [(f"stage {at}: {name or 'it'}", one) for at, stage in enumerate(stages)
+            for name, one in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
+    for place, one in [*held, *(("an input of the first stage", one) for one in tensors_in(inputs))]:
+        kind = sharded_kind(one)
+        if kind is not None:
+            rule = "the tensors of a stage are whole: what is sharded over ranks cannot be counted yet"
+            works = "the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()"
+            _refuse(rule, f"{place} is a {kind}", works=works)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import torch
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.device import Device, device_named
 from torchckpt.model.draw.units import aligned
-from torchckpt.model.plan.stage.stage import Block, Fixed, Stage
-from torchckpt.model.schedule.costs import Link
+from torchckpt.model.work.block import Block, Stage, fixed
+from torchckpt.model.work.link import Link
 from torchckpt.plan.chain import Build, counted_chain
 from torchckpt.plan.count import Counted, Part
 from torchckpt.plan.kernels import KERNELS
@@ -162,8 +162,8 @@ def _block(part: Part, optimizer_bytes: float | None) -> Block:
     )
 
 
-def _fixed(parts: Sequence[Part], optimizer_bytes: float | None) -> Fixed:
-    return Fixed(
+def _fixed(parts: Sequence[Part], optimizer_bytes: float | None) -> Block:
+    return fixed(
         sum(part.forward.seconds for part in parts),
         sum(part.input_grad.seconds for part in parts),
         sum(part.weight_grad.seconds for part in parts),

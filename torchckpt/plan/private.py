@@ -1,6 +1,7 @@
 """Private: every private name of torch that ``torchckpt.plan`` uses, in one place."""
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,11 +24,18 @@ __all__ = [
     "is_view",
     "sequence_now",
     "sequence_of",
+    "sharded_kind",
     "unallocated",
 ]
 
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 """The errors of a tensor without memory if code reads its values, or needs a shape that depends on them."""
+
+
+_SHARDED = (
+    ("torch.distributed.tensor", "DTensor", "DTensor, as of tensor parallelism or FSDP2's fully_shard()"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+)
 
 
 def unallocated() -> AbstractContextManager[Any]:
@@ -49,6 +57,15 @@ def _forget(*_: Any) -> None: ...
 def is_unallocated(tensor: Tensor) -> bool:
     """Whether ``tensor`` has no memory and is on the CPU, where operators choose the kernels of a real device."""
     return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+
+
+def sharded_kind(value: object) -> str | None:
+    """How a tensor or a module is sharded, in words; None if it is not. What was never imported is not asked for."""
+    for place, name, kind in _SHARDED:
+        found = getattr(sys.modules.get(place), name, None)
+        if found is not None and isinstance(value, found):
+            return kind
+    return None
 
 
 def sequence_now() -> int:

@@ -93,7 +93,7 @@ def done_by(stage: int, schedule: Schedule, ran: Iterable[Ran]) -> Done:
     current: list[Ran] = []  # operators before the first mark
     for one in ran:
         if one.operator == _END:
-            current = _after(found, schedule)
+            current = _after(found)
         elif one.operator in (_BEGIN, _BACK):
             current = []
             found.append((next(begun if one.operator == _BEGIN else back), current))
@@ -102,10 +102,10 @@ def done_by(stage: int, schedule: Schedule, ran: Iterable[Ran]) -> Done:
     return found
 
 
-def _after(found: Done, schedule: Schedule) -> list[Ran]:
+def _after(found: Done) -> list[Ran]:
     """Where operators go after a forward or a replay: of a late replay, to the backward that it stands in."""
     stage, kind, i = found[-1][0]
-    if kind is Kind.RECOMPUTE and (stage, i) in schedule.late:
+    if kind is Kind.RECOMPUTE and len(found) > 1 and found[-2][0] == (stage, Kind.BACKWARD, i):
         backward = found.pop(-2)[0]  # its few operators before the replay are left out
         found.append((backward, []))
         return found[-1][1]

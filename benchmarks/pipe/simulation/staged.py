@@ -13,9 +13,10 @@ from benchmarks.pipe.large import gpt
 from benchmarks.pipe.simulation.observed import Marked
 from benchmarks.pipe.variants import Job, Region
 from torchckpt import Pipe
-from torchckpt.model import Schedule, ahead, arrival, gpipe, one_f_one_b, with_recompute
+from torchckpt.model import Schedule, ahead, arrival, exempt, gpipe, none, one_f_one_b, with_recompute
+from torchckpt.model.work.choice import Choices
 
-__all__ = ["BOUNDARY_BYTES", "VARIANTS", "Variant", "called", "marked", "schedule_of", "staged", "stepper"]
+__all__ = ["BOUNDARY_BYTES", "VARIANTS", "Variant", "called", "marked", "on_paper", "schedule_of", "staged", "stepper"]
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,33 @@ VARIANTS = {
 
 
 def schedule_of(variant: Variant, stages: int, m: int) -> Schedule:
-    """The variant's schedule for the simulator."""
-    plain = one_f_one_b(stages, m) if variant.base == "1F1B" else gpipe(stages, m, last_first=True)
+    """What each device does in order. A replay inside a backward has an ``R`` there, too."""
+    plain = _plain(variant, stages, m)
     if variant.regions:
-        return with_recompute(plain, arrival())
+        return with_recompute(plain, ahead(plain))
+    return with_recompute(plain, _choices(variant, plain), variant.lookahead)
+
+
+def on_paper(variant: Variant, stages: int, m: int) -> tuple[Schedule, Choices]:
+    """The variant's schedule and choices, for the simulator."""
+    if variant.regions:
+        plain = _plain(variant, stages, m)
+        return plain, arrival(plain)
+    schedule = schedule_of(variant, stages, m)
+    return schedule, _choices(variant, schedule)
+
+
+def _plain(variant: Variant, stages: int, m: int) -> Schedule:
+    return one_f_one_b(stages, m) if variant.base == "1F1B" else gpipe(stages, m, last_first=True)
+
+
+def _choices(variant: Variant, schedule: Schedule) -> Choices:
     if variant.mode == "never":
-        return plain
-    kept = {"always": (), "except_last": "last_micro_batch"}[variant.mode]
-    return with_recompute(plain, ahead(variant.lookahead, exempt="last_stage" if variant.base == "1F1B" else kept))
+        return none(schedule)
+    if variant.base == "1F1B":
+        return exempt(schedule, ahead(schedule), "last_stage")
+    kept = {"always": [], "except_last": ["last_micro_batch"]}[variant.mode]
+    return exempt(schedule, ahead(schedule), *kept)
 
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 16, 32, 2, 32

@@ -15,10 +15,19 @@ from benchmarks.pipe.simulation.classic import Classic
 from benchmarks.pipe.simulation.machines import Machine
 from benchmarks.pipe.simulation.observed import MARKS, busy_seconds, done_by, step_seconds, timeline_of
 from benchmarks.pipe.simulation.sizes import Sizes
-from benchmarks.pipe.simulation.staged import BOUNDARY_BYTES, VARIANTS, Variant, marked, schedule_of, staged, stepper
+from benchmarks.pipe.simulation.staged import (
+    BOUNDARY_BYTES,
+    VARIANTS,
+    Variant,
+    marked,
+    on_paper,
+    schedule_of,
+    staged,
+    stepper,
+)
 from benchmarks.pipe.variants import Job
 from tests.device import Ran, Simulator
-from torchckpt.model import Kind, Link, StageCosts, Timeline, simulate
+from torchckpt.model import Block, Kind, Link, Timeline, simulate
 
 __all__ = ["Cell", "Trial", "classic_seconds", "hidden", "replays_ahead", "timelines", "trials"]
 
@@ -66,15 +75,16 @@ class Bench:
         if cell.share is not None:
             forward_seconds = self._costs(self.machine, 1.0)[0].forward_seconds
             self.machine = self.machine.with_link(cell.share * forward_seconds, BOUNDARY_BYTES)
-        on_paper = simulate(schedule_of(_PLAIN, cell.stages, cell.m), self._costs(self.machine, 1.0), self._link(1.0))
-        self.stretch = stretch = cell.step_seconds / on_paper.step_seconds
+        schedule, choices = on_paper(_PLAIN, cell.stages, cell.m)
+        paced = simulate(schedule, self._costs(self.machine, 1.0), self._link(1.0), choices)
+        self.stretch = stretch = cell.step_seconds / paced.step_seconds
         self.costs, self.link = self._costs(self.machine, stretch), self._link(stretch)
 
     def _link(self, stretch: float) -> Link:
         rates = self.machine.rates(stretch)
         return Link(rates.seconds_per_copy, rates.link_bytes_per_second)
 
-    def _costs(self, machine: Machine, stretch: float) -> list[StageCosts]:
+    def _costs(self, machine: Machine, stretch: float) -> list[Block]:
         """The durations of the operators of each stage, added up, a micro-batch in the mean."""
         schedule = schedule_of(_EARLY, self.cell.stages, self.cell.m)
         ran = self.record(_EARLY, machine, stretch)
@@ -85,7 +95,8 @@ class Bench:
             forward, recompute, backward = (
                 busy[kind] / self.cell.m for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
             )
-            costs = StageCosts(forward, backward / 2, backward / 2, recompute, boundary_bytes=BOUNDARY_BYTES)
+            saved = 2.0 * BOUNDARY_BYTES  # no time depends on it
+            costs = Block(forward, backward / 2, backward / 2, recompute, saved, BOUNDARY_BYTES)
             found.append(costs)
         return found
 
@@ -115,7 +126,8 @@ class Bench:
         return ran
 
     def on_paper(self, variant: Variant) -> Timeline:
-        return simulate(schedule_of(variant, self.cell.stages, self.cell.m), self.costs, self.link)
+        schedule, choices = on_paper(variant, self.cell.stages, self.cell.m)
+        return simulate(schedule, self.costs, self.link, choices)
 
     def peaks(self, variant: Variant) -> list[int]:
         """Peak bytes of each device, parameters included. The backwards of all devices run in one thread: with several,

@@ -6,8 +6,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from torchckpt.model import Link, Schedule, StageCosts, ahead, arrival, gpipe, one_f_one_b, simulate, with_recompute
-from torchckpt.model.place.bound import bound
+from torchckpt.model import (
+    Block,
+    Link,
+    Schedule,
+    Stage,
+    ahead,
+    arrival,
+    bound,
+    exempt,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    with_recompute,
+)
 
 __all__ = ["FULL", "NAMED", "Cell", "Prediction", "predict"]
 
@@ -41,7 +53,7 @@ class Cell:
     def bounded(self) -> Schedule:
         """What the bound counts. ``exempt="auto"`` also keeps the first micro-batch of each stage of 1F1B: that lowers
         the bound by a recompute, but shortens no step, for the rank would have been idle then."""
-        return with_recompute(self.plain, ahead(exempt=_EXEMPT[self.schedule]))
+        return with_recompute(self.plain, exempt(self.plain, ahead(self.plain), _EXEMPT[self.schedule]))
 
 
 FULL = tuple(
@@ -67,7 +79,7 @@ class Prediction:
         return 1 - (self.ours - self.none) / (self.stock - self.none)
 
 
-def predict(cell: Cell, ours: Schedule, costs: Sequence[StageCosts], links: Sequence[Link]) -> Prediction:
-    late = with_recompute(cell.plain, arrival())
-    steps = (simulate(schedule, costs, links, exposed=False).step_seconds for schedule in (cell.plain, late, ours))
+def predict(cell: Cell, ours: Schedule, costs: Sequence[Block | Stage], links: Sequence[Link]) -> Prediction:
+    pairs = (cell.plain, None), (cell.plain, arrival(cell.plain)), (ours, None)
+    steps = (simulate(schedule, costs, links, choices, exposed=False).step_seconds for schedule, choices in pairs)
     return Prediction(*steps, bound(cell.bounded, costs, links).overhead_seconds)

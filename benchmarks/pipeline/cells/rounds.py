@@ -100,7 +100,7 @@ def _measure(rank: int, cell: Cell, settings: Settings, table: Tensor) -> Measur
 def _measured(
     cell: Cell, settings: Settings, ours: Variant, seconds: dict[str, list[float]], said: list[Any]
 ) -> Measured:
-    report = ours.schedule.report()  # of all ranks
+    step = ours.schedule.report().step  # of all ranks
     order = ours.schedule.schedule
     costs, link = model_costs(settings.costs(cell))
     return Measured(
@@ -108,8 +108,8 @@ def _measured(
         seconds,
         all(equal for _, equal, _ in said),
         predict(cell, order, [costs] * cell.p, [link] * (cell.p - 1)),
-        predict(cell, order, report.costs, report.links),
-        max(stage.recompute_seconds for stage in report.costs),
+        predict(cell, order, step.stages, step.links),
+        max(sum(block.recompute_seconds for block in stage.blocks) for stage in step.stages),
         [early for _, _, early in said],
         [[str(action) for action in actions] for actions in order.ranks],
     )

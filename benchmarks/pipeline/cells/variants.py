@@ -16,7 +16,8 @@ from benchmarks.pipeline.sleeping.link import BACK, LinkedStage, Wire
 from benchmarks.stock import Stock
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.model import Kind, Link, StageCosts
+from torchckpt.model import Block as Work
+from torchckpt.model import Kind, Link
 
 __all__ = ["MORE", "VARIANTS", "Variant"]
 
@@ -26,9 +27,9 @@ _CLASSES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ROWS, _WIDTH = 4, 16
 
 
-def model_costs(costs: Costs) -> tuple[StageCosts, Link]:
+def model_costs(costs: Costs) -> tuple[Work, Link]:
     forward, half = costs.forward_seconds, costs.backward_seconds / 2
-    return StageCosts(forward, half, half, forward), Link(costs.link_seconds)
+    return Work(forward, half, half, forward), Link(costs.link_seconds)
 
 
 class Variant:

@@ -7,7 +7,7 @@ from torch import nn
 
 import torchckpt
 from tests.device import Rates
-from torchckpt.model import Kind, Link, StageCosts, one_f_one_b, simulate
+from torchckpt.model import Block, Kind, Link, one_f_one_b, simulate
 
 FORWARD = "aten::tanh"
 
@@ -36,7 +36,7 @@ def forwards(sim, p, m):
 
 
 def on_paper(p, m):
-    timeline = simulate(one_f_one_b(p, m), StageCosts(0.002, 0.0, 0.0), Link(0.001))
+    timeline = simulate(one_f_one_b(p, m), Block(0.002, 0.0, 0.0), Link(0.001))
     events = [event for event in timeline.events if event.action.kind is Kind.FORWARD]
     return [[round(event.start_seconds * 1e3, 3) for event in events if event.rank == rank] for rank in range(p)]
 

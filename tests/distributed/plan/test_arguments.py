@@ -9,8 +9,8 @@ from tests.distributed.stages import Blocks, schedule_on, stages_of
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.distributed.plan.recompute_within import RecomputeWithin
 from torchckpt.errors import ArgumentError
-from torchckpt.model import StageCosts, gpipe, one_f_one_b
-from torchckpt.model.plan import Block, Stage, plan_pipeline
+from torchckpt.model import Block, Stage, gpipe, one_f_one_b
+from torchckpt.model.plan import plan_pipeline
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -75,7 +75,7 @@ def test_budget_and_plan():
         ({"segments": 1}, "a budget and segments=1"),
         ({"exempt": "none"}, "a budget and exempt='none'"),
         ({"costs": "measured"}, "a budget and costs='measured'"),
-        ({"segments": 2, "costs": StageCosts()}, f"a budget and segments=2, costs={StageCosts()!r}"),
+        ({"segments": 2, "costs": Block()}, f"a budget and segments=2, costs={Block()!r}"),
     ],
 )
 def test_what_a_plan_decides(options, received):

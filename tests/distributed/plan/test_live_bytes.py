@@ -8,7 +8,7 @@ from torchckpt.distributed.plan import live_bytes as module
 from torchckpt.distributed.plan.live_bytes import LiveBytes
 from torchckpt.kernel.saved import storage_of
 from torchckpt.model import Action, Kind
-from torchckpt.model.plan.search.replay import Level
+from torchckpt.model.step.memory import Level
 
 FIRST, SECOND = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
 CPU = torch.device("cpu")

@@ -29,9 +29,9 @@ from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
-from torchckpt.model import Action, Kind, Schedule
-from torchckpt.model import plan as planning
-from torchckpt.model.plan import Choice, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model import Action, Choice, Kind, Schedule, Stage, with_recompute
+from torchckpt.model import Block as Work
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
 from torchckpt.testing import count_recomputes
 
 pytestmark = with_gloo
@@ -106,6 +106,10 @@ def report_of_rank(rank):
     report["plans"] = attempted(step_with, {"plan": all_late("Schedule1F1B", 2, kept=rank)})
     mode = {"plan": all_late("Schedule1F1B", 2)} if rank else {"budget": "1GB"}
     report["budget and plan"] = attempted(step_with, mode)
+    report["one budget"] = attempted(kept_of, {"budget": [1e9, "1000MB"] if rank else "1GB"})
+    report["none"] = attempted(step_with, {"budget": "1GB"} if rank else {})
+    report["plan or none"] = attempted(step_with, {} if rank else {"plan": all_late("Schedule1F1B", 2)})
+    report["costs"] = attempted(step_with, {} if rank else {"costs": "measured"})
     report["least"] = attempted(step_with, {"budget": 1000})
     return report
 
@@ -116,6 +120,11 @@ def step_with(mode, steps=4, name="Schedule1F1B", make=Blocks):
     for _ in range(steps):
         fresh_step(schedule, stages)
     return schedule
+
+
+def kept_of(mode):
+    """The share of the blocks that is recomputed after the first steps."""
+    return step_with(mode).plan.recomputed_share
 
 
 def fresh_step(schedule, stages, rows=ROWS):
@@ -131,7 +140,7 @@ def fresh_step(schedule, stages, rows=ROWS):
 def given(name, choices, actions=None, stages=None):
     """A plan of ``name`` on one rank, as somebody may have made it by hand; ``actions`` in place of the schedule's."""
     live = schedule_of(schedule_on(stages_of(name, Blocks), name, 4))
-    blocks = stages or [Stage((planning.Block(boundary_bytes=0.25),) * 2)] * live.stages
+    blocks = stages or [Stage((Work(boundary_bytes=0.25),) * 2)] * live.stages
     problem = plan_pipeline(live, blocks, "100%").problem
     order = live if actions is None else Schedule(live.name, (tuple(actions),), live.placement, live.micro_batches)
     return PipelinePlan.of(problem, order, choices)
@@ -140,7 +149,7 @@ def given(name, choices, actions=None, stages=None):
 def all_late(name, stages, kept=0):
     """Of two blocks each; the last ``kept`` are kept."""
     live = schedule_of(schedule_on(stages_of(name, Blocks), name, 4))
-    problem = plan_pipeline(live, [Stage((planning.Block(boundary_bytes=0.25),) * 2)] * stages, "100%").problem
+    problem = plan_pipeline(live, [Stage((Work(boundary_bytes=0.25),) * 2)] * stages, "100%").problem
     choice = Choice((0, 1)[2 - kept :], (), (0, 1)[: 2 - kept])
     return PipelinePlan.of(problem, live, {(j, i): choice for j in range(stages) for i in range(4)})
 
@@ -296,7 +305,24 @@ def test_the_report_shows_planned_beside_measured():
     assert re.search(r"^planned +[\d.]+ ms .*\nmeasured +[\d.]+ ms .*\nbound +[\d.]+ ms ", text, re.MULTILINE)
     assert re.search(r"^rank  planned peak  measured peak   budget\n0 .* 1000 MB$", text, re.MULTILINE)
     assert "everything fits, so nothing need be recomputed" in text
-    assert schedule.timeline().peak_bytes == schedule.plan.peak_bytes
+    assert early.measured.peak_bytes == schedule.plan.peak_bytes  # nothing else is known yet
+    assert schedule.timeline().peak_bytes == report.measured.peak_bytes == report.measured_peak_bytes
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("early", "late"), [((), (0, 1)), ((1,), (0,)), ((0, 1), ())])
+def test_what_a_backward_of_a_plan_recomputes_stands_before_it(early, late):
+    name = "ScheduleGPipe"
+    schedule = step_with({"budget": "1GB"}, 4, name)
+    choices = {visit: Choice((), early, late) for visit in schedule.plan.choices}
+    order = with_recompute(schedule.plan.problem.schedule, choices)
+    plan = PipelinePlan.of(schedule.plan.problem, order, choices)
+    timeline = step_with({"plan": plan}, 2, name).timeline()
+    kinds = [event.action.kind.value for event in timeline.events]
+    each = ["R"] * bool(early) + ["R"] * bool(late) + ["B"]
+    assert kinds == ["F"] * 4 + each * 4
+    ends = [event.end_seconds for event in timeline.events]
+    assert all(event.start_seconds >= end for event, end in zip(timeline.events[1:], ends))
 
 
 @pytest.mark.usefixtures("alone")
@@ -343,6 +369,25 @@ def test_ranks_that_disagree_on_the_budget(reported):
         assert "have the same budget or plan\n  received: budget='2GB' on rank 0, budget='1GB'" in (
             report["budgets"]
         )
+
+
+def test_budgets_that_are_written_otherwise_are_the_same(reported):
+    assert [report["one budget"] for report in reported] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("what", "received"),
+    [
+        ("none", "neither on rank 0, budget='1GB' on rank 1"),
+        ("plan or none", r"plan \w{16} on rank 0, neither on rank 1"),
+        ("costs", "costs='measured' on rank 0, neither on rank 1"),
+    ],
+)
+def test_ranks_of_which_one_has_nothing_to_plan(reported, what, received):
+    """They would wait for each other until the group's timeout."""
+    for report in reported:
+        text = f"ScheduleError: all ranks must have the same budget or plan\n  received: {received}\n  works:    "
+        assert re.search(text, report[what])
 
 
 def test_ranks_that_disagree_on_the_plan(reported):
@@ -405,7 +450,7 @@ def test_a_shape_that_changes():
 @pytest.mark.usefixtures("alone")
 def test_a_plan_for_stages_of_other_blocks():
     choices = {(0, i): Choice((0, 1, 2)) for i in range(4)}
-    plan = given("ScheduleGPipe", choices, stages=[Stage((planning.Block(),) * 3)])
+    plan = given("ScheduleGPipe", choices, stages=[Stage((Work(),) * 3)])
     stages = stages_of("ScheduleGPipe", Blocks)
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), plan=plan)
     with pytest.raises(ScheduleError, match=r"stage 0: 2 regions, .*; planned: 3 regions, "):

@@ -10,8 +10,7 @@ from tests.helpers import leaf
 from torchckpt import checkpoint, keep
 from torchckpt.distributed.plan.stage_parts import CountingScope, Parts, Seconds, stage_of
 from torchckpt.kernel.saved import storage_of
-from torchckpt.model import StageCosts
-from torchckpt.model.plan import Block, Fixed, Stage
+from torchckpt.model import Block, Stage, fixed
 
 ROW = 8 * 4
 _NOTHING = nn.Identity()
@@ -105,22 +104,22 @@ def test_seconds_are_medians():
 
 def test_a_stage():
     parts = Parts(3.0, 5.0, [1.0, 0.0], [8.0, 6.0])
-    stage = stage_of(parts, StageCosts(10.0, 6.0, 3.0), {0: 2.0, 1: 4.0})
+    stage = stage_of(parts, Block(10.0, 6.0, 3.0), {0: 2.0, 1: 4.0})
     assert stage == Stage(
         (Block(2.0, 2.0, 1.0, 2.0, 9.0, 1.0), Block(4.0, 4.0, 2.0, 4.0, 6.0, 0.0)),
-        Fixed(saved_bytes=3.0),
-        Fixed(4.0, saved_bytes=5.0),
+        fixed(saved_bytes=3.0),
+        fixed(4.0, saved_bytes=5.0),
     )
     assert (stage.forward_seconds, stage.input_grad_seconds, stage.weight_grad_seconds) == (10.0, 6.0, 3.0)
 
 
 def test_a_stage_without_regions():
-    stage = stage_of(Parts(3.0, 0.0), StageCosts(10.0, 6.0, 3.0), {})
-    assert stage == Stage((), Fixed(saved_bytes=3.0), Fixed(10.0, 6.0, 3.0))
+    stage = stage_of(Parts(3.0, 0.0), Block(10.0, 6.0, 3.0), {})
+    assert stage == Stage((), fixed(saved_bytes=3.0), fixed(10.0, 6.0, 3.0))
 
 
 def test_a_region_that_saves_nothing_and_takes_no_time_can_be_planned():
-    stage = stage_of(Parts(boundary_bytes=[0.0], inner_bytes=[0.0]), StageCosts(1.0, 1.0, 1.0), {})
+    stage = stage_of(Parts(boundary_bytes=[0.0], inner_bytes=[0.0]), Block(1.0, 1.0, 1.0), {})
     (block,) = stage.blocks
     assert block.freed_bytes == 0
     assert block.saved_bytes > 0

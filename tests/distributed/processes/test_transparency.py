@@ -33,7 +33,7 @@ from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.features import release_of
-from torchckpt.model import Link, StageCosts
+from torchckpt.model import Block, Link
 from torchckpt.testing import count_recomputes
 
 pytestmark = with_gloo
@@ -47,7 +47,7 @@ MODES = {
     "one segment": {"segments": 1},
     "one segment, nothing exempt": {"segments": 1, "exempt": "none"},
     "both segments": {"segments": 2},
-    "costs": {"exempt": "none", "costs": StageCosts(), "link": Link(5.0)},
+    "costs": {"exempt": "none", "costs": Block(), "link": Link(5.0)},
     "costs measured": {"costs": "measured"},
 }
 FEW = {name: MODES[name] for name in ("default", "nothing exempt", "one segment")}

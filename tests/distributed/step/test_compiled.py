@@ -98,7 +98,8 @@ def test_compiled_blocks_are_recomputed_ahead(order, options):
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_stage_that_is_compiled_with_its_regions_is_an_error_that_says_what_works():
+@pytest.mark.parametrize("options", [{}, {"budget": "1GB"}], ids=str)
+def test_a_stage_that_is_compiled_with_its_regions_is_an_error_that_says_what_works(options):
     def make(stage):
         module = layers(stage)
         for block in module:
@@ -107,7 +108,7 @@ def test_a_stage_that_is_compiled_with_its_regions_is_an_error_that_says_what_wo
         return module
 
     with pytest.raises(RegionError) as caught:
-        trained(make, recompute_ahead)
+        trained(make, partial(recompute_ahead, **options))
     assert str(caught.value) == (
         "a stage that is to be recomputed has a region\n"
         "  received: stage 0, with Block '0' inside of compiled code\n"

@@ -147,7 +147,8 @@ def test_after_a_step_nothing_is_left(name, mode):
     schedule.recompute = remembered
     with without_collector():
         step(schedule, stages, *batch(4))
-        assert len(frames) > 0 or name == "Schedule1F1B"
+        # With no segment there is nothing to recompute ahead.
+        assert frames or name == "Schedule1F1B" or mode == {"segments": 0}
         assert [frame() for frame in frames if frame() is not None] == []
         assert alive.now == 0
     assert schedule._frames._waiting == {}

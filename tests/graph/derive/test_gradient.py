@@ -339,3 +339,34 @@ def test_function_that_writes_to_what_it_closes_over_is_refused(x):
 def test_error_of_the_function_is_its_own(x):
     with pytest.raises(ZeroDivisionError):
         gradient(lambda x: x.sum() * (1 / 0), x)
+
+# inputs of another kind -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [
+    (torch.ones(1), torch.ones(4)), (torch.ones(2, 4), torch.ones(2, 4)), (torch.ones(4), torch.ones(4).double()),
+    (torch.ones(4, 1), torch.ones(4)), (torch.ones(()), torch.ones(())),
+])
+def test_sizes_are_those_of_the_trace(others):
+    """A mean divides by the number of elements of the trace, and an expanded gradient has its shape."""
+    adjoint = gradient(lambda x, w: (x * w).mean(), torch.ones(4), torch.ones(4))
+    for module in (adjoint, copy.deepcopy(adjoint), simplify(adjoint)):
+        with pytest.raises(ArgumentError, match="takes inputs of the shapes and dtypes of its trace: "):
+            module(*others)
+        assert torch.equal(module(torch.ones(4), torch.ones(4))[1][0], torch.full((4,), 0.25))
+
+
+def test_strides_count_where_an_operation_looks_past_the_shape():
+    x = torch.arange(12.0).view(3, 4)
+    assert torch.equal(gradient(lambda x: (x * x).sum(), x)(x.T.contiguous().T)[1][0], 2 * x)
+    adjoint = gradient(lambda x: x.as_strided((2, 2), (1, 2)).sum(), x)
+    with pytest.raises(ArgumentError, match=r"x of \(3, 4\), torch.float32, \(4, 1\)\n  received: .*\(1, 3\)"):
+        adjoint(x.T.contiguous().T)
+
+
+def test_other_sizes_are_refused_under_compile():
+    adjoint = gradient(lambda x: (x * x).mean(), torch.ones(4))
+    compiled = torch.compile(adjoint, backend="eager")
+    assert torch.equal(compiled(torch.ones(4))[1][0], torch.full((4,), 0.5))
+    with pytest.raises(ArgumentError, match="takes inputs of the shapes and dtypes of its trace"):
+        compiled(torch.ones(8))

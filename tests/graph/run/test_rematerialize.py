@@ -18,7 +18,7 @@ from tests.helpers import assert_equal, in_threads, leaf
 from tests.models import MODELS
 from tests.settings import without_collector
 from torchckpt import graph
-from torchckpt.errors import ArgumentError, CaptureError
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.features import release_of
 from torchckpt.graph.run.rematerialize import Rematerialized
 from torchckpt.kernel.flags import thread
@@ -747,7 +747,7 @@ def test_examples_that_are_given_another_way(model, example, options, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"budget": "6 gigs"}, r"rematerialize\(\): a budget is a size with one of the units.*received: '6 gigs'"),
+        ({"budget": "6 gigs"}, r"rematerialize\(\): a budget is bytes above 0.*received: budget='6 gigs'"),
         ({"keep": "sped"}, r'rematerialize\(\): keep is one of.*received: \'sped\'.*keep="speed"'),
         ({"costs": "guess"}, r'rematerialize\(\): costs is "roofline", "profile".*received: \'guess\''),
         ({"rng": "draw"}, r'rematerialize\(\): rng is "keep" or "replay".*received: \'draw\''),
@@ -776,3 +776,45 @@ def test_assert_same_of_a_model_with_all_of_it():
     case = MODELS["gpt6"](layers=1)
     rematerialized = graph.rematerialize(case.model, keep="memory")
     assert_same(step(case.model, case.inputs, case.loss, call=rematerialized), step(case.model, case.inputs, case.loss))
+
+
+def test_share_becomes_bytes_once():
+    """Of a smaller batch, the gradients of the weights alone are more than the share."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)), nn.Linear(16, 1))
+    step = graph.rematerialize(model, budget="70%")
+    with graph.rematerialize_(copy.deepcopy(model), budget="70%") as handle:
+        for rows in (512, 512, 3):
+            step(torch.randn(rows, 16)).sum().backward()
+            handle.prepare(torch.randn(rows, 16))
+        for made in (step, handle):
+            first, second = made.plans
+            assert first.budget_bytes == second.budget_bytes
+            assert second.peak_bytes == second.eager_peak_bytes > 0.7 * second.eager_peak_bytes
+    with pytest.raises(BudgetInfeasible, match=r"70%, which is .* since the first plan; the least"):
+        step(torch.randn(4096, 16))
+    other = graph.rematerialize(model, torch.randn(1024, 16), budget="70%")
+    assert other.plan.budget_bytes > step.plans[0].budget_bytes
+
+
+def test_share_of_a_call_that_fits_no_plan_is_no_share():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)), nn.Linear(16, 1))
+    step = graph.rematerialize(model, budget="70%")
+    with pytest.raises(BudgetInfeasible):
+        step(torch.randn(3, 16))
+    step(torch.randn(512, 16))
+
+
+def test_same_data_in_two_places_is_a_call_like_any_other(traces):
+    class Net(nn.Linear):
+        def forward(self, x, y):
+            return super().forward(x) * y
+
+    net, x = Net(4, 4), torch.randn(3, 4)
+    step = graph.rematerialize(net, x, x)
+    for pair in ((x, torch.randn(3, 4)), (x, x), (torch.randn(3, 4), x)):
+        compare(net, step, *pair)
+    assert len(traces) == 1
+    one = torch.randn(3, 4, requires_grad=True)
+    for pair in ((one, one), (one, torch.randn(3, 4, requires_grad=True))):  # gradients are added in eager's order
+        compare(net, step, *pair)
+    assert len(traces) == 3

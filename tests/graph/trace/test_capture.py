@@ -96,6 +96,83 @@ def test_layers_of_code_that_look_at_values_in_eager_alone():
     assert torch.equal(capture(function, x)([x]), x.sin())
 
 
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, ValueError, RuntimeError, AssertionError])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_error_of_the_function_that_is_raised_once_is_not_lost(kind, failing):
+    """A trace calls the function twice. A third call would be a second trace, which hides the error."""
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        if len(calls) == failing + 1:
+            raise kind("of the function")
+        return x.sin()
+
+    with pytest.raises(kind, match=r"^of the function$"):
+        capture(function, leaf(3))
+    assert len(calls) == failing + 1
+    calls.clear()
+    if not failing:
+        with pytest.raises(kind, match=r"^of the function$"):
+            graph.gradient(lambda x: function(x).sum(), torch.ones(3))
+        assert len(calls) == 1
+
+
+def test_error_of_memory_is_not_one_of_tracing():
+    """Nor where it is raised in place of one."""
+    def function(x):
+        try:
+            return x * x.sum().item()
+        except RuntimeError:
+            raise MemoryError("of the function") from None
+
+    with pytest.raises(MemoryError, match="of the function"):
+        capture(function, leaf(3))
+
+
+def test_error_that_is_raised_for_one_of_tracing_counts_as_one():
+    def function(x):
+        if torch.compiler.is_compiling():
+            return x.sin()
+        try:
+            return x * x.sum().item()
+        except RuntimeError as error:
+            raise ValueError("no sum") from error
+
+    x = leaf(3)
+    assert torch.equal(capture(function, x)([x]), x.sin())
+
+
+def test_operator_that_fails_on_traced_tensors_alone_counts_as_tracing():
+    @torch.library.custom_op("torchckpt_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @twice.register_fake
+    def _(x):
+        raise RuntimeError("of the operator")
+
+    def function(x):
+        return x.sin() if torch.compiler.is_compiling() else x.sin() + twice(x.detach())
+
+    x = leaf(3)
+    assert torch.equal(capture(function, x)([x]), x.sin())
+
+
+def test_error_in_a_compiled_function_is_not_lost():
+    calls = []
+
+    @torch.compile(backend="eager")
+    def inner(x):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("of the function")
+        return x.sin()
+
+    with pytest.raises(ValueError, match="of the function"):
+        capture(lambda x: inner(x), leaf(3))
+
+
 # what is refused ------------------------------------------------------------------------------------------------------
 
 

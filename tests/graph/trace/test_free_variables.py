@@ -1,6 +1,7 @@
 """What a forward's code reads elsewhere: a call is traced anew where that changes, and only there."""
 from __future__ import annotations
 
+import collections
 import types
 import warnings
 from collections import UserDict
@@ -192,3 +193,55 @@ def test_function_of_a_module(monkeypatch):
     step(x).sum().backward()
     monkeypatch.setattr(module_of_test(), "SCALE", 3.0)
     assert torch.equal(step(x), x.sin() * 3)
+
+
+class Lazy(collections.OrderedDict):
+    """Loads what it is asked for, as transformers' registries do."""
+
+    names = ("one", "two")
+
+    def __getitem__(self, name):
+        raise ImportError(name)
+
+    def keys(self):
+        return [self[name] for name in self.names]
+
+    def values(self):
+        return [self[name] for name in self.names]
+
+    def items(self):
+        return [(name, self[name]) for name in self.names]
+
+    def __iter__(self):
+        return iter(self.keys())
+
+
+REGISTRY = Lazy(one=1, two=2)
+
+
+def test_mapping_that_loads_what_it_is_asked_for_is_not_asked():
+    """Neither as a global, nor in another one, nor as an attribute."""
+    class Net(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.kinds, self.more = REGISTRY, [REGISTRY]
+
+        def forward(self, x, name=None):
+            kind = (REGISTRY, self.kinds, self.more[0])[0][name] if name else 1
+            return super().forward(x) * kind
+
+    x = torch.randn(2, 4)
+    model = Net()
+    compare(model, graph.rematerialize(model, x), x)
+    with graph.rematerialize_(model, x):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.Counter, UserDict])
+def test_mapping_of_python_is_looked_into(kind, traces):
+    settings = kind(scale=2)
+    net, x = Function(lambda x: x * settings["scale"]), torch.ones(2, requires_grad=True)
+    step = graph.rematerialize(net, x)
+    for settings["scale"] in (2, 3):
+        assert torch.equal(step(x), net(x))
+    assert len(traces) == 2

@@ -35,7 +35,7 @@ class Branches(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("share", [None, 0.9])
+@pytest.mark.parametrize("share", [None, "90%"])
 def test_bits_and_bytes_of_both_branches(share):
     torch.manual_seed(0)
     model = Branches()

@@ -169,7 +169,7 @@ def test_names(name):
 
 @pytest.mark.parametrize(("name", "share"), [case for name in SHARES for case in shares(name)])
 def test_budget(name, share):
-    plan = checked(build(name), budget=share)
+    plan = checked(build(name), budget=f"{share:.0%}")
     assert math.floor(share * plan.eager_peak_bytes) <= plan.budget_bytes < share * (plan.eager_peak_bytes + 100)
     assert plan.recomputed
 
@@ -183,7 +183,7 @@ def test_budget_in_bytes(name):
 
 @pytest.mark.parametrize("name", ["gpt6", "mlp24", "unet"])
 def test_names_within_a_budget(name):
-    plan = checked(build(name), keep=NAMES[name], budget=0.9)
+    plan = checked(build(name), keep=NAMES[name], budget="90%")
     kept = {plan.flow.writer[storage] for match in NAMES[name] for storage in plan.names.get(match, ())}
     assert not kept & set(plan.schedule[len(plan.flow.operations):])
 
@@ -196,7 +196,7 @@ def test_budget_that_is_too_small_has_the_least_that_is_not(name):
     """The error has the least bytes found and a plan of them; with the bytes it asks for, there is one."""
     case = build(name)
     with pytest.raises(BudgetInfeasible, match=r"works:    budget=") as caught:
-        graph.rematerialize(WithLoss(case), *case.inputs, budget=0.1)
+        graph.rematerialize(WithLoss(case), *case.inputs, budget="10%")
     least = caught.value
     assert least.least_bytes == least.plan.peak_bytes + 64
     assert least.plan.lower_bound + 64 <= least.least_bytes <= least.plan.eager_peak_bytes + 64
@@ -208,7 +208,7 @@ def test_budget_that_is_too_small_has_the_least_that_is_not(name):
 def test_plan_of_the_error_runs():
     case = build("unet")
     with pytest.raises(BudgetInfeasible) as caught:
-        graph.rematerialize(WithLoss(case), *case.inputs, budget=0.3)
+        graph.rematerialize(WithLoss(case), *case.inputs, budget="30%")
     plan = checked(case, keep=caught.value.plan)
     assert plan.schedule == caught.value.plan.schedule
 

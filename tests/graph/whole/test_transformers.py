@@ -73,6 +73,18 @@ def test_a_cache_is_refused_with_the_keyword_that_helps():
         step(input_ids=tokens()[:, :1], past_key_values=past)
 
 
+def test_a_mask_of_four_dimensions_runs_one_kernel():
+    """Of fewer heads of keys than of queries: without it, eager looks at values and takes another (docs/limits.md)."""
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=4,
+                                      num_key_value_heads=2, vocab_size=64, use_cache=False)
+    torch.manual_seed(0)
+    model, words = transformers.LlamaForCausalLM(config), torch.randint(64, (2, 64))
+    mask = torch.ones(64, 64, dtype=torch.bool).tril().expand(2, 1, 64, 64)
+    named = {"input_ids": words, "labels": words, "attention_mask": mask}
+    step = graph.rematerialize(model, example_kwargs=named)
+    assert_equal(stepped(step, model, **named), stepped(model, model, **named))
+
+
 def test_tied_weights_are_saved_and_loaded(tmp_path):
     model, other = gpt2(use_cache=False), gpt2(use_cache=False)
     step = graph.rematerialize(model, keep="speed")

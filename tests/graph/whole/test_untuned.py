@@ -16,7 +16,7 @@ A_LOSS_BYTES = 16
 MORE_THAN_TAKEN = {"Normed": 6500}
 """Bytes that are planned beside those that are taken: a kernel takes most on numbers that are not those of the call."""
 
-OPTIONS = [pytest.param({}, marks=pytest.mark.slow), {"budget": 0.6}]
+OPTIONS = [pytest.param({}, marks=pytest.mark.slow), {"budget": "60%"}]
 
 
 pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")

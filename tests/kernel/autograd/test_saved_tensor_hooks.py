@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.nn.functional import dropout
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, by_hand, leaf, plain, run
 from torchckpt import checkpoint
@@ -147,3 +148,54 @@ def test_saved_bytes_are_those_of_the_boundary(call, device):
         with saved_bytes() as saved:
             call(block, boundary)
         assert saved.total == x.nbytes
+
+
+def changes_what_it_saved(h):
+    saved = h * 1
+    y = saved.sin()
+    saved.mul_(2)
+    return y * saved.exp()
+
+
+def changes_its_input(h):
+    y = h.sin()
+    h.mul_(2)
+    return y * h.exp()
+
+
+def changes_its_output(h):
+    y = dropout(h.exp(), 0.5)
+    z = y.sin()
+    y.mul_(h).sin_()
+    return z * y
+
+
+AFTERWARDS = {
+    "nothing": lambda h, y: None,
+    "the input": lambda h, y: h.mul_(3),
+    "the output": lambda h, y: y.mul_(3),
+    "a leaf": lambda h, y: None,
+}
+
+
+@pytest.mark.parametrize("afterwards", AFTERWARDS)
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("function", [changes_what_it_saved, changes_its_input, changes_its_output])
+def test_mutation_of_saved_tensors_where_torch_allows_it(function, afterwards, is_dropped, call, device):
+    def program(call, x):
+        h = x.sin() if afterwards != "a leaf" else x.detach() * 1
+        y = call(lambda h: call(function, h * 1.5).cos(), h) * call(function, h) * x
+        z = y.exp()
+        AFTERWARDS[afterwards](h, y)
+        if is_dropped:
+            del h
+        return z.sin()
+
+    def gradient(call):
+        torch.manual_seed(1)
+        x = leaf(6, device=device)
+        with allow_mutation_on_saved_tensors():
+            program(call, x).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(call), gradient(plain))

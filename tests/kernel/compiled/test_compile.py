@@ -16,7 +16,6 @@ from tests.helpers import (
     assert_program_transparent,
     assert_transparent,
     by_hand,
-    compiles_anew_under_a_global_hook,
     leaf,
     plain,
 )
@@ -85,8 +84,7 @@ def test_what_is_compiled_is_what_is_compiled_without_the_region(call, device, m
             call(lambda x: compiled(x).sin(), leaf(3, 4, device=device)).sum().backward()
         return graphs
 
-    anew = make is COMPILED["container in place"][0] and compiles_anew_under_a_global_hook()
-    assert graphs_of(call) == graphs_of(plain) * (2 if anew else 1)
+    assert graphs_of(call) == graphs_of(plain)
 
 
 def test_compiled_block_is_replayed_once(device):

@@ -8,7 +8,6 @@ import torch
 
 from tests.helpers import Block, Mark, assert_equal, assert_transparent, by_hand, doing, leaf, plain
 from torchckpt import Checkpointing, checkpoint, is_recomputing
-from torchckpt.errors import ArgumentError
 from torchckpt.testing import count_recomputes
 
 
@@ -163,23 +162,3 @@ def test_options_change_no_gradient(device, early_stop, determinism_check):
 
     assert_transparent(pair, block, x, modules=[block])
     assert_transparent(plain, block, x, modules=[block])
-
-
-def test_reentrant_and_debug_are_refused_in_one_error():
-    with pytest.raises(ArgumentError) as caught:
-        checkpoint(torch.exp, leaf(3), use_reentrant=True, debug=True)
-    assert str(caught.value) == (
-        "checkpoint: 2 faults\n"
-        "use_reentrant must be False or None: a nested backward breaks autograd.grad, inputs=, double backward and "
-        "split backward, and cannot stop early\n"
-        "  received: use_reentrant=True\n"
-        "  works:    checkpoint(function, x)\n"
-        "debug must be False: errors name the tensor that differs without a trace of operators\n"
-        "  received: debug=True\n"
-        '  works:    checkpoint(function, x, determinism_check="values")'
-    )
-
-
-def test_use_reentrant_false_and_none_are_taken():
-    for use_reentrant in (False, None):
-        assert checkpoint(torch.exp, leaf(3), use_reentrant=use_reentrant).requires_grad

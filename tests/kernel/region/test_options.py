@@ -139,33 +139,12 @@ def test_all_faults_of_a_call_are_listed():
     )
 
 
-def test_reentrant_says_why_and_what_works():
-    assert error_of(checkpoint, torch.sin, x, use_reentrant=True) == (
-        "checkpoint: use_reentrant must be False or None: a nested backward breaks autograd.grad, inputs=, double "
-        "backward and split backward, and cannot stop early\n"
-        "  received: use_reentrant=True\n"
-        "  works:    checkpoint(function, x)"
-    )
-
-
 def test_debug_says_what_serves_its_purpose():
     assert error_of(checkpoint, torch.sin, x, debug=True) == (
         "checkpoint: debug must be False: errors name the tensor that differs without a trace of operators\n"
         "  received: debug=True\n"
         '  works:    checkpoint(function, x, determinism_check="values")'
     )
-
-
-def test_reentrant_and_debug_at_once_are_two_faults():
-    text = error_of(checkpoint, torch.sin, x, use_reentrant=True, debug=True)
-    assert text.startswith("checkpoint: 2 faults\nuse_reentrant must be False or None")
-    assert "\ndebug must be False" in text
-
-
-def test_reentrant_and_a_wrong_option_at_once_are_two_faults():
-    text = error_of(checkpoint, torch.sin, x, use_reentrant=True, early_stop=1)
-    assert "use_reentrant must be False or None" in text
-    assert "early_stop must be a bool" in text
 
 
 def test_not_a_module_and_a_wrong_option_at_once_are_two_faults():

@@ -358,3 +358,36 @@ def test_function_that_retries_on_every_exception_is_equal(x):
     (gradient,) = torch.autograd.grad(checkpoint(persistent, x).sum(), x)
     (expected,) = torch.autograd.grad(persistent(x).sum(), x)
     assert torch.equal(gradient, expected)
+
+
+def test_tensor_from_outside_that_the_function_writes_is_an_error_that_says_where_to_put_it(x):
+    buffer, weight = torch.empty_like(x), nn.Parameter(torch.ones_like(x))
+
+    def writes_a_buffer(x):
+        torch.sin(x.detach(), out=buffer)
+        return (x * buffer).exp()
+
+    def clamps_a_weight(x):
+        with torch.no_grad():
+            weight.clamp_(-1, 1)
+        return (x * weight).exp()
+
+    for function in (writes_a_buffer, clamps_a_weight):
+        message = error_of(function, x)
+        assert "it is at version" in message
+        assert "a tensor from outside that the function itself writes (out=, clamp_): make it inside of" in message
+
+
+def test_buffer_of_a_module_that_the_function_writes_is_equal(x):
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("buffer", torch.empty_like(x))
+
+        def forward(self, x):
+            torch.sin(x.detach(), out=self.buffer)
+            return (x * self.buffer).exp()
+
+    (gradient,) = torch.autograd.grad(checkpoint(Writes(), x).sum(), x)
+    (expected,) = torch.autograd.grad(Writes()(x).sum(), x)
+    assert torch.equal(gradient, expected)

@@ -214,11 +214,41 @@ def test_layer_in_a_compiled_module_inside_a_region(device):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("compiled", [compiled_in_place, compiled_function])
-def test_layer_in_other_compiled_code_counts_again_in_the_replay_as_the_readme_says(device, compiled):
+def test_layer_in_other_compiled_code(device, compiled):
     model = Net().to(device)
     function = compiled(model)
     checkpoint(lambda x: function(x).sin(), leaf(5, 4, device=device)).sum().backward()
-    assert model.norm.num_batches_tracked == 2
+    assert model.norm.num_batches_tracked == 1
+
+
+class Owner:
+    """An object that is no module, and whose layer is out of sight of the region's function."""
+
+    def __init__(self, layer):
+        self.parts = {"inside": [layer]}
+
+    def function(self):
+        return lambda x: self.parts["inside"][0](x.exp()).sin()
+
+
+def test_layer_that_is_found_when_autograd_saves_its_statistics(call, device):
+    def program(call, layer, x):
+        return call(Owner(layer).function(), x)
+
+    for layer in nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True):
+        assert_statistics_equal(call, program, layer.to(device), leaf(5, 4, 3, device=device))
+
+
+@pytest.mark.parametrize("values", ["default", "values"])
+def test_layer_in_a_region_that_is_replayed_inside_of_another(device, values):
+    def program(call, layer, x):
+        if call is plain:
+            return layer(x.exp()).sin().cos()
+        check = {"determinism_check": values}
+        return call(lambda x: call(Owner(layer).function(), x, **check).cos(), x, **check)
+
+    layer = nn.InstanceNorm1d(4, track_running_stats=True).to(device)
+    assert_statistics_equal(checkpoint, program, layer, leaf(5, 4, 3, device=device))
 
 
 # threads and hooks ----------------------------------------------------------------------------------------------------
@@ -275,3 +305,33 @@ def test_layer_is_not_kept_alive(device):
     with without_collector():
         del layer
         assert alive() is None
+
+
+class Bare(nn.Module):
+    """Calls the forward of a layer, and not the layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input):
+        return self.layer.forward(input).sin()
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, lambda size: nn.InstanceNorm1d(size, track_running_stats=True)])
+def test_layer_whose_bare_forward_is_called(call, device, make):
+    module = Bare(make(4)).to(device)
+    assert_statistics_equal(call, lambda call, module, x: call(module, x), module, leaf(5, 4, 3, device=device))
+
+
+def test_data_and_frozen_weights_that_change_before_the_backward_are_an_error():
+    data, layer = torch.randn(5, 4), nn.BatchNorm1d(4)
+    output = checkpoint(lambda: layer(data))
+    data.exp_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.square().sum().backward()
+    layer.weight.requires_grad_(False)
+    output = checkpoint(lambda x: layer(x), leaf(5, 4))
+    layer.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.square().sum().backward()

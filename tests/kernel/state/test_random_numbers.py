@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -171,6 +172,59 @@ def test_generator_that_is_not_named_is_not_put_back(device):
     after = generator.get_state()
     loss.backward()
     assert not torch.equal(generator.get_state(), after)
+
+
+@dataclass
+class Source:
+    """An object that has a generator, and no pytree."""
+
+    generator: torch.Generator
+
+
+def draws(x, source):
+    """Draws from a generator, wherever ``source`` has it."""
+    found = source[0] if isinstance(source, (list, tuple)) else source
+    found = found["generator"] if isinstance(found, dict) else found
+    found = found.generator if isinstance(found, Source) else found
+    return (x * torch.rand(x.shape, generator=found, device=x.device)).exp()
+
+
+SOURCES = {
+    "itself": lambda generator: generator,
+    "in a tuple": lambda generator: (generator,),
+    "in a list of dicts": lambda generator: [{"generator": generator}],
+    "in an object": Source,
+}
+WAYS = {
+    "by position": lambda call, x, source: call(draws, x, source),
+    "by keyword": lambda call, x, source: call(draws, x, source=source),
+    "in a partial": lambda call, x, source: call(functools.partial(draws, source=source), x),
+    "twice": lambda call, x, source: call(draws, call(draws, x, source), source),
+    "in an inner region alone": lambda call, x, source: call(lambda x: call(draws, x.sin(), source).cos(), x),
+    "in both": lambda call, x, source: call(lambda x, source: call(draws, x.sin(), source).cos(), x, source),
+    "two inside": lambda call, x, source: call(lambda x: call(draws, call(draws, x, source).sin(), source), x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_generator_among_the_arguments(call, kind, way, device):
+    source, x = torch.Generator(device), leaf(20, device=device)
+
+    def left_by(call):
+        source.manual_seed(3)
+        (gradient,) = torch.autograd.grad(WAYS[way](call, x, SOURCES[kind](source)).sum(), x)
+        return gradient, source.get_state()
+
+    assert_equal(left_by(call), left_by(plain))
+
+
+def test_generator_among_the_arguments_without_preserve_rng_state(device):
+    source, x = torch.Generator(device).manual_seed(3), leaf(20, device=device)
+    loss = checkpoint(draws, x, source, preserve_rng_state=False).sum()
+    after = source.get_state()
+    loss.backward()
+    assert not torch.equal(source.get_state(), after)
 
 
 class CountingGenerator(torch.Generator):

@@ -14,7 +14,7 @@ from tests.model.steps import EMPTY, measured, several_stages_a_rank, step
 from torchckpt.model.draw.svg import compare, svg
 from torchckpt.model.draw.units import Units
 from torchckpt.model.schedule.action import Kind
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.step.timeline import Timeline
 
 SPACE = "{http://www.w3.org/2000/svg}"
 STEPS = {

@@ -11,7 +11,7 @@ import pytest
 from tests.model.steps import EMPTY, measured, several_stages_a_rank, step
 from torchckpt.model.draw.trace import trace
 from torchckpt.model.draw.units import Units
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.step.timeline import Timeline
 
 STEPS = {
     "p=2": step(2, 4, 0.25),

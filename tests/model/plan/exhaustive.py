@@ -151,5 +151,5 @@ def step_seconds(problem, chosen):
 
 
 def travel(problem, j, k):
-    size = problem.stages[max(j, k)].costs().boundary_bytes
+    size = problem.stages[max(j, k)].arriving_bytes
     return problem.links[min(j, k)].latency_seconds + size / problem.links[min(j, k)].bandwidth

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchckpt.model.plan import Block, Fixed, Stage
+from torchckpt.model import Block, Stage, fixed
 from torchckpt.model.schedule.named import named_schedule
 
 BLOCK = Block(boundary_bytes=0.06)
@@ -12,8 +12,8 @@ BLOCK = Block(boundary_bytes=0.06)
 def gpt(*counts: int) -> list[Stage]:
     """Equal blocks, an embedding, and a head of one block that is never recomputed."""
     stages = [Stage((BLOCK,) * count) for count in counts]
-    stages[0] = replace(stages[0], before=Fixed(0.1, 0.0, 0.1, 0.02))
-    stages[-1] = replace(stages[-1], after=Fixed(1.0, 1.0, 1.0, 2.0))
+    stages[0] = replace(stages[0], before=fixed(0.1, 0.0, 0.1, 0.02))
+    stages[-1] = replace(stages[-1], after=fixed(1.0, 1.0, 1.0, 2.0))
     return stages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from torchckpt.model.plan import Block, Fixed, Stage
+from torchckpt.model import Block, Stage, fixed
 from torchckpt.model.plan.problem import problem_of
 from torchckpt.model.schedule.named import named_schedule
 
@@ -64,11 +64,11 @@ def random_stages(random: Random, count: int, most: int):
         stages.append(Stage(tuple(blocks)))
     if random.random() < 0.1:
         place = random.randrange(count)
-        bare = Stage((), before=Fixed(0.5, 0.5, 0.0, 0.3), message_bytes=0.1)
+        bare = Stage((), before=fixed(0.5, 0.5, 0.0, 0.3), message_bytes=0.1)
         stages[place] = bare if any(stage.blocks for at, stage in enumerate(stages) if at != place) else stages[place]
     if random.random() < 0.5:
-        stages[0] = replace(stages[0], before=Fixed(0.1, 0.0, 0.1, 0.02))
-        stages[-1] = replace(stages[-1], after=Fixed(1.0, 1.0, 1.0, 2.0))
+        stages[0] = replace(stages[0], before=fixed(0.1, 0.0, 0.1, 0.02))
+        stages[-1] = replace(stages[-1], after=fixed(1.0, 1.0, 1.0, 2.0))
     return stages
 
 

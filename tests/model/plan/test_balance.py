@@ -6,7 +6,8 @@ import pytest
 from tests.model.plan.published import CASES, FIGURES, gpt
 from tests.model.plan.recount import recount
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.model.plan import Fixed, Stage, plan_pipeline
+from torchckpt.model import Stage, fixed
+from torchckpt.model.plan import plan_pipeline
 from torchckpt.model.plan.every import plan_every
 
 
@@ -31,7 +32,7 @@ def test_no_longer_than_published_with_moves(case, share):
 def test_moves_do_not_hide_a_budget_that_is_too_small():
     schedule, stages, _ = CASES["A"]
     with pytest.raises(BudgetInfeasible):
-        plan_pipeline(schedule, stages, 0.1, balance=True)
+        plan_pipeline(schedule, stages, "0.1B", balance=True)
 
 
 def test_every_schedule():
@@ -54,7 +55,7 @@ def test_every_schedule():
 
 def test_stages_that_cannot_be_cut_are_left_as_they_are():
     stages = gpt(4, 4, 4, 3)
-    stages[1] = Stage(stages[1].blocks, Fixed(0.1))
+    stages[1] = Stage(stages[1].blocks, fixed(0.1))
     assert {plan.schedule.stages for plan in plan_every(stages, 4, "90%").plans} == {4}
 
 
@@ -62,6 +63,6 @@ def test_no_schedule_fits():
     with pytest.raises(ArgumentError, match="ranks is an integer >= 1"):
         plan_every(gpt(4, 4), 4, "50%", ranks=0)
     with pytest.raises(ArgumentError, match="some schedule has these counts"):
-        plan_every([Stage(gpt(2, 2)[0].blocks, Fixed(0.1), Fixed(0.1))] * 3, 4, "50%", ranks=2)
+        plan_every([Stage(gpt(2, 2)[0].blocks, fixed(0.1), fixed(0.1))] * 3, 4, "50%", ranks=2)
     with pytest.raises(BudgetInfeasible):
-        plan_every(gpt(4, 4), 4, 0.001)
+        plan_every(gpt(4, 4), 4, "0.001B")

@@ -10,7 +10,9 @@ from tests.model.plan.exhaustive import shortest_seconds
 from tests.model.plan.published import BLOCK, CASES, FIGURES, ONE_F_ONE_B, SHARES, closed_form_seconds
 from tests.model.plan.random_pipelines import random_pipeline, random_tiny
 from tests.model.plan.recount import recount
-from torchckpt.model.plan import Stage, plan_bound, plan_pipeline
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.model import Block, Stage, fixed
+from torchckpt.model.plan import plan_bound, plan_pipeline
 from torchckpt.model.schedule.named import named_schedule
 
 
@@ -87,3 +89,45 @@ def test_near_the_best_of_all_plans(seed):
     assert plan.bound_seconds <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= plan.step_seconds <= best * 1.03
     assert plan_bound(*arguments) == plan.bound_seconds
+
+
+def check_least(*arguments):
+    """The plan; or that of the least budget, if the one that is asked for is below it."""
+    try:
+        check(plan_pipeline(*arguments))
+    except BudgetInfeasible as error:
+        check(error.plan)
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+@pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipe_v"])
+def test_stages_that_hold_nothing(name, kinds):
+    """Their weight gradients can wait forever; it was a division by zero. Of some kinds, one bare."""
+    bare = Stage((), before=fixed(1.0, 1.0, 1.0))
+    schedule = named_schedule(name, 2, 4)
+    count = schedule.stages
+    stages = [bare, *(Stage((BLOCK,) * max(1, at % (kinds + 1))) for at in range(1, count - 1)), Stage((BLOCK,) * 2)]
+    for own in (stages, stages[::-1], [bare] * (count - 1) + [Stage((BLOCK,))]):
+        for share in ("60%", "100%"):
+            check_least(schedule, own, share)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_that_take_nothing(seed):
+    """No bytes, no seconds backwards, nothing freed, on schedules that split backwards."""
+    random = Random(seed)
+    schedule = named_schedule(random.choice(("zero_bubble", "zbv")), random.choice((1, 2, 3)), 4)
+
+    def amount():
+        return random.choice((0.0, 0.0, 0.5))
+
+    def block():
+        saved = random.choice((0.5, 1.0))
+        return Block(0.5, 0.5, amount(), 0.5, saved, random.choice((0.0, saved)), amount())
+
+    blocks = [tuple(block() for _ in range(random.randint(0, 2))) for _ in range(schedule.stages)]
+    blocks[-1] = (BLOCK, *blocks[-1])
+    ends = [(fixed(0.5, amount(), amount(), amount()), fixed(0.0, amount(), 0.0, amount())) for _ in blocks]
+    stages = [Stage(own, *pair) for own, pair in zip(blocks, ends)]
+    for share in ("70%", "100%", "150%"):
+        check_least(schedule, stages, share, random.choice((0.0, 0.25)))

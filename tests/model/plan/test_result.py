@@ -2,14 +2,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.model.plan.published import CASES, gpt
 from torchckpt.errors import ArgumentError
-from torchckpt.model import one_f_one_b
-from torchckpt.model.plan import Block, PipelinePlan, Stage, plan_pipeline
+from torchckpt.model import Action, Block, Kind, Stage, one_f_one_b, zero_bubble
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
+from torchckpt.model.plan.figures import WholeStep
 from torchckpt.model.plan.show.text import _runs
 
 
@@ -82,6 +84,75 @@ def test_other_json_is_refused(plan, name, value):
         PipelinePlan.from_json(change(plan.to_json(), name, value))
 
 
+def early(stored):
+    """The first visit that is recomputed early: of ``choices`` its stage and micro-batch."""
+    return next((stage, i) for stage, own in enumerate(stored["choices"]) for i, one in enumerate(own) if one[1])
+
+
+def without_a_recompute(stored):
+    stage, i = early(stored)
+    stored["planned"] = stored["planned"].replace(f"{stage}R{i},", "", 1)
+
+
+def with_another_order(stored):
+    stored["planned"] = stored["planned"].replace("0F0,0F1", "0F1,0F0", 1)
+
+
+def with_late_blocks_alone(stored):
+    stage, i = early(stored)
+    kept, again, late = stored["choices"][stage][i]
+    stored["choices"][stage][i] = [kept, [], sorted(again + late)]
+
+
+def with_all_kept(stored):
+    stored["choices"] = [[[[*kept, *again, *late], [], []] for kept, again, late in own] for own in stored["choices"]]
+    stored["planned"] = stored["given"]
+
+
+def with_less_to_hold(stored):
+    stored["budget_bytes"][2] /= 2
+
+
+def with_no_budget(stored):
+    stored["budget_bytes"][2] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("edit", "received"),
+    [
+        (without_a_recompute, r"stage \d, micro-batch \d: \d early blocks, no R"),
+        (with_late_blocks_alone, r"stage \d, micro-batch \d: 0 early blocks, an R"),
+        (with_another_order, "rank 0 has another order of forwards and backwards"),
+        (with_all_kept, "rank 0 holds 32.08 bytes, its budget is 16.04"),
+        (with_less_to_hold, "rank 2 holds 16 bytes, its budget is 8.02"),
+        (with_no_budget, "4 amounts of bytes"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(plan, edit, received):
+    stored = json.loads(plan.to_json())
+    edit(stored)
+    with pytest.raises(ArgumentError, match=rf"a plan is read from what to_json\(\) wrote\n  received: {received}"):
+        PipelinePlan.from_json(json.dumps(stored))
+
+
+def test_the_bound_is_counted_again(plan):
+    assert PipelinePlan.from_json(change(plan.to_json(), "bound_seconds", 1.0)).bound_seconds == plan.bound_seconds
+
+
+def test_budgets_below_one_come_back():
+    """Bytes may count in any unit."""
+    plan = plan_pipeline(one_f_one_b(2, 2), [Stage((Block(saved_bytes=0.25),) * 2)] * 2, "60%")
+    assert max(plan.problem.budget_bytes) < 1
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+def test_the_bytes_of_a_whole_step_come_back(plan):
+    made = replace(plan, whole_step=WholeStep((80.0,) * 4, (79.0,) * 4))
+    again = PipelinePlan.from_json(made.to_json())
+    assert again == made
+    assert "\n0       79      80 " in str(again)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", "null"])
 def test_no_json_is_refused(text):
     with pytest.raises(ArgumentError, match="a plan is read from what to_json"):
@@ -96,6 +167,21 @@ def test_the_picture_has_the_memory_of_each_rank_under_its_budget(plan):
     assert "planned" in words
     lines = [element for element in drawn.iter(f"{name}line") if element.get("class") == "budget"]
     assert len(lines) == 2 * 4 + 1  # and the legend's
+
+
+@pytest.mark.parametrize("make", [lambda: CASES["A"][0], lambda: zero_bubble(2, 4)])
+def test_what_backwards_recompute_is_drawn_as_recomputes(make):
+    schedule = make()
+    stages = [Stage((Block(boundary_bytes=0.25, recompute_seconds=0.5),) * 4)] * schedule.stages
+    plan = plan_pipeline(schedule, stages, "60%")
+    late = {visit for visit, choice in plan.choices.items() if choice.late}
+    assert late
+    shown = plan.timeline
+    actions = [event.action for event in shown.events if event.action.kind is Kind.RECOMPUTE]
+    of_its_own = [action for order in plan.schedule.ranks for action in order if action.kind is Kind.RECOMPUTE]
+    assert sorted(actions) == sorted([*of_its_own, *(Action(stage, Kind.RECOMPUTE, i) for stage, i in late)])
+    seconds = sum(event.end_seconds - event.start_seconds for event in shown.events if event.action in actions)
+    assert seconds == pytest.approx(sum(plan.recompute_seconds))
 
 
 def test_a_notebook_shows_the_picture(plan):

@@ -7,6 +7,7 @@ import pytest
 
 from tests.numpy_numbers import is_numpy, np
 from torchckpt.errors import ArgumentError
+from torchckpt.model.plan.stage.limit import bytes_per_rank
 from torchckpt.model.remat.budget import budget_bytes, check_budget, typed, written
 
 
@@ -33,41 +34,34 @@ def test_sizes(text, amount):
     assert budget_bytes(text, 7) == amount
 
 
-@pytest.mark.parametrize(
-    ("share", "amount"),
-    [(1.0, 999), (0.5, 499), (0.001, 0), ("100%", 999), ("50%", 499), (" 12.5 % ", 124), (".1%", 0),
-     (np.float64(0.5), 499), (np.float32(0.25), 249), (Fraction(1, 2), 499)],
-)
-def test_floats_and_percents_are_shares_of_the_eager_peak(share, amount):
+@pytest.mark.parametrize(("share", "amount"), [("100%", 999), ("50%", 499), (" 12.5 % ", 124), (".1%", 0)])
+def test_percents_are_shares_of_the_eager_peak(share, amount):
     check_budget("f()", share)
     assert budget_bytes(share, 999) == amount
 
 
 def test_share_is_the_one_that_was_typed():
     """0.29 * 100 is 28.999999999999996."""
-    assert [budget_bytes(hundredths / 100, 100) for hundredths in range(1, 101)] == [*range(1, 101)]
     assert [budget_bytes(f"{percent}%", 100) for percent in range(1, 101)] == [*range(1, 101)]
 
 
 @pytest.mark.parametrize(
     ("budget", "text"),
-    [(0.4, "0.4"), (" 50% ", "50%"), ("6GiB", "6GiB"), (np.float64(0.4), "0.4"), (np.int64(7), "7"),
+    [(" 50% ", "50%"), ("6GiB", "6GiB"), (np.float64(6e9), "6000000000.0"), (np.int64(7), "7"),
      (10**12, "1000000000000")],
 )
 def test_what_was_typed(budget, text):
     assert typed(budget) == text
 
 
-def test_integers_are_bytes():
-    assert budget_bytes(1, 999) == 1
-    assert budget_bytes(10**12, 999) == 10**12
+@pytest.mark.parametrize("number", [1, 10**12, 1.0, 6e9, np.float64(6e9), np.int64(5), Fraction(7, 2)])
+def test_numbers_are_bytes(number):
+    check_budget("f()", number)
+    assert budget_bytes(number, 999) == int(number)
 
 
-RULE = (
-    "f(): a budget is a size with one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB; or bytes, as an int; or a"
-    " share of eager's peak up to all of it: \"40%\" or, as a float, 0.4\n"
-)
-WORKS = '  works:    budget="6GiB", budget=6 * 2**30, budget="40%", budget=0.4'
+RULE = "f(): a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent\n"
+WORKS = 'budget="60GB", budget="50%", budget=6e10'
 
 
 @pytest.mark.parametrize(
@@ -92,7 +86,7 @@ WORKS = '  works:    budget="6GiB", budget=6 * 2**30, budget="40%", budget=0.4'
         (-1, "-1"),
         (0.0, "0.0"),
         (-0.5, "-0.5"),
-        (1.5, "1.5 (a float is a share, and this one more than all of it)"),
+        (10**400, f"{10**400}"),
         (float("nan"), "nan"),
         (float("inf"), "inf"),
         (True, "True"),
@@ -108,15 +102,21 @@ WORKS = '  works:    budget="6GiB", budget=6 * 2**30, budget="40%", budget=0.4'
 def test_what_is_no_budget(budget, received):
     with pytest.raises(ArgumentError) as caught:
         check_budget("f()", budget)
-    assert str(caught.value) == f"{RULE}  received: {received}\n{WORKS}"
-    with pytest.raises(ArgumentError, match=r"budget_bytes\(\): a budget is a size"):
+    assert str(caught.value) == f"{RULE}  received: budget={received}\n  works:    {WORKS}"
+    with pytest.raises(ArgumentError, match=r"budget_bytes\(\): a budget is bytes above 0"):
         budget_bytes(budget, 100)
 
 
-@pytest.mark.parametrize("budget", [6e9, np.float64(6e9)])
-def test_bytes_as_a_float(budget):
-    with pytest.raises(ArgumentError, match=r"works:    budget=6000000000, as an int, or budget=\"6GiB\""):
-        check_budget("f()", budget)
+@pytest.mark.parametrize(
+    ("budget", "percent"),
+    [(0.4, "40%"), (0.29, "29%"), (np.float32(0.25), "25%"), (0.999, "99.9%"), (Fraction(1, 2), "50%")],
+)
+def test_a_number_below_one_may_have_been_meant_as_a_share(budget, percent):
+    for refuse in (check_budget, lambda caller, one: bytes_per_rank(caller, one, 2, 100.0)):
+        with pytest.raises(ArgumentError) as caught:
+            refuse("f()", budget)
+        received = f"budget={budget!r} (less than a byte; a share is text)"
+        assert str(caught.value) == f'{RULE}  received: {received}\n  works:    budget="{percent}", or {WORKS}'
 
 
 @pytest.mark.parametrize(

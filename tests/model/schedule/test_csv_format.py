@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from tests.model.policies import early
 from torchckpt.errors import ArgumentError
-from torchckpt.model.place.placement import ahead, with_recompute
 from torchckpt.model.schedule.csv_format import from_csv, to_csv
 from torchckpt.model.schedule.named import NAMES, named_schedule
 from torchckpt.model.schedule.schedules import one_f_one_b, zbv
@@ -14,7 +14,7 @@ from torchckpt.model.schedule.schedules import one_f_one_b, zbv
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name):
-    schedule = with_recompute(named_schedule(name, 3, 6), ahead())
+    schedule = early(named_schedule(name, 3, 6))
     assert from_csv(to_csv(schedule), name) == schedule
 
 

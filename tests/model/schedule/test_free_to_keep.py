@@ -6,13 +6,10 @@ from itertools import combinations
 
 import pytest
 
+from tests.model.policies import early, placed
 from tests.model.random_steps import random_step
-from torchckpt.model import NAMES
-from torchckpt.model.place.placement import ahead, with_recompute, without_recompute
-from torchckpt.model.schedule.action import Kind
-from torchckpt.model.schedule.costs import Link, StageCosts
+from torchckpt.model import NAMES, Block, Kind, named_schedule, simulate
 from torchckpt.model.schedule.free_to_keep import free_to_keep
-from torchckpt.model.schedule.named import named_schedule
 from torchckpt.model.schedule.schedules import (
     dualpipe_v,
     eager_one_f_one_b,
@@ -23,7 +20,7 @@ from torchckpt.model.schedule.schedules import (
     zbv,
     zero_bubble,
 )
-from torchckpt.model.simulation.simulator import simulate
+from torchckpt.model.step.placement import without
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 6), (3, 3), (3, 6), (3, 9), (4, 8), (4, 12), (5, 10)]
 NAMED = [
@@ -36,7 +33,7 @@ NAMED = [
     dualpipe_v(3, 8),
     dualpipe_v(4, 9),
 ]
-RANDOM = [replace(without_recompute(random_step(seed)[1]), name=f"random-{seed}") for seed in range(100)]
+RANDOM = [replace(without(random_step(seed)[1]), name=f"random-{seed}") for seed in range(100)]
 
 
 
@@ -66,19 +63,16 @@ def peak(order, kept):
         elif kind is Kind.FORWARD:
             boundaries += 1
         elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and (stage, i) not in kept:
-            saved += 1
+            saved, boundaries = saved + 1, boundaries - 1  # what is saved includes the boundary
         peaks.append((saved, boundaries))
-        if kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-            saved -= 1
-            boundaries -= (stage, i) not in kept
+        saved -= kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
     assert (saved, boundaries) == (0, 0)
     return max(peaks)
 
 
-def simulated_peaks(schedule, kept, boundary_bytes, **options):
-    every = {visit for rank in range(len(schedule.ranks)) for visit in visits_of(schedule, rank)}
-    recomputing = with_recompute(schedule, ahead(only=every - kept, **options))
-    costs = StageCosts(saved_bytes=1.0, boundary_bytes=boundary_bytes)
+def simulated_peaks(schedule, kept, boundary_bytes, link=None):
+    recomputing = early(schedule, *kept) if link is None else placed(schedule, Block(), link, *kept)
+    costs = Block(saved_bytes=1.0, boundary_bytes=boundary_bytes)
     return simulate(recomputing, costs, exposed=False).peak_bytes
 
 
@@ -96,7 +90,7 @@ def simulated_peaks(schedule, kept, boundary_bytes, **options):
         (eager_one_f_one_b(3, 4), {(0, 0), (1, 0), *((2, i) for i in range(4))}),
         (interleaved_one_f_one_b(2, 2, 2), {(2, 0), (3, 0), (3, 1)}),
         (zero_bubble(2, 3), {(0, 0), (1, 0), (1, 1), (1, 2)}),
-        (zbv(2, 3), {(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)}),
+        (zbv(2, 3), {(1, 0), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2)})  # three at 1I2, and no boundary beside,
     ],
     ids=lambda it: getattr(it, "name", ""),
 )
@@ -107,16 +101,16 @@ def test_of_small_schedules(schedule, free):
 def test_boundaries_are_small_but_count():
     schedule = dualpipe_v(2, 4)
     # 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
-    #  the peak, two micro-batches and two boundaries, is at 1I3 ^
-    assert peak(schedule.ranks[1], ()) == (2, 2)
-    assert peak(schedule.ranks[1], {(2, 0), (2, 2)}) == (2, 4)  # no more micro-batches, and yet higher
+    #  the peak, two micro-batches and no boundary, is at 1I3 ^
+    assert peak(schedule.ranks[1], ()) == (2, 0)
+    assert peak(schedule.ranks[1], {(2, 0), (2, 2)}) == (2, 3)  # no more micro-batches, and yet higher
     assert free_to_keep(schedule) == {(2, 0), (3, 0), (3, 1)}
 
 
 def test_recomputes_that_the_schedule_has_already_do_not_matter():
     for schedule in [one_f_one_b(4, 8), zbv(3, 6), interleaved_one_f_one_b(2, 2, 4)]:
-        for policy in [ahead(), ahead(2), ahead(costs=StageCosts(), link=Link(0.5))]:
-            assert free_to_keep(with_recompute(schedule, policy)) == free_to_keep(schedule)
+        for order in [early(schedule), early(schedule, k=2), placed(schedule, Block(), 0.5)]:
+            assert free_to_keep(order) == free_to_keep(schedule)
 
 
 def test_a_rank_without_stages_keeps_nothing():
@@ -137,8 +131,8 @@ def test_the_peak_is_that_of_recomputing_everything(schedule):
 
 @of(*NAMED)
 def test_the_peak_stays_where_recomputes_fill_what_a_rank_waits(schedule):
-    free, options = free_to_keep(schedule), {"costs": StageCosts(), "link": Link(0.5)}
-    pairs = zip(simulated_peaks(schedule, free, 0.0, **options), simulated_peaks(schedule, frozenset(), 0.0))
+    free = free_to_keep(schedule)
+    pairs = zip(simulated_peaks(schedule, free, 0.0, 0.5), simulated_peaks(schedule, frozenset(), 0.0))
     assert all(kept <= dropped for kept, dropped in pairs)
 
 

@@ -22,6 +22,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.run.step import launch_order, schedule_for
+from torchckpt.pipe.statistics import Statistics
 
 
 def layers(dropout: float = 0.0) -> nn.Sequential:
@@ -259,6 +260,22 @@ def test_running_statistics_are_those_of_the_mini_batch() -> None:
     with pytest.raises(ZeroDivisionError):
         pipe.step(x, x, loss_fn=lambda output, target: 1 / 0)
     assert pipe[0].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_if_the_update_of_statistics_fails_so_does_the_step(monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    def variance(_: Statistics) -> Any:
+        raise error
+
+    x, module = torch.randn(8, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    pipe = torchckpt.Pipe(module, [1, 2], chunks=4, deferred_batch_norm=True)
+    monkeypatch.setattr(Statistics, "variance", variance)
+    with pytest.raises(error):
+        pipe.step(x, x, loss_fn=mse_loss)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert pipe[0].num_batches_tracked == pipe[2].num_batches_tracked == 0
+    with pytest.raises(ArgumentError, match="a step must have run before it can be shown"):
+        pipe.timeline()
 
 
 # order and memory -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     recompute_within  the schedule: it measures, plans, and follows its plan
     make_plan         rank 0 plans for all
     stage_parts, live_bytes    what is measured: seconds and bytes of regions; bytes that are alive
-    agreement, arguments       values that all processes share; the checks of ``budget`` and ``plan``
+    arguments         the checks of ``budget`` and ``plan``
 """
 
 __all__: list[str] = []

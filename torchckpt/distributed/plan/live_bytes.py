@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.distributed.private import TorchDispatchMode
 from torchckpt.kernel.saved import storage_of
 from torchckpt.model import Action
-from torchckpt.model.plan.search.replay import Level
+from torchckpt.model.step.memory import Level
 from torchckpt.tensors import tensors_in
 
 __all__ = ["LiveBytes"]

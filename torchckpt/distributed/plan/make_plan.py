@@ -1,24 +1,28 @@
 """Make plan: rank 0 makes the plan from the measurements of all processes, and sends it to all."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchckpt.distributed.plan.agreement import all_gather, broadcast, check_the_same, digest_of
+from torchckpt.distributed.meeting import check_the_same
+from torchckpt.distributed.objects import all_gather, broadcast
 from torchckpt.distributed.plan.stage_parts import Parts, stage_of
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
-from torchckpt.model import Action, Kind, Schedule
-from torchckpt.model.plan import Choice, PipelinePlan, Stage
+from torchckpt.model import Action, Schedule, Stage, State, arrival
+from torchckpt.model.plan import PipelinePlan
+from torchckpt.model.plan.figures import WholeStep
 from torchckpt.model.plan.run.extra_memory import MeasuredStep
 from torchckpt.model.plan.run.fit_measured import Fitted, fitted
-from torchckpt.model.plan.search.replay import Level
 from torchckpt.model.plan.stage.limit import Bytes
+from torchckpt.model.step.memory import Level
+from torchckpt.model.step.placement import recomputed_early
 
-__all__ = ["Costs", "made"]
+__all__ = ["Costs", "digest_of", "made"]
 
 _CALLER = "recompute_ahead()"
 _NO_REGIONS = Fault(
@@ -36,10 +40,8 @@ class Costs:
     """The bytes of each stage."""
     seconds: Mapping[int, Mapping[int, float]]
     """The seconds of the replay of each region, by stage and region."""
-    taken: Mapping[Action, Level]
-    """The bytes of each action, beyond those allocated before the step."""
-    tied: bool = False
-    """Whether stages of this process share parameters."""
+    taken: Sequence[Mapping[Action, Level]]
+    """Of each step in which bytes were counted, those of each action, beyond those allocated before the step."""
 
 
 @dataclass(frozen=True)
@@ -54,36 +56,50 @@ class _Outcome:
     rank: int | None = None
 
 
-def made(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Costs) -> Fitted:
+def digest_of(plan: PipelinePlan) -> str:
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+
+
+def made(
+    schedule: Schedule, budget: Bytes, measured: Gathered, counted: Sequence[Schedule], costs: Costs, tied: bool,
+    pairs: Collection[tuple[Action, Action]],
+) -> Fitted:
     """Make the plan. Collective: all processes of the job must call it, and all get the same plan.
 
     Args:
         schedule: the schedule without recompute actions.
         measured: the combined records of steps that recomputed all regions.
+        counted: the orders of the steps in which bytes were counted; first that with whole backwards.
         costs: the measurements of this process.
+        tied: whether stages of some process share parameters.
+        pairs: actions that torch runs as one where the second follows the first.
 
     Raises:
         ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
     """
-    said = all_gather((repr(budget), costs))
-    check_the_same("budget", [text for text, _ in said])
+    said = all_gather(costs)
     outcome = None
     if not dist.get_rank():
-        outcome = _outcome(schedule, budget, measured, [own for _, own in said])
+        outcome = _outcome(schedule, budget, measured, counted, said, tied, pairs)
     outcome = broadcast(outcome)
     if outcome.refusal:
         _refuse(outcome)
     plan = PipelinePlan.from_json(outcome.plan)
-    check_the_same("plan", all_gather(digest_of(plan)))
-    return Fitted(plan, outcome.budget_bytes, outcome.peak_bytes)
+    digests = all_gather(digest_of(plan))
+    check_the_same("plan", digests, digests)
+    whole = WholeStep(outcome.budget_bytes, outcome.peak_bytes)
+    return Fitted(replace(plan, whole_step=whole), *whole)
 
 
-def _outcome(schedule: Schedule, budget: Bytes, measured: Gathered, costs: Sequence[Costs]) -> _Outcome:
+def _outcome(
+    schedule: Schedule, budget: Bytes, measured: Gathered, counted: Sequence[Schedule], costs: Sequence[Costs],
+    tied: bool, pairs: Collection[tuple[Action, Action]],
+) -> _Outcome:
     try:
         stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
         raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
-        took, tied = _took(measured.schedule, stages, costs), any(own.tied for own in costs)
-        found = fitted(_CALLER, schedule, stages, measured.links, budget, took, tied)
+        took = [_took(order, stages, [own.taken[at] for own in costs]) for at, order in enumerate(counted)]
+        found = fitted(_CALLER, schedule, stages, measured.step.links, budget, took, tied, pairs)
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)
@@ -107,19 +123,12 @@ def _stage(stage: int, measured: Gathered, costs: Sequence[Costs]) -> Stage:
     """The stage as measured. If the pipeline has replicas, the measurements of the first one count."""
     parts = next(own.parts[stage] for own in costs if stage in own.parts)
     seconds = next((own.seconds[stage] for own in costs if stage in own.seconds), {})
-    return stage_of(parts, measured.costs[stage], seconds)
+    return stage_of(parts, measured.step.stages[stage], seconds)
 
 
-def _took(schedule: Schedule, stages: Sequence[Stage], costs: Sequence[Costs]) -> MeasuredStep:
-    """The step in which the bytes were measured, and what each of its actions took."""
+def _took(order: Schedule, stages: Sequence[Stage], each: Sequence[Mapping[Action, Level]]) -> MeasuredStep:
+    """A step in which bytes were counted; ``each`` has what its actions took, by process."""
     taken: dict[Action, Level] = {}
-    for own in costs:
-        taken = {**own.taken, **taken}  # the first replica of the pipeline wins
-    split = {(stage, i) for order in schedule.ranks for stage, kind, i in order if kind is Kind.INPUT_GRAD}
-    every = [tuple(range(len(stage.blocks))) for stage in stages]
-    visits = ((stage, i) for stage in range(schedule.stages) for i in range(schedule.micro_batches))
-    choices = {
-        (stage, i): Choice((), every[stage], ()) if (stage, i) in split else Choice((), (), every[stage])
-        for stage, i in visits
-    }
-    return MeasuredStep(schedule, choices, taken)
+    for own in each:
+        taken = {**own, **taken}  # the first replica of the pipeline wins
+    return MeasuredStep(order, {**arrival(order), **dict.fromkeys(recomputed_early(order), State.EARLY)}, taken)

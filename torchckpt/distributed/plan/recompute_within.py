@@ -7,14 +7,17 @@ inside its backward, and are measured::
     step 4, 5, ...: [2] each forward is told which of its regions are kept, and which ones R recomputes; the backward
                     recomputes the others. Weight gradients are done where the plan has them.
 
-In step 1, and in the second one that follows a plan, operators are looked at, to count what is alive at once.
+A plan may do a split backward as a whole one, and what either takes cannot be told from the other. So a schedule with
+split backwards does whole ones in steps 0 and 1, and its own in steps 2 and 3, with R; bytes are counted in 1 and 2.
+
+In steps that count bytes, and in the second one that follows a plan, operators are looked at.
 """
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,12 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.distributed.ahead import RecomputeAhead
+from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.frames import Frames
-from torchckpt.distributed.plan.agreement import all_gather, check_the_same, digest_of
+from torchckpt.distributed.meeting import check_the_same
+from torchckpt.distributed.objects import all_gather
+from torchckpt.distributed.plain_regions import has_compiled_regions, raise_without_regions
+from torchckpt.distributed.plan.arguments import budget_key
 from torchckpt.distributed.plan.live_bytes import LiveBytes
-from torchckpt.distributed.plan.make_plan import Costs, made
-from torchckpt.distributed.plan.stage_parts import CountingScope, Seconds
+from torchckpt.distributed.plan.make_plan import Costs, digest_of, made
+from torchckpt.distributed.plan.stage_parts import CountingScope, Parts, Seconds
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.distributed.region_options import RegionOptions
@@ -37,15 +43,16 @@ from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.kernel.module.mixin import COMPILED
 from torchckpt.kernel.region.frame import SavedTensors
 from torchckpt.kernel.region.scope import Scope
-from torchckpt.model import Action, Kind, Link, Schedule, Timeline, arrival, with_recompute
+from torchckpt.model import Action, Kind, Schedule, State, Timeline, with_recompute
 from torchckpt.model.plan import PipelinePlan
+from torchckpt.model.plan.figures import WholeStep
 from torchckpt.model.plan.run.fit_measured import Fitted
-from torchckpt.model.plan.run.gradient_sums import summed_as_given
-from torchckpt.model.plan.run.measured import PlannedStep, with_memory_of
-from torchckpt.model.plan.search.replay import Level
+from torchckpt.model.plan.run.gradient_sums import done_whole, summed_as_given
+from torchckpt.model.plan.run.measured import PlannedStep, with_levels
 from torchckpt.model.plan.stage.limit import Bytes
 from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.simulation.measured import Span, measured_timeline
+from torchckpt.model.step.measured import Span, measured_timeline
+from torchckpt.model.step.memory import Level
 from torchckpt.modules import is_compiled
 from torchckpt.tensors import tensors_in
 
@@ -54,8 +61,9 @@ __all__ = ["FIRST_STEPS", "RecomputeWithin"]
 FIRST_STEPS = 4
 """With a budget: the steps that are measured before the plan is made."""
 
-_COUNTED = 1
-"""The step in which bytes are counted, and, from where a plan is followed, the step in which they are again."""
+_COUNTED, _COUNTED_SPLIT = 1, 2
+"""The steps in which bytes are counted: of whole backwards, and of split ones. Of the steps of a plan, the first of the
+two."""
 
 _ALL = range(sys.maxsize)
 _REMEDY = "if its shapes have changed, recompute_ahead(schedule, budget=...) anew, as a plan is for one shape"
@@ -72,23 +80,26 @@ class RecomputeWithin(RecomputeAhead):
         self._budget = budget
         kinds = [action for order in schedule.ranks for action in order]
         self._split = frozenset((stage, i) for stage, kind, i in kinds if kind is Kind.INPUT_GRAD)
+        self._is_whole = False  # split backwards are done as whole ones now
         self._fitted: Fitted | None = None
         self._steps = 0  # since the beginning, or since the plan is followed
         self._live_bytes: LiveBytes | None = None
         self._counted: dict[int, tuple[Visit, CountingScope]] = {}  # by stage
-        self._costs = Costs({}, {}, {})
+        self._parts: dict[int, Parts] = {}
+        self._taken: list[tuple[Schedule, Mapping[Action, Level]]] = []  # of each counted step
+        self._any_tied = False
         self._seconds = Seconds()
         self._gradient_bytes = 0.0
         self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
-        self._peak_bytes: float | None = None
+        self._planned_levels: Mapping[Action, Level] = {}  # of a step of the plan, if it was counted
         self._input_shapes: tuple[Any, ...] = ()  # shapes of what the forward of a stage was called with
         self._refusal: CheckpointError | None = None
-        super().__init__(live, schedule, 0, frozenset(), None, Link())
+        super().__init__(live, schedule, 0, frozenset(), None, 0.0)
         self._frames = Frames(None)
         if plan is not None:
-            plan = summed_as_given(plan)
-            limits = plan.problem.budget_bytes
-            self._follow_plan(Fitted(plan, limits, plan.peak_bytes))
+            summed = summed_as_given(plan)
+            whole = plan.whole_step or WholeStep(plan.problem.budget_bytes, summed.peak_bytes)
+            self._follow_plan(Fitted(summed, *whole))
 
     @property
     def plan(self) -> PipelinePlan | None:
@@ -98,7 +109,7 @@ class RecomputeWithin(RecomputeAhead):
     def timeline(self) -> Timeline:
         if self._fitted is None:
             return super().timeline()
-        return _planned_timeline(self._fitted.plan, self._measured("timeline()"))
+        return self._planned_timeline(self._fitted.plan, self._measured("timeline()"))[0]
 
     def report(self) -> PlannedStep:  # type: ignore[override]  # which says what a plan is worth
         """The plan beside its steps: how long they take, and how many bytes of each rank; ``print()`` shows a table.
@@ -116,16 +127,20 @@ class RecomputeWithin(RecomputeAhead):
                 f"{FIRST_STEPS + 1}"
             )
         measured = self._measured("report()")
+        fitted, steps = self._fitted, tuple(map(_seconds_of, measured.spans))
+        timeline, is_counted = self._planned_timeline(fitted.plan, measured)
+        peaks = timeline.peak_bytes if is_counted else None
+        return PlannedStep(fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, peaks)
+
+    def _planned_timeline(self, plan: PipelinePlan, measured: Gathered) -> tuple[Timeline, bool]:
+        """The last step, and whether its memory is what a step was measured to take. Collective."""
         with self._record.device_current():
-            peaks = dict(all_gather((self.rank, self._peak_bytes), self._group))
-        found = [peaks.get(rank) for rank in range(self.pp_group_size)]
-        counted = tuple(peak for peak in found if peak is not None)
-        fitted, steps = self._fitted, tuple(_seconds_of(step) for step in measured.steps)
-        is_counted = len(counted) == len(found)
-        timeline = _planned_timeline(fitted.plan, measured)
-        return PlannedStep(
-            fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, counted if is_counted else None
-        )
+            by_rank = dict(all_gather((self.rank, self._planned_levels), self._group))
+        taken = [by_rank.get(rank, {}) for rank in range(self.pp_group_size)]
+        is_counted = all(taken)
+        step = replace(plan.step, links=measured.step.links)
+        timeline = measured_timeline(step, measured.spans[-1], in_bytes=True)
+        return with_levels(timeline, taken) if is_counted else timeline, is_counted
 
     # what the runtime calls -----------------------------------------------------------------------------------------
 
@@ -134,9 +149,10 @@ class RecomputeWithin(RecomputeAhead):
         self._live_bytes = None
         if self._refusal is not None:
             raise self._refusal
-        if self.is_training and not self._steps:
-            self._agree()
-        if self.is_training and self._steps == _COUNTED:
+        if self.is_training:
+            self._agree_in_pipeline()  # then with other pipelines of the job
+            self._begin_step()
+        if self.is_training and self._is_counted:
             self._live_bytes = LiveBytes(self._record.device, looks=not self._is_compiled())
             self._gradient_bytes = self._bytes_of_gradients()
         timed, is_made = len(self._seconds), False
@@ -171,14 +187,14 @@ class RecomputeWithin(RecomputeAhead):
 
     def _region_options(self, visit: Visit) -> RegionOptions:
         if self._fitted is None:
-            return RegionOptions(False, _ALL if visit in self._split else ())
-        choice = self._fitted.plan.choices[visit]
+            return RegionOptions(False, _ALL if visit in self._early else ())
+        choice = self._fitted.plan.step.choice(visit)
         return RegionOptions(frozenset(choice.kept), frozenset(choice.early))  # [2]
 
     def _scope(self, visit: Visit, options: RegionOptions) -> Scope:
         if self._fitted is not None:
-            return Scope(options.keep)
-        if self._live_bytes is None or visit[0] in self._counted:
+            return Scope(options.keep, partial(self._replaying_planned, visit))
+        if self._live_bytes is None or self._parts or visit[0] in self._counted:
             return super()._scope(visit, options)
         module = self._stage_by_index[visit[0]].submod
         scope = CountingScope(module, self._live_bytes.__contains__, partial(self._replaying, visit))
@@ -202,6 +218,8 @@ class RecomputeWithin(RecomputeAhead):
 
     def _forwarded(self, visit: Visit, options: RegionOptions, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
+        if not scope.regions and has_compiled_regions(module := self._stage_by_index[stage].submod):
+            raise_without_regions(stage, module, outputs)
         leaves = tensors_in(outputs)
         seen = scope.regions, self._input_shapes, *map(_shape_of, leaves)
         expected = self._shapes.setdefault(stage, seen)
@@ -220,7 +238,7 @@ class RecomputeWithin(RecomputeAhead):
         start = self._record.now()
         if self._live_bytes is not None:
             self._live_bytes.replays()
-        with self._record.replaying(visit) if visit not in self._split else nullcontext():
+        with self._record.replaying(visit):
             yield
         if self._live_bytes is None:
             self._seconds.add(visit[0], region, start, self._record.now())
@@ -228,15 +246,41 @@ class RecomputeWithin(RecomputeAhead):
         if counted is not None and counted[0] == visit and self._live_bytes is not None:
             counted[1].replayed(region, recomputed)
 
+    def _replaying_planned(self, visit: Visit, region: int, recomputed: object) -> AbstractContextManager[None]:
+        return self._record.replaying(visit)
+
     # how ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _early(self) -> frozenset[Visit]:
+        """What ``R`` recomputes in the first steps: what a split backward recomputes stays until its end anyway."""
+        return frozenset() if self._is_whole else self._split
+
+    @property
+    def _is_counted(self) -> bool:
+        has_both = self._fitted is None and bool(self._split)
+        return _COUNTED <= self._steps <= (_COUNTED_SPLIT if has_both else _COUNTED)
+
     def _placed(self, *_: Any) -> Schedule:
-        """Of the first steps. What a split backward recomputes stays until its end, so it may as well be early."""
-        placed = with_recompute(self._plain_schedule, arrival())
-        return replace(placed, late=placed.late - self._split)
+        """Of the first steps."""
+        plain = self._plain_schedule
+        order = done_whole(plain, self._any_tied) if self._is_whole else plain
+        return with_recompute(order, dict.fromkeys(self._early, State.EARLY))
+
+    def _begin_step(self) -> None:
+        if not self._steps:
+            self._agree()
+        is_whole = bool(self._split) and self._steps < _COUNTED_SPLIT
+        if self._fitted is None and self._is_whole != is_whole:
+            self._is_whole = is_whole
+            placed = self._placed()
+            self.reorder(placed if is_whole else None)
+            self.schedule = self.follow(placed)
+            self._record.clear()
+            self._seconds.forget(0)
 
     def _stepped(self) -> None:
-        if self._live_bytes is None:
+        if self._live_bytes is None or not self._record.steps:  # the first on record is warm-up
             self._record.end()
 
     def _end_step(self) -> None:
@@ -244,25 +288,31 @@ class RecomputeWithin(RecomputeAhead):
         if self._live_bytes is not None:
             taken = self._live_bytes.levels
             if self._fitted is None:
-                parts = {stage: scope.parts for stage, (_, scope) in self._counted.items()}
+                self._parts |= {stage: scope.parts for stage, (_, scope) in self._counted.items()}
+                self._counted.clear()
                 more = self._gradient_bytes  # a step that begins without gradients makes them
                 taken = {action: Level(one.highest + more, one.left + more, one.entered + more)
                          for action, one in taken.items()}
-                self._costs = Costs(parts, {}, taken, self._is_tied())
+                self._taken.append((self.schedule, taken))
             else:
-                self._peak_bytes = max((level.highest for level in taken.values()), default=None)
+                self._planned_levels = taken
             self._live_bytes = None
         self._steps += 1
-        if self._fitted is None and self._steps == FIRST_STEPS:
-            assert self._budget is not None
-            costs = replace(self._costs, seconds=self._seconds.medians(self._record.reader()))
-            measured = gather(self.schedule, self.rank, self._record, self._sizes.found, None)
-            try:
-                with self._record.device_current():
-                    self._follow_plan(made(self._plain_schedule, self._budget, measured, costs))  # [1]
-            except CheckpointError as error:
-                self._refusal = error
-                raise
+        if self._fitted is None and self._budget is not None and self._steps == FIRST_STEPS:
+            self._plan(self._budget)
+
+    def _plan(self, budget: Bytes) -> None:
+        seconds = self._seconds.medians(self._record.reader())
+        costs = Costs(self._parts, seconds, [taken for _, taken in self._taken])
+        measured = gather(self.schedule, (), self.rank, self._record, self._sizes.found, None)
+        orders = [order for order, _ in self._taken]
+        try:
+            with self._record.device_current():
+                found = made(self._plain_schedule, budget, measured, orders, costs, self._any_tied, self.pairs)
+                self._follow_plan(found)  # [1]
+        except CheckpointError as error:
+            self._refusal = error
+            raise
 
     def _follow_plan(self, fitted: Fitted) -> None:
         self._fitted, self._steps = fitted, 0
@@ -271,16 +321,23 @@ class RecomputeWithin(RecomputeAhead):
             self.reorder(planned)
         self.schedule = self.follow(planned)
         self._record = Record(self._record.device)
-        self._counted.clear()
 
     def _agree(self) -> None:
         """Collective, before the first step, and before the first one of a plan."""
-        digest = f"budget={self._budget!r}" if self._fitted is None else f"plan {digest_of(self._fitted.plan)}"
+        key, text = self._told()
         with self._record.device_current():
-            said = all_gather((digest, self._is_tied()))
-        check_the_same("budget or plan", [text for text, _ in said])
-        if self._budget is None and self._fitted is not None and any(tied for _, tied in said):
+            said = all_gather((key, text, self._is_tied()))
+        check_the_same(SAME, *zip(*[(key, text) for key, text, _ in said]))
+        self._any_tied = any(tied for *_, tied in said)
+        if self._budget is None and self._fitted is not None and self._any_tied:
             self._follow_plan(replace(self._fitted, plan=summed_as_given(self._fitted.plan, tied=True)))
+
+    def _told(self) -> tuple[str, str]:
+        if self._fitted is not None:
+            return (plan := f"plan {digest_of(self._fitted.plan)}"), plan
+        assert self._budget is not None
+        key = budget_key("recompute_ahead()", self._budget, len(self._plain_schedule.ranks))
+        return key, f"budget={self._budget!r}"
 
     def _is_tied(self) -> bool:
         """Whether stages of this rank share parameters."""
@@ -307,12 +364,6 @@ class RecomputeWithin(RecomputeAhead):
             said = f"a step of the plan, which has {max(self._fitted.peak_bytes):.0f} bytes on a rank, takes"
             works = f"budget={0.9 * min(self._fitted.budget_bytes):.0f} or less, or {works}"
         return f"{error}\nrecompute_ahead: {said} more than the device has left\n  works:    {works}"
-
-
-def _planned_timeline(plan: PipelinePlan, measured: Gathered) -> Timeline:
-    schedule, steps, _, links, _ = measured
-    costs = [stage.costs() for stage in plan.problem.stages]
-    return with_memory_of(plan, measured_timeline(schedule, steps[-1], costs, links, in_bytes=True))
 
 
 def _forwards_and_backwards(schedule: Schedule) -> list[list[Action]]:

@@ -18,8 +18,7 @@ from torchckpt.kernel.region.frame import Frame, SavedTensors
 from torchckpt.kernel.region.options import Options
 from torchckpt.kernel.region.scope import AroundRegion, Scope
 from torchckpt.kernel.saved import storage_of
-from torchckpt.model import StageCosts
-from torchckpt.model.plan import Block, Fixed, Stage
+from torchckpt.model import Block, Stage, fixed
 from torchckpt.typing import Function
 
 __all__ = ["CountingScope", "Parts", "Seconds", "stage_of"]
@@ -128,7 +127,7 @@ class CountingScope(Scope):
 look_through(CountingScope._pack)
 
 
-def stage_of(parts: Parts, costs: StageCosts, seconds: Mapping[int, float]) -> Stage:
+def stage_of(parts: Parts, costs: Block | Stage, seconds: Mapping[int, float]) -> Stage:
     """The stage in the type that the planner takes.
 
     The forward of a region takes as long as its replay. The rest of the stage's forward becomes one fixed part.
@@ -154,8 +153,8 @@ def stage_of(parts: Parts, costs: StageCosts, seconds: Mapping[int, float]) -> S
             )
         )
     rest = max(0.0, costs.forward_seconds - sum(block.forward_seconds for block in blocks))
-    after = Fixed(rest, saved_bytes=parts.after_bytes)
+    after = fixed(rest, saved_bytes=parts.after_bytes)
     if not blocks:
         halves = costs.input_grad_seconds, costs.weight_grad_seconds
-        after = Fixed(max(rest, _SHORT_SECONDS), *halves, saved_bytes=parts.after_bytes)
-    return Stage(tuple(blocks), Fixed(saved_bytes=parts.before_bytes), after)
+        after = fixed(max(rest, _SHORT_SECONDS), *halves, saved_bytes=parts.after_bytes)
+    return Stage(tuple(blocks), fixed(saved_bytes=parts.before_bytes), after)

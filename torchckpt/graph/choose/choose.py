@@ -1,7 +1,7 @@
 """Choose: turn the user's options (keep, budget, costs) into the schedule of a joint graph, and its plan."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TypeAlias
 
 from torch import fx
@@ -32,7 +32,8 @@ _RESERVED_BYTES = 64
 class GraphPlanner:
     """Checks the options that ``rematerialize`` and ``backend`` share, and plans a joint graph.
 
-    A call with a joint graph returns its schedule, and sets ``plan``.
+    A call with a joint graph returns its schedule, and sets ``plan``. The first plan of a ``program`` turns a share
+    into bytes. They stand in ``shares``, and later plans get the same.
 
     Raises:
         ArgumentError: the constructor found faults in the arguments; it lists all of them.
@@ -41,7 +42,8 @@ class GraphPlanner:
     plan: Plan
 
     def __init__(
-        self, caller: str, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool
+        self, caller: str, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool,
+        shares: dict[Hashable, int] | None = None,
     ) -> None:
         if not isinstance(keep, Plan):
             check_keep(caller, keep)
@@ -53,7 +55,8 @@ class GraphPlanner:
         self.watch = Watch()
         self.replay = rng == "replay"
         self.inputs: Collection[int] = ()  # places of the traced inputs that are not parameters
-        self._bytes: int | None = None  # the budget of the first graph; later graphs get the same
+        self.program: Hashable = None
+        self._shares = {} if shares is None else shares
 
     def cost(self, node: fx.Node) -> Cost:
         """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
@@ -65,9 +68,9 @@ class GraphPlanner:
     def __call__(self, joint: Joint) -> Schedule:
         flow, values = joint.flow, Values(joint)
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
-        if self._bytes is None and self._budget is not None:
-            self._bytes = budget_bytes(self._budget, eager_peak_bytes)
-        budget = self._bytes
+        budget = self._shares.get(self.program)
+        if budget is None and self._budget is not None:
+            budget = budget_bytes(self._budget, eager_peak_bytes)
         with self.watch.planning(len(flow.operations)) as tell:
             schedule = tuple(self._schedule(joint, budget, tell))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
@@ -75,6 +78,8 @@ class GraphPlanner:
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
             kinds = kinds_of(joint, self.inputs)
             raise infeasible(self._caller, self._budget, budget, self.plan, kinds, _RESERVED_BYTES)
+        if budget is not None:
+            self._shares.setdefault(self.program, budget)
         return schedule
 
     def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:

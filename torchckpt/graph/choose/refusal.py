@@ -7,6 +7,7 @@ from torchckpt.errors import BudgetInfeasible, Fault
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.step.joint import Joint
 from torchckpt.model.remat.budget import Budget, typed, written
+from torchckpt.model.remat.budget import budget_bytes as in_bytes
 from torchckpt.model.remat.plan import Plan
 from torchckpt.model.remat.step.breakdown import Breakdown, at_end, at_peak
 
@@ -42,6 +43,8 @@ def infeasible(
     least, lower, eager = map(written, sizes)
     asked = written(budget_bytes) if budget is None else typed(budget)
     asked += "" if asked == written(budget_bytes) else f", which is {written(budget_bytes)}"
+    is_of_first = budget is not None and budget_bytes != in_bytes(budget, sizes[2])
+    asked += " since the first plan" if is_of_first else ""
     peak = at_peak(plan.flow, plan.schedule, kinds)
     there = sum(plan.flow.sizes_bytes[storage] for storage in plan.flow.given)
     received = (

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError
+from torchckpt.errors import ArgumentError, Fault, raise_faults
 from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.derivative import Derivative
@@ -23,12 +23,15 @@ from torchckpt.graph.step.emit import emit_one
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.kernel.flags import thread
 
-__all__ = ["FORWARD_OUTPUTS", "planned", "planner_of", "unrecorded"]
+__all__ = ["FORWARD_OUTPUTS", "TAKES", "planned", "planner_of", "unrecorded"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORWARD_OUTPUTS = "forward_outputs"
 """Key in a module's ``meta``: the number of returned tensors that are outputs of its forward."""
+
+TAKES = "takes"
+"""Key in a module's ``meta``: by name of an input, the shape and the dtype that the graph was traced with."""
 
 
 def planner_of(caller: str, checkpoints: Keep) -> GraphPlanner:
@@ -59,6 +62,7 @@ def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True)
     module.graph.set_codegen(_Code(structure))
     _renew(module.graph)
     module.recompile()
+    module.meta[TAKES] = _kinds(module.graph)
     if outputs:
         module.meta[FORWARD_OUTPUTS] = derivative.outputs
     return module
@@ -112,11 +116,16 @@ def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.Tr
 def unrecorded(function: F) -> F:
     """Decorate ``function`` so that autograd records nothing in it, except while a call is traced.
 
-    Autocast is off inside: the traced graph already has its casts.
+    Autocast is off inside: the traced graph already has its casts. Its sizes are in it, too, so others are refused.
     """
+    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
 
     @wraps(function)
     def run(*args: Any) -> Any:
+        takes = args[0].meta.get(TAKES, {})
+        for name, value in zip(names, args[1:]):
+            if isinstance(value, Tensor) and name in takes and takes[name] != _kind(value, len(takes[name])):
+                _refuse_input(name, value, takes[name])
         if torch.compiler.is_dynamo_compiling():
             with torch.no_grad():
                 return function(*args)
@@ -124,6 +133,25 @@ def unrecorded(function: F) -> F:
             return function(*args)
 
     return run  # type: ignore[return-value]
+
+
+def _kind(tensor: Tensor, length: int) -> tuple[Any, ...]:
+    """Shape and dtype; strides too, where ``length`` is 3."""
+    return (tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()))[:length]
+
+
+def _kinds(graph: fx.Graph) -> dict[str, tuple[Any, ...]]:
+    """By name of an input, what the graph takes. Strides count where an operation looks past the shape."""
+    length = 3 if graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default) else 2
+    inputs = {node.name: node.meta["val"] for node in graph.find_nodes(op="placeholder")}
+    strided = {name: value for name, value in inputs.items() if value.layout == torch.strided}
+    return {name: _kind(value, length) for name, value in strided.items()}
+
+
+def _refuse_input(name: str, value: Tensor, takes: tuple[Any, ...]) -> None:
+    traced, received = (", ".join(map(str, kind)) for kind in (takes, _kind(value, len(takes))))
+    rule = f"the graph takes inputs of the shapes and dtypes of its trace: {name} of {traced}"
+    raise_faults("gradient()", [Fault(rule, received, "graph.gradient(fn, *inputs), once for each kind of inputs")])
 
 
 class _Code(CodeGen):

@@ -15,6 +15,7 @@ from torchckpt.graph.derive.primal import Marks, Primal
 from torchckpt.graph.private.functional import Functional, backward_of, functional
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import require
+from torchckpt.graph.progress import Watch
 from torchckpt.graph.trace.capture import explained
 
 __all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]
@@ -99,8 +100,8 @@ def derivative_of(
     given = {**primal.state, **primal.inputs}
     tensors = [*given.values(), *more]
     requires_grad = [tensor.requires_grad or name in required for name, tensor in given.items()]
-    with explained(), primal.left_as_it_is():
-        traced = functional(run, tensors, [*requires_grad, *(False for _ in more)])
+    with explained(), primal.left_as_it_is(), Watch().tracing(primal.name) as tell:
+        traced = functional(run, tensors, [*requires_grad, *(False for _ in more)], tell)
     constants, structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1]
     found.clear()
     marks.forget()

@@ -92,6 +92,10 @@ class Primal:
         if isinstance(function, nn.Module):
             self.state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
 
+    @property
+    def name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
     def left_as_it_is(self) -> AbstractContextManager[None]:
         """Trace calls inside this context: at its end, a module's attributes are as they were before."""
         return restoring_modules(self._function) if isinstance(self._function, nn.Module) else nullcontext()

@@ -3,7 +3,7 @@
     trace             a call and its derivatives as one graph
     functional        a function of tensors as one graph without in-place operators
     dynamo, inductor  graphs of ``torch.compile``; the compiler
-    witness           tensors that outlive a trace
+    witness, generators    tensors that outlive a trace; random numbers that it would freeze
     surroundings      settings of torch during a trace
     operating, operators    each operator call, intercepted; operators with special needs
     runtime, parallel       what really runs during a trace; modules that are wrapped for devices

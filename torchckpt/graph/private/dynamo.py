@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
+from torchckpt.graph.private.surroundings import (
+    backward_without_autocast,
+    cast_once_in,
+    eager_kernels,
+    without_autocast,
+)
 from torchckpt.graph.private.trace import Boxed, Partition, marked_boxed
 
 __all__ = [
@@ -65,7 +70,7 @@ def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partit
     from torch._dynamo.backends.common import aot_autograd
 
     cast_once_in(module, inputs)
-    with eager_kernels(), backward_without_autocast():
+    with eager_kernels(), backward_without_autocast(), _random_operations_kept():
         compiled: Callable[..., Any] = aot_autograd(fw_compiler=_boxed, partition_fn=partition)(module, inputs)
     return compiled
 
@@ -74,7 +79,22 @@ def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
     module.graph.set_codegen(Boxed())
     module.recompile()
     forward = module.forward
-    return marked_boxed(lambda arguments: forward(arguments))
+
+    def run(arguments: list[Any]) -> Any:
+        with without_autocast():  # the casts are in the graph; a backward may be run inside of autocast
+            return forward(arguments)
+
+    return marked_boxed(run)
+
+
+def _random_operations_kept() -> AbstractContextManager[Any]:
+    """Inside this context, AOTAutograd keeps random operations without readers: later ones draw the numbers of eager.
+
+    It drops them for compilers whose numbers differ from eager's anyway, which this setting of Inductor denies.
+    """
+    import torch._inductor.config as config
+
+    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
 
 
 def refreshed(module: fx.GraphModule) -> fx.GraphModule:

@@ -30,7 +30,8 @@ class Functional(NamedTuple):
 
 
 def functional(
-    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool]
+    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool],
+    tell: Callable[[object], None] = lambda operator: None,
 ) -> Functional:
     """Trace ``function`` on tensors like ``tensors``, with the building blocks of AOTAutograd; nothing is run.
 
@@ -38,8 +39,9 @@ def functional(
     that the function closes over become constants of the graph.
 
     Args:
-        function: takes tensors; returns tensors and None. It is called once, and a second time if the first fails.
+        function: takes tensors; returns tensors and None. It is called once, and a second time if tracing fails.
         requires_grad: for each tensor, whether it requires a gradient inside the function.
+        tell: called with each operator.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
@@ -68,7 +70,7 @@ def functional(
                 return make_fx(run)(*fakes)
 
     mutated: list[int] = []
-    witness = Witness()
+    witness = Witness(tell)
     try:
         module = as_in_eager(trace)
     finally:

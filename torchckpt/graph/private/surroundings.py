@@ -25,19 +25,41 @@ T = TypeVar("T")
 
 
 def as_in_eager(trace: Callable[[], T]) -> T:
-    """Call ``trace()``. If it fails, call it again while ``torch.compiler.is_compiling()`` is true.
+    """Call ``trace()``. If tracing itself fails, call it again while ``torch.compiler.is_compiling()`` is true.
 
     Code that reads values of tensors often checks ``is_compiling()``, and then does not read them. If the failure was
-    in a function made by ``torch.compile``, the second trace uses the original function.
+    in a function made by ``torch.compile``, the second trace uses the original function. An error of the function
+    itself is raised as it is: a second trace could hide it.
     """
     with eager_kernels(), backward_without_autocast():
         try:
             return trace()
-        except CheckpointError:
-            raise
         except Exception as error:
-            with compiling(), _uncompiled_functions() if _is_of_compiled_function(error) else nullcontext():
-                return trace()
+            if not is_of_tracing(error):
+                raise
+            again = _uncompiled_functions() if _is_of_compiled_function(error) else nullcontext()
+        with compiling(), again:
+            return trace()
+
+
+_TRACERS = ("torch._subclasses", "torch._dynamo", "torch._higher_order_ops", "torch.fx")
+_NO_DATA = ("FakeTensor", "FunctionalTensor", "tensor subclass", "using FX to", "fake impl", "python storage", '"meta"')
+"""Parts of torch's messages about tensors that have no data."""
+
+
+def is_of_tracing(error: BaseException | None) -> bool:
+    """Whether ``error``, or one that it was raised for, comes from tracing, such as from an operator on traced tensors.
+
+    An error of memory never does.
+    """
+    if error is None or isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError)):
+        return False
+    if type(error).__module__.startswith(_TRACERS) or any(part in str(error) for part in _NO_DATA):
+        return True
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any("_subclasses" in file for file in files):
+        return True
+    return is_of_tracing(error.__cause__ or error.__context__)
 
 
 def casting_once(

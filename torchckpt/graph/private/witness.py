@@ -4,14 +4,15 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.generators import Generators
 from torchckpt.graph.private.operating import operating
 
 __all__ = ["Witness"]
@@ -21,20 +22,33 @@ _NO_HOLDERS = (types.FrameType, types.GeneratorType, Tensor)
 
 
 class Witness:
-    """Records, by weak reference, each tensor that is made inside :meth:`watching`."""
+    """Records, by weak reference, each tensor that is made inside :meth:`watching`.
 
-    def __init__(self) -> None:
+    Args:
+        tell: called with each operator of the forward.
+    """
+
+    def __init__(self, tell: Callable[[Any], None] = lambda operator: None) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
+        self._generators, self._tell = Generators(), tell
 
-    def watching(self, given: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Inside this context, record the results of operators. Records the tensors ``given`` to the forward, too."""
+    @contextmanager
+    def watching(self, given: Iterable[Tensor]) -> Iterator[None]:
+        """Inside this context, record the results of operators. Records the tensors ``given`` to the forward, too.
+
+        Raises:
+            CaptureError: the forward drew random numbers that a trace would freeze.
+        """
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._tell(operator)
+            self._generators.drawn(operator)
             made = operator(*args, **kwargs)
             self._saw(made, f"a result of {operator}")
             return made
 
         self._saw(list(given), "an input, a parameter or a buffer")
-        return operating(run)
+        with self._generators.watching(), operating(run):
+            yield
 
     def refuse_left(self) -> None:
         """Raise a CaptureError if an object still holds a recorded tensor. Such a tensor has no data to use."""

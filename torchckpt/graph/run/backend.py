@@ -9,7 +9,7 @@ dominate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -24,6 +24,7 @@ from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.inductor import by_inductor
+from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import Stopwatch, Watch, log
 from torchckpt.graph.step.costs import Cost
@@ -31,6 +32,7 @@ from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.fusion import Fusion
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.repeat import under_autograd
+from torchckpt.graph.step.sums import added_in_place
 from torchckpt.graph.step.updates import Updates
 from torchckpt.graph.trace.capture import explained
 from torchckpt.model.remat.budget import Budget
@@ -52,6 +54,7 @@ class Planner(Protocol):
     plan: Plan
     replay: bool
     inputs: Collection[int]
+    program: Hashable
     watch: Watch
 
     def cost(self, node: fx.Node) -> Cost: ...
@@ -92,7 +95,7 @@ def backend(
         rule = "graph.backend() returns a backend; it is not a backend itself"
         works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
         return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
-    return Backend(partial(GraphPlanner, "backend()", keep, budget, costs, rng, exact), inner, told=True)
+    return Backend(partial(GraphPlanner, "backend()", keep, budget, costs, rng, exact, {}), inner, told=True)
 
 
 class Backend:
@@ -119,6 +122,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph. An error of planning is raised at the first call: Dynamo would wrap it in its own error."""
         watch, planner = Stopwatch(), self._planner()
+        planner.program = tuple(str(node.target) for node in module.graph.nodes)  # the same for all sizes
         planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
         try:
             _refuse_break(module)
@@ -135,14 +139,68 @@ class Backend:
         if self._told:
             reason = partial("graph {} of torch.compile".format, len(self.plans))
             log("backend()", module, reason, watch.seconds, self.planning_seconds, plan)
-        return run
+        return _SameOverlaps(run, planner.inputs)
+
+
+class _SameOverlaps:
+    """Calls ``run``, whose graph changes some inputs, and refuses inputs that lie in others of them than at first.
+
+    Dynamo has no guard for that: without this, the call would read the old values of a buffer that it changes.
+    """
+
+    def __init__(self, run: Callable[..., Any], places: Collection[int]) -> None:
+        self._run, self._places = run, tuple(places)
+        self._changed: tuple[int, ...] | None = None  # places; None before the first call
+        self._overlaps = set[tuple[int, int]]()
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._changed is None:
+            given = [place for place in self._places if isinstance(inputs[place], Tensor)]
+            before = [_version(inputs[place]) for place in given]
+            outputs = self._run(*inputs)
+            self._changed = tuple(p for p, version in zip(given, before) if _version(inputs[p]) != version)
+            self._overlaps = self._overlaps_of(inputs)
+            self._refuse_views(inputs, outputs)
+            return outputs
+        if self._changed and self._overlaps_of(inputs) != self._overlaps:
+            rule = "an input lies in a buffer that the call changes in all calls of a compiled graph, or in none"
+            received = "one that does not, after one that did" if self._overlaps else "one that does"
+            raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
+        outputs = self._run(*inputs)
+        self._refuse_views(inputs, outputs)
+        return outputs
+
+    def _refuse_views(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Refuse a view of an input that is a part of a changed one: AOTAutograd makes it of the whole."""
+        for changed, place in self._overlaps:
+            known = [_layout(inputs[changed]), _layout(inputs[place])]
+            lying = [one for one in outputs if isinstance(one, Tensor) and storage_of(one) == storage_of(inputs[place])]
+            if known[0] != known[1] and any(_layout(one) not in known for one in lying):
+                rule = "a call that changes a buffer returns no view of an input that is a part of the buffer"
+                received = f"an input of shape {tuple(inputs[place].shape)}, of which a view is returned"
+                raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
+
+    def _overlaps_of(self, inputs: Sequence[Any]) -> set[tuple[int, int]]:
+        """The pairs of a changed input and another one that share a storage."""
+        if not self._changed:
+            return set()
+        lies = {place: storage_of(inputs[place]) for place in self._places if isinstance(inputs[place], Tensor)}
+        return {(one, p) for one in self._changed for p in lies if p != one and lies[p] == lies[one]}
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
     def partition(
         module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = joint_of(module, num_fwd_outputs, planner.cost, planner.replay)
+        joint = added_in_place(joint_of(module, num_fwd_outputs, planner.cost, planner.replay))
         schedule = planner(joint)
         return emit(joint, schedule, simulate(joint.flow, schedule).boundary)
 

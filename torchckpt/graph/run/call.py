@@ -33,19 +33,21 @@ class Call:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # keeps no tensor alive
         tensors = tensors_of(state_of(model), leaves)
-        self._places = places_of(tensors)
+        self._places = places_of(tensors[: len(names)], tensors[len(names) :])
+        self._firsts = [self._places.index(place) for place in range(max(self._places, default=-1) + 1)]
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
         planner.inputs = frozenset(data)
-        with restoring_modules(model):
-            self._capture = Capture(self._function, _distinct(tensors), data, planner.cost, planner, planner.replay)
+        distinct = [tensors[first] for first in self._firsts]
+        with restoring_modules(model), planner.watch.tracing(type(model).__name__) as tell:
+            self._capture = Capture(self._function, distinct, data, planner.cost, planner, planner.replay, tell)
         self._capture.witness.refuse_left()
         self.plan: Plan | None = getattr(planner, "plan", None)
         self.planning_seconds = planner.watch.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""
-        outputs, replaced = self._capture(_distinct(tensors))
+        outputs, replaced = self._capture([tensors[first] for first in self._firsts])
         if replaced:
             with TRACE_LOCK.calling():  # a trace at the same time would undo this
                 for name, value in replaced.items():
@@ -99,7 +101,3 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
     return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

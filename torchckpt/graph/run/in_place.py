@@ -151,7 +151,7 @@ def rematerialize_(
     faults = [*module_faults("rematerialize_", module), *_faults(module)]
     raise_faults(_CALLER, [*faults, *option_faults(engine, rng, example_kwargs)])
     check_bare(_CALLER, module)
-    setting = _Setting(partial(GraphPlanner, _CALLER, keep, budget, costs, rng, exact), engine)
+    setting = _Setting(partial(GraphPlanner, _CALLER, keep, budget, costs, rng, exact, {}), engine)
     setting.planner()  # it checks its arguments
     put(module, _InPlace, setting)
     handle = RematerializeHandle(module, setting)

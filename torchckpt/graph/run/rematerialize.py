@@ -66,8 +66,9 @@ def rematerialize(
             :class:`~torchckpt.graph.step.values.Value` and returns whether to keep it. An earlier plan. Default: all
             values outside of a :func:`region`; with a budget, the values that the planner chooses.
         budget: bytes that a forward and its backward may allocate beyond the memory in use before them: activations and
-            gradients. A loss outside of the model is not included: let the model return its loss. ``"6GiB"``; an int;
-            or a share of the peak with everything kept: ``"50%"``, or a float. Values that ``keep`` names are kept
+            gradients. A loss outside of the model is not included: let the model return its loss. ``"6GiB"``; a
+            number; or a share of the peak with everything kept: ``"50%"``. The first plan turns a share into bytes,
+            which later plans get, too: a smaller last batch fits. Values that ``keep`` names are kept
             within the budget. Default: no budget.
         engine: ``"eager"`` runs the operations of the trace; ``"inductor"`` compiles them, which fuses operations and
             may change the last bits.
@@ -89,7 +90,7 @@ def rematerialize(
     caller = "rematerialize()"
     raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(caller, model)
-    made = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact), engine)
+    made = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact, {}), engine)
     made._calls.prepare_example(example, example_kwargs)
     return made
 

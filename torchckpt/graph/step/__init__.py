@@ -2,6 +2,7 @@
 
     partial, unused_outputs     a backward that some gradients do not reach
     emit, fusion, values        a schedule as a graph; groups that Inductor fuses; values by the names users know
+    sums              gradients that are added in place
     joint             forward and backward as operations on storages
     costs, measure    FLOPs and bytes of an operation
     repeat, rng, updates        what a repeat runs in an operation's place; random numbers; buffers

@@ -143,6 +143,10 @@ class Emitter:
         copy.meta = dict(node.meta)
         return copy
 
+    def _overwritten(self, node: fx.Node) -> fx.Node | None:
+        """The operand that ``node``, a sum, overwrites; None for any other node."""
+        return self.joint.sums.get(node)
+
     def _part(self, called: fx.Node, place: int, part: fx.Node) -> fx.Node:
         made = self.graph.call_function(operator.getitem, (called, place))
         made.meta = dict(part.meta)
@@ -152,7 +156,10 @@ class Emitter:
         if node.op == "placeholder":
             made = self.graph.placeholder(node.name)
         else:
+            target, part = node.target, self._overwritten(node)
+            if part is not None:
+                target, arguments = torch.ops.aten.add_.Tensor, (part, *(one for one in arguments if one is not part))
             arguments, named = self.resolve(arguments), self.resolve(node.kwargs)
-            made = self.graph.create_node(node.op, node.target, arguments, named, name=node.name)
+            made = self.graph.create_node(node.op, target, arguments, named, name=node.name)
         made.meta = dict(node.meta)
         return made

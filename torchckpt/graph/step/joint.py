@@ -8,8 +8,8 @@ an operation. :class:`~torchckpt.model.remat.step.dataflow.Dataflow` describes t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from torchckpt.graph.step.repeat import Repeat, as_eager_runs, forget_statistics
 from torchckpt.graph.step.rng import record_states, refuse_generators
 from torchckpt.model.remat.step.dataflow import Dataflow, Operation
 
-__all__ = ["Joint", "joint_of", "needed", "reached"]
+__all__ = ["Joint", "is_sum", "joint_of", "needed", "reached"]
 
 TANGENTS = "tangents"
 _CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator gives whole blocks
@@ -39,6 +39,7 @@ class Joint:
         storages: by tensor node, its storage; a sparse tensor has one for each of its parts.
         views: the nodes that write no storage.
         changed: the inputs that have a new value after the forward.
+        sums: by sum of two gradients that is added in place, the operand that it overwrites.
     """
 
     module: fx.GraphModule
@@ -50,6 +51,7 @@ class Joint:
     views: frozenset[fx.Node]
     tangents: tuple[fx.Node, ...]
     changed: frozenset[fx.Node] = frozenset()
+    sums: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -249,6 +251,13 @@ def _is_sparse(value: Any) -> bool:
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, fx.Node)]
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether autograd adds two gradients of one value here, if ``node`` depends on gradients."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    return len({(part.meta["val"].shape, part.meta["val"].dtype) for part in (node, *node.all_input_nodes)}) == 1
 
 
 def reached(sources: Iterable[fx.Node]) -> set[fx.Node]:

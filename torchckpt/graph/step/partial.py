@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from torchckpt.graph.step.emit import Emitter, forward_of
-from torchckpt.graph.step.joint import Joint, reached
+from torchckpt.graph.step.joint import Joint, is_sum, reached
 from torchckpt.model.remat.step.dataflow import Schedule
 
 __all__ = ["Backward", "PartialBackwards"]
@@ -76,15 +76,8 @@ class _Absent:
             if node in gradients and absent and node.op == "call_function":
                 if len(absent) == len(sources):
                     self.nodes.add(node)
-                elif _is_sum(node):
+                elif is_sum(node):
                     self.same[node] = next(source for source in sources if source not in self.nodes)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether autograd adds two gradients of one value here."""
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
-        return False
-    return len({(part.meta["val"].shape, part.meta["val"].dtype) for part in (node, *node.all_input_nodes)}) == 1
 
 
 class _Without(Emitter):
@@ -114,8 +107,13 @@ class _Without(Emitter):
         return self._node(self._absent.same[node]) if is_same else super()._node(node)
 
     def _is_needed(self, node: fx.Node) -> bool:
-        """Whether to keep ``node`` though nothing reads it. The in-place scaling of a repeated dropout is not kept."""
-        return super()._is_needed(node) and node.target is not torch.ops.aten.mul_.Tensor
+        """Whether to keep ``node`` though nothing reads it. Our operations in place are not kept."""
+        return super()._is_needed(node) and node.target not in (torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor)
+
+    def _overwritten(self, node: fx.Node) -> fx.Node | None:
+        """None also if the operand stands for another value, which others may read."""
+        part = super()._overwritten(node)
+        return None if part in self._absent.same else part
 
     def _zeros(self, like: Tensor) -> fx.Node:
         storage = like.untyped_storage().nbytes() // like.element_size()

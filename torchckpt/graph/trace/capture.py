@@ -22,6 +22,7 @@ from torchckpt.graph.step.costs import CostOf
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.partial import Backward, PartialBackwards
+from torchckpt.graph.step.sums import added_in_place
 from torchckpt.graph.step.unused_outputs import UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
@@ -43,6 +44,7 @@ class Capture:
         cost: returns the cost of an operation.
         choose: returns the schedule of the joint graph.
         replay: whether random operations may be repeated. Default: False.
+        tell: called with each operator of the forward.
 
     Raises:
         CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
@@ -52,14 +54,14 @@ class Capture:
 
     def __init__(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
-        choose: Choose, replay: bool = False,
+        choose: Choose, replay: bool = False, tell: Callable[[object], None] = lambda operator: None,
     ) -> None:
         require(GRAPH)
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
         self._replay = replay
         self._are_leaves = [tensor.is_leaf for tensor in tensors]
         self._casts_are_kept = torch.is_autocast_cache_enabled()
-        self.witness = Witness()
+        self.witness = Witness(tell)
         self._differentiable = Differentiable(self._flat, self._partition, self._backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
@@ -96,7 +98,7 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
-        self.joint = joint_of(module, num_fwd_outputs, self._cost, self._replay)
+        self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
         self._unread = UnusedOutputs(self.joint)
         schedule = self._choose(self.joint)
         boundary = simulate(self.joint.flow, schedule).boundary

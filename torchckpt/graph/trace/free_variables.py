@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchckpt.graph.trace.guard import Itself, constant_of
+from torchckpt.graph.trace.guard import Itself, constant_of, is_container
 from torchckpt.modules import OF_EVERY_MODULE
 
 __all__ = ["FreeVariables"]
@@ -63,8 +63,8 @@ class FreeVariables:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether ``value`` is a list, tuple or mapping, by its class: ``isinstance`` may run a slow ``__class__``."""
-    return issubclass(type(value), _CONTAINERS)
+    """Whether to look at the parts of ``value``, by its class: ``isinstance`` may run a slow ``__class__``."""
+    return issubclass(type(value), _CONTAINERS) and is_container(type(value))
 
 
 def _parts_of(value: Any) -> list[Any]:
@@ -118,7 +118,7 @@ class _Walk:
             self._add(value.__func__, name)
         elif isinstance(value, property):
             self._add(value.fget, name)
-        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_PARTS:
+        elif _is_container(value) and len(value) <= _MOST_PARTS:
             for part in value.values() if isinstance(value, Mapping) else value:
                 self._add(part, name)
         elif id(value) not in self._found and _is_users(value):

@@ -27,6 +27,7 @@ __all__ = [
     "constant_of",
     "guard_of",
     "is_cache",
+    "is_container",
     "places_of",
     "warn_of_retraces",
 ]
@@ -36,7 +37,11 @@ CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, slice, range, enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType,
 )
-WITHOUT_CACHE = "model(..., use_cache=False); or model.config.use_cache = False, once"
+WITHOUT_CACHE = (
+    "model(..., use_cache=False); or, once, use_cache = False in model.config and in each copy of it that a part has, "
+    "such as model.decoder.config"
+)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
 _RETRACES = 8
 _OUTSIDE = "outside of the modules"
@@ -87,7 +92,7 @@ def guard_of(
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
     given = tensors_in(leaves)
-    places, aliases = places_of([*state.values(), *given]), _aliases(state, given)
+    places, aliases = places_of(list(state.values()), given), _aliases(state, given)
     return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
 
 
@@ -141,7 +146,9 @@ class Itself:
 
 
 def _holds_tensors(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    if not is_container(type(value)):
+        return isinstance(value, Tensor)
+    parts = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(part, Tensor) for part in parts)
 
 
@@ -155,13 +162,17 @@ def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str
     return outside | {(path, name) for path, name in names if name != "training"}
 
 
-def places_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor, its place among the distinct tensors.
+def places_of(state: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each parameter, buffer and argument, its place among the inputs of the trace.
 
-    A tensor that occurs twice is one input of the trace, so that its gradients are added in the order of eager.
+    A tensor that occurs twice is one input, so that its gradients are added in the order of eager. Data without a
+    gradient is one for each argument: the same tensor in two places is a call like any other.
     """
-    places: dict[int, int] = {}
-    return tuple(places.setdefault(id(tensor), len(places)) for tensor in tensors)
+    places: dict[object, int] = {}
+    known = set(map(id, state))
+    keys: list[object] = [id(tensor) for tensor in state]
+    keys += [id(one) if one.requires_grad or id(one) in known else (place,) for place, one in enumerate(given)]
+    return tuple(places.setdefault(key, len(places)) for key in keys)
 
 
 def _aliases(state: Mapping[str, Tensor], given: Sequence[Tensor]) -> tuple[Hashable, ...]:
@@ -243,11 +254,26 @@ def constant_of(value: Any) -> tuple[type, Hashable] | None:
         return kind, value
     if isinstance(value, (float, complex)):
         return kind, repr(value)
-    if isinstance(value, (tuple, list, dict, set, frozenset, functools.partial)):
+    if isinstance(value, functools.partial) or (issubclass(kind, _CONTAINERS) and is_container(kind)):
         return _container(value)
     if isinstance(value, types.MethodType):
         return kind, (value.__func__, id(value.__self__))
     return (kind, value) if isinstance(value, CONSTANTS) and isinstance(value, Hashable) else None
+
+
+def is_container(kind: type) -> bool:
+    """Whether ``kind`` is a list, a tuple, a set, or a mapping of Python's own: others may load what they are asked."""
+    if kind in _PLAIN_CONTAINERS:
+        return True
+    if not issubclass(kind, Mapping):
+        return issubclass(kind, (list, tuple, set, frozenset))
+    owners = [next(one for one in kind.__mro__ if name in vars(one)) for name in _ACCESS]
+    return all(owner.__module__ in _PYTHON for owner in owners)
+
+
+_PLAIN_CONTAINERS = frozenset({list, tuple, dict, set, frozenset})
+_ACCESS = "__iter__", "__len__", "__getitem__", "items", "values"
+_PYTHON = frozenset({"builtins", "collections", "collections.abc", "types"})
 
 
 def _container(value: Any) -> tuple[type, Hashable] | None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.trace.guard import CONSTANTS
+from torchckpt.graph.trace.guard import CONSTANTS, is_container
 from torchckpt.modules import OF_EVERY_MODULE
 from torchckpt.tensors import tensors_in
 
@@ -82,14 +82,15 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
 def _tensors_of(model: nn.Module) -> _Tensors:
     """By module and attribute: the value, and the tensors in it. Parameters and buffers are left out."""
     return {
-        (place, name): (copy.copy(value) if isinstance(value, _CONTAINERS) else value, tuple(tensors_in(_parts(value))))
+        (place, name): (copy.copy(value) if _is_copied(value) else value, tuple(tensors_in(_parts(value))))
         for place, module in model.named_modules()
         for name, value in module.__dict__.items()
         if name not in OF_EVERY_MODULE and not isinstance(value, (*CONSTANTS, nn.Module))
     }
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, collections.deque) or (isinstance(value, (list, dict, set)) and is_container(type(value)))
 
 
 def _parts(value: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Mutabl
 from contextlib import suppress
 from copy import copy as shallow_copy
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -41,12 +41,14 @@ def inputs_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         given.append((function.args, function.keywords))
         function = function.func
     inputs: Inputs = {("argument", place): tensor for place, tensor in enumerate(tensors_of(given)[0])}
-    code = getattr(function, "__func__", function)
-    for place, cell in enumerate(getattr(code, "__closure__", None) or ()):
+    code = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(code, FunctionType):
+        return inputs
+    for place, cell in enumerate(code.__closure__ or ()):
         with suppress(ValueError):  # nothing is in it yet
             if isinstance(cell.cell_contents, Tensor):
                 inputs["cell", place] = cell.cell_contents
-    defaults = (*(getattr(code, "__defaults__", None) or ()), *(getattr(code, "__kwdefaults__", None) or {}).values())
+    defaults = (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values())
     inputs.update({("default", place): value for place, value in enumerate(defaults) if isinstance(value, Tensor)})
     return inputs
 

@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault, kind
 from torchckpt.kernel.module.mixin import COMPILED, Mixin, plain_forward, put, take
-from torchckpt.kernel.private import compiler_of
+from torchckpt.kernel.private import compiler_of, keep_from_dynamo
 from torchckpt.kernel.region.checkpointing import run
 from torchckpt.kernel.region.options import Options, check_options
 from torchckpt.modules import is_compiled_class
@@ -36,6 +36,9 @@ def _run(plain: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options
         return run(plain, args, kwargs, options)
     compiled: _Compiled | None = plain.__self__.__dict__.get(COMPILED)  # type: ignore[attr-defined]  # it is a method
     return run(plain if compiled is None else compiled.forward, args, kwargs, options)
+
+
+keep_from_dynamo(_run)
 
 
 class _Checkpointed(Mixin):

@@ -7,5 +7,6 @@
     frame             what both share: filled once, whoever asks first
     call, slots       the function, its arguments and its state, to be run again; places of saved tensors
     options, outside_graph   what users set; for Dynamo
+    selective         torch's selective contexts and the hooks around them
 """
 __all__: list[str] = []

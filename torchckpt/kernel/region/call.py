@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
 from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, Fault, RecomputationError
 from torchckpt.kernel.flags import Replay, thread
@@ -17,6 +20,7 @@ from torchckpt.kernel.region.options import Options
 from torchckpt.kernel.state import norms
 from torchckpt.kernel.state.ambient import (
     Ambient,
+    Generator,
     RandomState,
     drawn_since,
     generators_of,
@@ -26,13 +30,15 @@ from torchckpt.kernel.state.ambient import (
     settings,
     use_settings,
 )
-from torchckpt.kernel.state.boundary import Boundary
+from torchckpt.kernel.state.boundary import Boundary, generators_among
+from torchckpt.kernel.state.compilations import settle
 from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.module_state import ModuleState, modules_lock, record_state, substituted
+from torchckpt.kernel.state.reached import norm_layers_of, runs_compiled_code
 from torchckpt.kernel.state.streams import SyncPoint, accelerators_among
 from torchckpt.typing import ContextFunction, Function
 
-__all__ = ["Call", "Stop"]
+__all__ = ["Call", "Stop", "comes_of_stop"]
 
 
 Pack: TypeAlias = Callable[[Tensor], Any]
@@ -43,7 +49,17 @@ _Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager
 
 
 class Stop(Exception):
-    """The exception by which ``pack`` ends a replay early, inside the function."""
+    """The exception by which ``pack`` ends a replay early, inside the function. It is an ``Exception``, so that modules
+    run hooks with ``always_call``."""
+
+
+def comes_of_stop(error: BaseException) -> bool:
+    """Whether the function raised ``error`` because it had caught Stop: after its handler, or ``from`` Stop. What it
+    raised while Stop passed, as in a ``finally``, is an error of its own."""
+    chain: list[BaseException | None] = [error]
+    while (at := chain[-1]) is not None and not isinstance(at, Stop) and at.__context__ not in chain:
+        chain.append(at.__context__)
+    return at is None or all(one is None or one.__cause__ is cause for one, cause in pairwise(chain))
 
 
 class Call:
@@ -53,7 +69,20 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
-    __slots__ = ("_boundary", "_contexts", "_entry", "_options", "devices", "function", "module_state")
+    __slots__ = (
+        "_boundary",
+        "_contexts",
+        "_entry",
+        "_looked",
+        "_noted",
+        "_options",
+        "_ran",
+        "devices",
+        "function",
+        "means",
+        "module_state",
+        "named",
+    )
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
@@ -64,12 +93,25 @@ class Call:
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry: SyncPoint | None = None
         self.module_state: ModuleState | None = None
+        self.named: Sequence[Generator] = ()
+        """The generators that the forward found besides those of devices."""
+        self._looked: norms.Looked = []
+        self.means: dict[int, Tensor | None] = {}
+        """Of the norm layers that need not be noted, while the forward runs."""
+        self._noted: list[nn.Module] = []
+        self._ran: dict[nn.Module, Any] | None = None  # until the forward has ended
 
     def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: deque[Ambient], pack: Pack, unpack: Unpack
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ambient: deque[Ambient],
+        pack: Pack,
+        unpack: Unpack,
+        values: bool,
     ) -> Any:
         """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
-        numbers that it starts with to ``ambient``."""
+        numbers that it starts with to ``ambient``. ``values``: those of what is saved will be compared."""
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
@@ -83,13 +125,24 @@ class Call:
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
             ambient.append((settings(), self._random_state(module_state)))
-            push_hooks(pack, unpack)
-            thread.flags = True, recomputing, replay
+            layers = norm_layers_of(self.function, None if module_state is None else module_state.layout)
+            if layers:
+                # What is compiled from here on may save what it makes of the buffers.
+                self._looked = norms.look(layers, values or runs_compiled_code(self.function))
+                self.means = norms.means(self._looked)
+            around = thread.norms
+            push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
+            thread.norms, thread.flags = self._noted, (True, recomputing, replay)
             try:
                 outputs = function(*args, **kwargs)
             finally:
                 thread.flags = before
                 pop_hooks()
+                thread.norms = around
+                self.means = {}
+                self._ran = norms.ran(self._looked, self._noted) if layers or self._noted else {}
+                if self._ran and around is not None:
+                    around.extend(self._ran)
                 if module_state is not None:
                     module_state.note_changes()
         finally:
@@ -118,6 +171,12 @@ class Call:
             return []
         if module_state is not None and (owned := module_state.layout.generators()):
             named = [*named, *owned]
+        if self._boundary.spec is not None:
+            named = [*named, *self._boundary.generators()]
+        if isinstance(self.function, partial):
+            held = pytree.tree_leaves((self.function.args, self.function.keywords))
+            named = [*named, *generators_among(held)]
+        self.named = named
         return random_state(generators_of(self.devices, named))
 
     def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> None:
@@ -134,7 +193,7 @@ class Call:
         then, random = ambient
         if then != settings():
             function = _inside(use_settings(then), function)
-        replay = Replay()
+        replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
         push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
@@ -143,16 +202,20 @@ class Call:
             set_grad_enabled(True)
             thread.flags, thread.scope = (False, True, replay), None  # regions inside run as in the forward
             try:
-                norms.watch(self.function)
+                if replay.ran:
+                    norms.lend(replay, runs_compiled_code(self.function))
                 function(*args, **kwargs)
             finally:
-                norms.unwatch(replay)
+                if replay.ran:
+                    norms.take_back(replay)
         except Stop:
             pass
         finally:
             thread.flags, thread.scope = before, scope
             set_grad_enabled(graded)
             pop_hooks()
+            if not replay.compiles:
+                settle(self.function)
             restore_states(random_after)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from torchckpt.kernel.private import apply_of
 from torchckpt.kernel.region.frame import Frame
+from torchckpt.modules import is_module
 
 __all__ = ["Checkpoint", "checkpoint", "held_by"]
 
@@ -61,7 +62,7 @@ def held_by(function: Any) -> Iterator[Tensor]:
     elif isinstance(function, MethodType):
         yield from held_by(function.__func__)
         yield from held_by(function.__self__)
-    elif isinstance(function, nn.Module):
+    elif is_module(function):
         for module in function.modules():
             yield from _tensors(vars(module).values())
     elif isinstance(function, FunctionType):

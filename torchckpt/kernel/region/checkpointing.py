@@ -1,7 +1,9 @@
 """``checkpoint`` and ``Checkpointing``: run a region in one call, or step by step."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +14,18 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, RegionError, TransformError
 from torchckpt.kernel.dependency import fork, join
 from torchckpt.kernel.flags import thread
-from torchckpt.kernel.private import forward_ad, functorch_is_active, is_exporting
+from torchckpt.kernel.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo
 from torchckpt.kernel.region.checkpoint import checkpoint as checkpoint_input
 from torchckpt.kernel.region.checkpoint import held_by
 from torchckpt.kernel.region.frame import Frame
 from torchckpt.kernel.region.options import DEFAULT, Options, check_options
 from torchckpt.kernel.region.recompute import recompute
+from torchckpt.kernel.region.selective import heeding
 from torchckpt.kernel.trees import tensors_of
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
 __all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
 
-_REENTRANT = Fault(
-    "use_reentrant must be False or None: a nested backward breaks autograd.grad, inputs=, double backward and split "
-    "backward, and cannot stop early",
-    "use_reentrant=True",
-    "checkpoint(function, x)",
-)
 _DEBUG = Fault(
     "debug must be False: errors name the tensor that differs without a trace of operators",
     "debug=True",
@@ -54,10 +51,14 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
 
 def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """Inside a graph that Dynamo traces: call :func:`torch.utils.checkpoint.checkpoint`, which Dynamo supports."""
-    if options.generators:
+    leaves = pytree.tree_leaves((args, kwargs))
+    # type(): Dynamo of torch 2.15 traces no isinstance() of a tensor with a class that has a check of its own.
+    if options.generators or any(type(leaf) is torch.Generator for leaf in leaves):
         return outside(run, function, args, kwargs, options)
     if options.context_fn is not None:
         kwargs = {**kwargs, "context_fn": options.context_fn}
+    # By name: Dynamo knows the operator by what stands there, also if a user has put our function there. This line is
+    # traced and never run as Python (see the end of this file), so it does not call itself.
     return torch.utils.checkpoint.checkpoint(
         function,
         *args,
@@ -88,7 +89,7 @@ def refuse_transforms() -> None:
 
 
 def checkpoint(
-    function: Function,
+    function: Function | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
     preserve_rng_state: bool = True,
@@ -97,6 +98,7 @@ def checkpoint(
     context_fn: ContextFunction | None = None,
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without keeping its activations; the backward computes them again.
@@ -110,13 +112,16 @@ def checkpoint(
 
     Args:
         function: any callable. It may close over tensors. The replay repeats changes that the function makes to its own
-            state: guard them with ``if not torchckpt.is_recomputing():``. torch's norm layers need no guard.
+            state: guard them with ``if not torchckpt.is_recomputing():``. torch's norm layers need no guard. Left out:
+            the call returns a decorator, ``@checkpoint(early_stop=False)``, each call of whose function is a region.
         *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. Only the tensors
             among them stay in memory until the backward.
-        use_reentrant: False or None; accepted for code written for torch's function. There is no reentrant mode.
+        use_reentrant: accepted for code written for torch's function. There is no reentrant mode: True warns, once in a
+            process, and is run as False.
         preserve_rng_state: replay with the random numbers of the forward, on the CPU and on every accelerator among the
             arguments. False saves the time of the snapshot, for functions that draw no random numbers.
-        generators: further ``torch.Generator`` objects that the function draws from.
+        generators: further ``torch.Generator`` objects that the function draws from. Those among its arguments, and
+            attributes of its modules, need not be named.
         determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with
             those of the forward. ``"values"`` also compares the bits, by a checksum. It costs a pass over each saved
             tensor and, on an accelerator, a synchronisation. ``"none"`` compares nothing.
@@ -125,6 +130,8 @@ def checkpoint(
             backward whose replay raised cannot be run again.
         debug: False; accepted for code written for torch's function. Use ``determinism_check="values"`` instead.
         early_stop: end the replay after the last tensor that the backward needs. False runs the function to its end.
+        respect_saved_tensors_hooks: True lets saved-tensor hooks around the call see what torch's selective contexts
+            keep, too; from torch 2.15 on. Without such a ``context_fn`` it changes nothing.
 
     Returns:
         The outputs of ``function``. Under ``no_grad`` and ``inference_mode`` the call is the plain call.
@@ -138,12 +145,43 @@ def checkpoint(
     Nets with Sublinear Memory Cost", 2016.
     """
     options = DEFAULT
+    if respect_saved_tensors_hooks is not None:
+        context_fn = heeding(context_fn, respect_saved_tensors_hooks)
     if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    if use_reentrant or debug:
-        unsupported = [fault for fault, given in ((_REENTRANT, use_reentrant), (_DEBUG, debug)) if given]
-        check_options("checkpoint", function, options, unsupported)
-    return run(function, args, kwargs, options)
+    if debug:
+        check_options("checkpoint", function, options, [_DEBUG])
+    if use_reentrant and not torch.compiler.is_dynamo_compiling():
+        _warn_of_reentrant()
+    if function is None and not args:
+        return _decorator(options, kwargs)
+    return run(function, args, kwargs, options)  # type: ignore[arg-type]  # what is not callable is refused there
+
+
+@functools.cache
+def _warn_of_reentrant() -> None:
+    warnings.warn(
+        "torchckpt.checkpoint: use_reentrant=True is run as use_reentrant=False: nothing has to require a gradient, "
+        "and keywords, autograd.grad, inputs= and double backward work, too",
+        stacklevel=3,
+    )
+
+
+def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function], Function]:
+    """What ``checkpoint`` returns where it got options alone."""
+    rule, works = "a decorator takes options alone", "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
+    check_options("checkpoint", run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
+
+    def decorate(function: Function) -> Function:
+        check_options("checkpoint", function, options)
+
+        @functools.wraps(function, updated=())  # without the attributes: those of a module are its tables
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return run(function, args, kwargs, options)
+
+        return checkpointed
+
+    return decorate
 
 
 class Checkpointing:
@@ -257,3 +295,8 @@ def _passed(
     held = {id(tensor) for tensor in held_by(function)}
     inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]
     return put_back([checkpoint_input(frame, t) if is_inner else t for t, is_inner in zip(tensors, inner)])  # type: ignore[no-any-return]
+
+
+# Where Dynamo cannot trace a region, its graph ends before the call, which then runs as Python. Dynamo must not begin
+# again inside: a replay, which a backward starts, runs outside of compiled code.
+keep_from_dynamo(run, checkpoint)

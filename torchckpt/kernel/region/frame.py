@@ -7,6 +7,7 @@ a saved tensor does in eager: it is freed with the node in a plain backward, and
 """
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,15 +17,20 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
+from torchckpt.kernel.flags import thread
+from torchckpt.kernel.kept.hooks import hooks_entered
 from torchckpt.kernel.kept.record import KeptCalls
-from torchckpt.kernel.private import keep_from_dynamo, look_through
-from torchckpt.kernel.region.call import Call, Stop
+from torchckpt.kernel.private import dispatch_modes_are_active, keep_from_dynamo, look_through, mutation_is_allowed
+from torchckpt.kernel.region.call import Call, Stop, comes_of_stop
 from torchckpt.kernel.region.options import Options
 from torchckpt.kernel.region.slots import Slot, describe
-from torchckpt.kernel.state.ambient import Ambient, Generator
-from torchckpt.kernel.state.determinism import differs, name_of
+from torchckpt.kernel.state.ambient import Ambient, Generator, RandomState
+from torchckpt.kernel.state.compilations import compilations, is_settled
+from torchckpt.kernel.state.determinism import compiled_anew, differs, name_of
 from torchckpt.kernel.state.module_state import ModuleState
+from torchckpt.kernel.state.norms import is_in_call, note_caller
 from torchckpt.kernel.state.streams import SyncPoint
+from torchckpt.kernel.tail import ends_with
 from torchckpt.typing import Function
 
 __all__ = ["Around", "Frame", "SavedTensors", "observers"]
@@ -36,6 +42,8 @@ SavedTensors: TypeAlias = list[tuple[Tensor, int]]
 """Saved tensors in the order of their slots, each with its version when it was saved."""
 
 Around: TypeAlias = Callable[["deque[SavedTensors]"], AbstractContextManager[None]]
+
+_REPLAY = Call.replay.__code__
 
 _RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
 
@@ -50,11 +58,14 @@ class Frame:
     __slots__ = (
         "__weakref__",
         "_call",
+        "_compilations",
+        "_in_norm",
         "_lock",
         "_options",
         "_returned",
         "_slots",
         "_sync_point",
+        "_values",
         "ambient",
         "around",
         "kept",
@@ -63,8 +74,12 @@ class Frame:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._values = options.determinism_check == "values"
+        """Whether slots have checksums."""
         self._call: Call | None = None
         self._slots: list[Slot] = []
+        self._in_norm = False
+        """Whether what was saved last is of a norm layer that is known. The input of the next has more dimensions."""
         self._returned = False  # whether the forward has returned: no slots will be added
         self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
@@ -78,9 +93,14 @@ class Frame:
         """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.checks and not is_settled(function) and not dispatch_modes_are_active():
+            self._values = True
+        self._compilations = compilations()
         call = self._call = Call(function, args, kwargs, self._options)
-        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack)
+        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
         self._returned = True
+        if call.named:
+            _tell_outer_regions(self.ambient[0][1])
         if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
             self._call, self._slots, self.kept = None, [], None
             self.ambient.clear()
@@ -151,7 +171,15 @@ class Frame:
                 self._slots = []
 
     def _pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(tensor, self._options.determinism_check == "values")
+        if tensor.dim() != 1:
+            self._in_norm = False
+        elif not self._in_norm and not tensor.requires_grad:  # it may be a running mean
+            known, caller = {} if self._call is None else self._call.means, sys._getframe().f_back
+            if caller is not None:  # None where the engine calls, in a backward that keeps its graph
+                self._in_norm = (id(tensor) in known and is_in_call(caller)) or note_caller(caller)
+        if compilations() != self._compilations and self.checks:
+            self._values = True
+        slot = Slot(tensor, self._values)
         self._slots.append(slot)
         return slot
 
@@ -169,9 +197,13 @@ class Frame:
         return tensor
 
     def _replay(self, call: Call, slots: list[Slot]) -> SavedTensors:
-        """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions."""
+        """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions.
+
+        The last is followed by Stop, unless it is what the function returns: the exception would take longer.
+        """
         total = len(slots)
-        checked = self.checks
+        checked, by_values = self.checks, self._options.determinism_check == "values"
+        copies = mutation_is_allowed()  # the function may change what it has saved
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
         fresh: SavedTensors = []
@@ -181,12 +213,15 @@ class Frame:
             place = len(fresh)
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
-                saved = tensor if tensor.is_leaf else tensor.detach()
-                if checked and not slots[place].accepts(tensor):
+                saved = tensor.detach().clone() if copies else tensor if tensor.is_leaf else tensor.detach()
+                compiles = checked and (replay := thread.flags[2]) is not None and replay.compiles
+                if compiles and not self._values:
+                    raise compiled_anew(call.function)
+                if checked and not slots[place].accepts(tensor, by_values or compiles):
                     different.append(slots[place].compare(tensor))
                     raise _error(call, slots, place, different)
-                fresh.append((saved, tensor._version))
-                if place + 1 < total or not stops:
+                fresh.append((saved, saved._version))
+                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function, _REPLAY):
                     return saved
             elif checked and not stops:
                 different.append(describe(tensor))
@@ -198,17 +233,25 @@ class Frame:
             self.kept.begin(fresh)
         try:
             call.replay(self.ambient[0], pack, self._unpack_in_replay)
-        except Exception:
-            if different or len(fresh) < total or not stops:
+        except Exception as error:
+            if different or len(fresh) < total or not stops or not comes_of_stop(error):
                 if self.kept is not None:
                     self.kept.begin(None)
                 raise
-            # Otherwise the function caught Stop and raised this instead: everything is recomputed.
         if self.kept is not None and not different:
             self.kept.end(call.function, checked)
         if different or len(fresh) < total:  # the function caught the error, or ended before its time
             raise _error(call, slots, len(fresh), different)
         return fresh
+
+
+def _tell_outer_regions(states: RandomState) -> None:
+    """Their replays come by here, too, and know only the generators that they were given themselves."""
+    for _, unpack in hooks_entered():
+        outer = getattr(unpack, "__self__", None)
+        if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
+            known = [id(generator) for generator in outer.generators]
+            outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
 
 
 def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> RecomputationError:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
+from torchckpt.kernel.state.ambient import is_made_here
 from torchckpt.kernel.state.norms import is_statistic
 
 __all__ = ["Slot", "describe", "fingerprint"]
@@ -41,16 +42,17 @@ class Slot:
             )
         return tensor
 
-    def accepts(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, saved by the replay, matches the one that the forward saved here."""
+    def accepts(self, tensor: Tensor, values: bool) -> bool:
+        """Whether ``tensor``, saved by the replay, matches the one that the forward saved here; also its values?"""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
-        if tensor._version == self.version and self.fingerprint is None:
+        values = values and self.fingerprint is not None
+        if tensor._version == self.version and not values:
             return True
         # A norm layer's buffers have moved on since the forward; its gradients do not depend on them.
         return is_statistic(tensor) or (
-            tensor._version == self.version
-            and (self.fingerprint is None or self.fingerprint == fingerprint(tensor))
+            (tensor._version == self.version or is_made_here(tensor))
+            and (not values or self.fingerprint == fingerprint(tensor))
         )
 
     def compare(self, tensor: Tensor) -> str:

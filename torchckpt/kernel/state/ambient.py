@@ -1,8 +1,8 @@
 """Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
-The *settings* are autocast, the default dtype and device, and inference mode. A replay enters only those that differ
-from the settings of its own thread. The *random numbers* are states of generators. A replay sets them, and puts the
-states that it found back at its end.
+The *settings* are autocast, the default dtype and device, inference mode, and the compiler's stance. A replay enters
+only those that differ from the settings of its own thread. The *random numbers* are states of generators. A replay sets
+them, and puts the states that it found back at its end.
 """
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ from torch import (
     is_inference_mode_enabled,
 )
 
-from torchckpt.kernel.private import dispatch_modes_are_active, modes_are_active
+from torchckpt.kernel.flags import thread
+from torchckpt.kernel.private import (
+    DispatchMode,
+    compiler_stance,
+    dispatch_modes_are_active,
+    modes_are_active,
+    storage_key,
+    use_stance,
+)
+from torchckpt.tensors import tensors_in
 
 __all__ = [
     "Ambient",
@@ -32,6 +41,7 @@ __all__ = [
     "accelerator_type",
     "drawn_since",
     "generators_of",
+    "is_made_here",
     "random_state",
     "restore_states",
     "set_states",
@@ -57,6 +67,8 @@ Settings: TypeAlias = tuple[
     torch.dtype,  # the default dtype
     torch.device | None,  # the default device; None: never set
     bool,  # inference mode
+    bool,  # whether a dispatch mode sees the operators; composite ones then work in place less often
+    Any,  # the stance of torch.compiler: in another one, code that is compiled may run in eager mode
 ]
 
 
@@ -70,13 +82,15 @@ def settings() -> Settings:
         get_default_dtype(),
         get_default_device() if modes_are_active() else None,
         is_inference_mode_enabled(),
+        dispatch_modes_are_active() > 0,
+        compiler_stance(),
     )
 
 
 @contextmanager
 def use_settings(then: Settings) -> Iterator[None]:
     """Inside the block, the settings of this thread are ``then``. Enters only what differs from the current ones."""
-    cpu, accelerator, cache, dtype, device, inference = then
+    cpu, accelerator, cache, dtype, device, inference, watched, stance = then
     now = settings()
     with ExitStack() as stack:
         if inference != now[5]:
@@ -89,7 +103,32 @@ def use_settings(then: Settings) -> Iterator[None]:
             if device_type and (autocast, cache) != (before, now[2]):
                 enabled = autocast is not None
                 stack.enter_context(torch.autocast(device_type, autocast, enabled=enabled, cache_enabled=cache))
+        if watched != now[6]:
+            stack.enter_context(_Watch())
+        if stance is not None and stance != now[7]:
+            stack.enter_context(use_stance(stance))
         yield
+
+
+class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Changes nothing. In a replay that other modes see and its forward not, it notes what the replay makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: set[int | None] = set()
+        if dispatch_modes_are_active() and thread.flags[2] is not None:
+            thread.flags[2].made = self._made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        self._made.update(key for tensor in tensors_in(result) if (key := storage_key(tensor)) not in given)
+        return result
+
+
+def is_made_here(tensor: Tensor) -> bool:
+    """Whether the running replay is known to have made ``tensor``, whose version then tells nothing of the forward."""
+    return storage_key(tensor) in getattr(thread.flags[2], "made", ())
 
 
 @contextmanager

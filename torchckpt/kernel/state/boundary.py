@@ -2,21 +2,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.kernel.private import alive, hooks_in_force, set_grad_enabled, set_version
+from torchckpt.kernel.private import (
+    alive,
+    hooks_in_force,
+    mutation_is_allowed,
+    set_grad_enabled,
+    set_version,
+    storage_key,
+)
+from torchckpt.kernel.trees import copy_attributes
+from torchckpt.modules import is_module
 
-__all__ = ["Boundary", "Hooks"]
+__all__ = ["Boundary", "Hooks", "generators_among"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-
-_VIEWED = (torch.strided, torch.jagged)
-"""The layouts whose tensors support ``view_as``."""
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -38,8 +45,7 @@ class Boundary:
         inputs: dict[int, Input] = {}
         self._leaves: list[Any] = []
         for leaf in leaves:
-            # An inference tensor cannot be saved, and has no version to check: keep it as it is, like other objects.
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
+            if isinstance(leaf, Tensor):
                 found = inputs.get(id(leaf))
                 if found is None:
                     found = inputs[id(leaf)] = Input(leaf, hooks)
@@ -76,7 +82,11 @@ class Boundary:
 
     def modules(self) -> list[nn.Module]:
         """The modules among the arguments."""
-        return [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
+        return [leaf for leaf in self._leaves if is_module(leaf)]
+
+    def generators(self) -> list[torch.Generator]:
+        """The generators among the arguments, and those that are attributes of an argument."""
+        return generators_among([leaf for leaf in self._leaves if type(leaf) is not Input])
 
 
 class Input:
@@ -85,12 +95,28 @@ class Input:
     It is saved as autograd saves: through the saved-tensor hooks in force. Without hooks, a leaf that requires grad is
     held itself, and any other tensor without its graph. A read checks that it was not changed in place. A replay gets
     the original tensor while it is alive, and later a twin, which is a leaf or not as the original, and has the same
-    attributes. A parameter is held itself, because a twin would not be that parameter.
+    attributes. A parameter is held itself, because a twin would not be that parameter. An inference tensor cannot be
+    saved, and has no version to check: a copy is held.
     """
 
-    __slots__ = ("_attributes", "_is_non_leaf", "_kept", "_original", "_requires_grad", "_unpack", "_version")
+    __slots__ = (
+        "_attributes",
+        "_is_non_leaf",
+        "_kept",
+        "_original",
+        "_requires_grad",
+        "_strides",
+        "_unpack",
+        "_version",
+    )
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
+        if tensor.is_inference():
+            self._version, self._attributes = -1, None
+            with torch.inference_mode():
+                is_weight = isinstance(tensor, nn.Parameter)
+                self._kept: Any = tensor if is_weight else copy_attributes(tensor, tensor.clone())
+            return
         self._version = tensor._version
         self._requires_grad = requires_grad = tensor.requires_grad
         self._is_non_leaf = is_non_leaf = requires_grad and not tensor.is_leaf
@@ -101,7 +127,7 @@ class Input:
         # A leaf that requires grad stays a leaf: in-place operations cannot give it a graph.
         is_fixed = requires_grad and not is_non_leaf and hooks is None
         if is_fixed or (tensor.__class__ is not Tensor and isinstance(tensor, nn.Parameter)):
-            self._kept: Any = tensor
+            self._kept = tensor
             return
         self._original = weakref.ref(tensor)
         if hooks is None:
@@ -109,17 +135,26 @@ class Input:
         else:
             with torch.no_grad():
                 self._kept = hooks[0](tensor)
-            self._unpack = hooks[1]
+            self._unpack, self._strides = hooks[1], tensor.stride() if tensor.layout == torch.strided else None
 
     def unpack(self, whose: str) -> Tensor:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; the error calls it ``whose``."""
-        kept = self._kept if self._unpack is None else self._unpack(self._kept)  # what is packed is unpacked once
+        if self._version < 0:
+            inference: Tensor = self._kept
+            return inference
+        # What is packed is unpacked once.
+        kept: Tensor = self._kept if self._unpack is None else self._unpack(self._kept)
         original = kept if self._original is None else alive(self._original)
         if original is not None and self._is_as_it_was(original, kept):
-            return original if original._version == self._version else self._changed(original, whose)
+            if original._version == self._version:
+                return original
+            if self._unpack is None or storage_key(kept) == storage_key(original):
+                return self._changed(original, whose)  # else the hooks have kept its values
         if self._unpack is None and kept._version != self._version:
             return self._changed(kept, whose)
-        return self._twin(kept if original is not kept and self._unpack is None else kept.detach())
+        if self._unpack is None:
+            return self._twin(kept if original is not kept else kept.detach())
+        return self._twin(_laid_out(kept.detach(), self._strides))
 
     def drop_graphs(self) -> None:
         """Of its attributes: a tensor there may have been made in the region whose frame holds this."""
@@ -148,6 +183,8 @@ class Input:
             twin.requires_grad_()
         if self._is_non_leaf:
             twin = _behind_a_node(twin)
+        elif mutation_is_allowed():
+            twin = twin.detach().clone().requires_grad_(self._requires_grad)
         if self._attributes is not None:
             twin.__dict__.update(self._attributes)
         return set_version(twin, self._version)
@@ -161,17 +198,42 @@ class Input:
         )
 
 
+def _laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """``tensor``, of which hooks have made a copy, with the strides from before. If there were gaps, without them."""
+    if strides is None or tensor.stride() == strides or tensor.dim() != len(strides):
+        return tensor
+    then = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    if tensor.numel() and then.untyped_storage().nbytes() != then.nbytes:
+        strides = torch.empty_like(then).stride()
+        if tensor.stride() == strides:
+            return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def _behind_a_node(leaf: Tensor) -> Tensor:
-    """``leaf`` as a non-leaf tensor: a view. An autograd Function would take four times as long."""
+    """``leaf`` as a non-leaf tensor: a view. An autograd Function would take four times as long.
+
+    Its strides are those of ``leaf``. ``view_as`` would make those of dimensions of size one anew, and a convolution
+    reads from them whether a batch of one is channels last.
+    """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return _behind_a_node(leaf)
     graded = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
-        return leaf.view_as(leaf) if leaf.layout in _VIEWED else leaf.clone()
+        if leaf.layout == torch.strided and not mutation_is_allowed():
+            return leaf[...]
+        return leaf.expand_as(leaf) if leaf.layout == torch.jagged else leaf.clone()
     finally:
         set_grad_enabled(graded)
+
+
+def generators_among(leaves: Iterable[Any]) -> list[torch.Generator]:
+    """The generators among ``leaves`` of a tree, and those that are attributes of one."""
+    objects = [leaf for leaf in leaves if type(leaf) not in _ATOMS]
+    inside = chain.from_iterable(list(vars(one).values()) for one in objects if type(one).__dictoffset__)
+    return [one for one in chain(objects, inside) if issubclass(type(one), torch.Generator)]  # proxies answer anything
 
 
 def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
+from types import BuiltinMethodType, MethodType, NoneType
 
 from torchckpt.errors import RecomputationError
 from torchckpt.typing import Function
 
-__all__ = ["differs", "keeps_differently", "name_of"]
+__all__ = ["compiled_anew", "differs", "keeps_differently", "name_of"]
 
 _CAUSES = """\
 Likely causes, each with its fix:
@@ -16,6 +18,10 @@ Likely causes, each with its fix:
   - a context that held around the forward only (sdpa_kernel, a tensor mode): enter it inside, or by context_fn
   - a function that is free to choose: determinism_check="none", if every choice has the same gradients"""
 
+_WRITTEN = """
+  - a tensor from outside that the function itself writes (out=, clamp_): make it inside of the function, or a parameter
+    or buffer of a module, checkpoint(module, x)"""
+
 
 def differs(function: Function, place: int, total: int, forward: str, replay: str) -> RecomputationError:
     """The error for saved tensor ``place`` (from 0) of ``total``; ``forward`` and ``replay`` describe both tensors."""
@@ -23,7 +29,17 @@ def differs(function: Function, place: int, total: int, forward: str, replay: st
         f"the replay of region {name_of(function)} did not save what its forward saved\n"
         f"  first to differ: saved tensor {place + 1} of {total}\n"
         f"  forward saved:   {forward}\n"
-        f"  replay saved:    {replay}\n{_CAUSES}"
+        f"  replay saved:    {replay}\n{_CAUSES}{_WRITTEN if 'inplace operation' in replay else ''}"
+    )
+
+
+def compiled_anew(function: Function) -> RecomputationError:
+    """The error for a replay inside of which code was compiled, with nothing to compare what it saves with."""
+    return RecomputationError(
+        f"the replay of region {name_of(function)} compiled code that its forward found compiled: nothing tells "
+        "whether the new graph saves what the old one did\n"
+        "  received: a compilation inside of a replay, as after torch._dynamo.reset(), or where a guard fails there\n"
+        '  works:    the step again, from its forward; or checkpoint(function, x, determinism_check="values")'
     )
 
 
@@ -41,7 +57,9 @@ def name_of(function: Function) -> str:
     """The name of a region in messages: the qualified name of its function, its method or its module's class."""
     while isinstance(function, functools.partial):
         function = function.func
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, type):
-        return f"'{type(owner).__qualname__}.{function.__name__}'"
-    return f"'{getattr(function, '__qualname__', None) or type(function).__qualname__}'"
+    if isinstance(function, (MethodType, BuiltinMethodType)) and not isinstance(function.__self__, (type, NoneType)):
+        return f"'{type(function.__self__).__qualname__}.{function.__name__}'"
+    name: object = None
+    with suppress(Exception):  # a proxy may raise, or answer, anything
+        name = function.__qualname__
+    return f"'{name if name and isinstance(name, str) else type(function).__qualname__}'"

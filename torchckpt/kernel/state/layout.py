@@ -4,8 +4,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from types import FunctionType, MethodType
+from itertools import chain, takewhile
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -14,10 +14,16 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.kernel.private import norm_layer, set_version
 from torchckpt.kernel.state.norms import updates
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
 from torchckpt.typing import Function
 
-__all__ = ["Copy", "Key", "Layout", "Modules", "layout_of", "lengths_of", "values_of", "version_of"]
+__all__ = [
+    "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
+    "version_of",
+]
+
+_NUMBERS = (bool, int, float, complex)
+_OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 
 Key: TypeAlias = tuple[int, str]
 """A buffer: the index of its module in the layout, and its name in that module."""
@@ -44,10 +50,16 @@ class Copy:
 
 
 class Modules(tuple[nn.Module, ...]):
-    """The modules that a plain function uses, which it names in its attribute ``region_modules``."""
+    """The modules that a function uses which is no module."""
 
     layout: Layout | None = None
     """The layout that an earlier call made."""
+
+
+class NamesModules:
+    """A function that names the modules that it uses. The class says so: a mock or a proxy answers any attribute."""
+
+    region_modules: Modules
 
 
 class _End:
@@ -73,7 +85,11 @@ class Layout:
         self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
-        """Buffers that a forward has changed in place or replaced."""
+        """Buffers that a forward has changed in place or replaced, and ``changing_parameters``."""
+        limited = ((place, module) for place, module in enumerate(modules) if vars(module).get("max_norm") is not None)
+        self.changing_parameters: set[Key] = {(place, "weight") for place, m in limited if "weight" in m._parameters}
+        """The parameters that a forward has changed in place. An embedding with ``max_norm`` will."""
+        self.changing |= self.changing_parameters
         self.unversioned: set[Key] = set()
         """The ``changing`` buffers that change without their version counter, as by ``.data``."""
         inside: list[dict[str, Any]] = [module._modules for module in modules]
@@ -88,6 +104,9 @@ class Layout:
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
         named = enumerate(map(partial(_names_of, Tensor), modules), start=len(modules))
         self._attributes = [(place, name) for place, names in named for name in names]
+        numbers = enumerate(map(_numbers_of, modules), start=len(modules))
+        self._numbers = [(place, name) for place, names in numbers for name in names]
+        self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
         self.is_simple = not self.norms and not self._attributes
         """Whether ``tables`` has every tensor: there are no norm layers, and no tensors that are plain attributes."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
@@ -123,9 +142,28 @@ class Layout:
         found = (attributes.get(name) for attributes, name in self._generators)
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
-    def modes(self) -> list[bool | None]:
-        """The ``training`` flag of each module."""
-        return [attributes.get("training") for attributes in self.dicts]
+    def flags(self) -> list[Any]:
+        """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""
+        found = [attributes.get(name) for attributes, name in self._flags]
+        for key, value in zip(self._numbers, found[len(self.dicts) :]):
+            if isinstance(value, Tensor) and key not in self._attributes:
+                self._attributes.append(key)
+                self.is_simple = False
+        return found
+
+    def other_flags(self, then: list[Any], now: list[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """What to put back so that ``flags()`` is as it was. A number that is another number stays: functions count."""
+        for (attributes, name), value, now_is in zip(self._flags, then, now):
+            is_mode = name == "training"
+            if now_is is not value and (is_mode or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))):
+                yield attributes, name, value
+
+    def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
+        """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
+        first, end = len(self.children), self.children[-1]
+        found = list(takewhile(lambda value: value is not end, values[first:]))
+        keys = [(place, name) for place, parameters in enumerate(self.parameters) for name in parameters]
+        return dict(zip(keys, found)) if len(keys) == len(found) else None
 
     @property
     def is_compiled(self) -> bool:
@@ -145,21 +183,48 @@ class Layout:
         return "a tensor of its modules"
 
 
-_layouts: dict[Any, Layout] = {}
+class Known:
+    """What is known of a module: by its keys each layout whose first owner it is, and its tree (``reached.py``).
+
+    The module itself holds this, at a place that is no attribute of its own. A table here would keep each module for
+    ever that is held from inside, as by a hook of a child that is a method of its parent: the layout holds children.
+    Copies and pickles of the module hold None instead.
+    """
+
+    __slots__ = ("layouts", "tree")
+
+    def __init__(self) -> None:
+        self.layouts: dict[int | tuple[int, ...], Layout] = {}
+        self.tree: Any = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+_KNOWN = "_torchckpt_known"
+
+
+def known_of(module: nn.Module) -> Known:
+    """What is known of ``module``; new and empty if nothing is."""
+    held: dict[str, Any] = getattr(vars(module).get("_forward_hooks"), "__dict__", {})  # of an OrderedDict
+    known = held.get(_KNOWN)
+    if known is None:
+        known = held[_KNOWN] = Known()
+    return known
 
 
 def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, list[Any]] | None:
     """The layout of the modules of ``function`` and the values of its tables; None if there are no such modules.
 
-    The modules are: ``function`` itself if it is one, the module that it is a method of, those that it names in
-    ``region_modules``, and those among its arguments; also through partials. Modules that a function closes over are
+    The modules are: ``function`` itself if it is one, the module that it is a method of, those that it names
+    (``NamesModules``), and those among its arguments; also through partials. Modules that a function closes over are
     not seen. The layout is made at the first call, and again when the modules inside have changed.
     """
     owner = function.__self__ if type(function) is MethodType else function
-    layout, modules = _layouts.get(id(owner)), None
-    if layout is None and not isinstance(owner, nn.Module):
-        modules = getattr(owner, "region_modules", None)
-        layout = None if modules is None else modules.layout
+    layout, modules = known_of(owner).layouts.get(id(owner)) if is_module(owner) else None, None
+    if layout is None and isinstance(owner, NamesModules):
+        modules = owner.region_modules
+        layout = modules.layout
     if layout is None or args or (modules is None and layout.owners[0]() is not owner):
         owners = _owners(function, args)
         if not owners:
@@ -178,7 +243,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
 
 
 def _known(owners: Sequence[nn.Module]) -> Layout:
-    layout = _layouts.get(_key(owners))
+    layout = known_of(owners[0]).layouts.get(_key(owners))
     if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
         return _made(owners)
     return layout
@@ -189,23 +254,22 @@ def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
 
 
 def _made(owners: Sequence[nn.Module]) -> Layout:
-    key, forget = _key(owners), _layouts.pop
-    layout = Layout(owners, lambda _: forget(key, None))
+    key, layouts = _key(owners), known_of(owners[0]).layouts
+    forget = layouts.pop
+    layout = Layout(owners, lambda _: forget(key, None))  # with the module, and not with the next garbage collection
     if not layout.is_lazy:
-        _layouts[key] = layout
+        layouts[key] = layout
     return layout
 
 
 def _owners(function: Function, args: Sequence[Any]) -> list[nn.Module]:
-    owners = [arg for arg in args if isinstance(arg, nn.Module)]
+    owners = [arg for arg in args if is_module(arg)]
+    if isinstance(function, NamesModules):
+        return [*function.region_modules, *owners]
     if isinstance(function, partial):
         return _owners(function.func, [*function.args, *function.keywords.values(), *owners])
-    function = getattr(function, "_torchdynamo_orig_callable", function) if type(function) is FunctionType else function
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return [owner, *owners]
-    modules: Modules = getattr(function, "region_modules", Modules())
-    return [*modules, *owners]
+    owner = module_of(uncompiled(function))
+    return owners if owner is None else [owner, *owners]
 
 
 def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
@@ -222,6 +286,12 @@ def version_of(tensor: Tensor) -> int:
 
 def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(len, tables))
+
+
+def _numbers_of(module: nn.Module) -> list[str]:
+    if _is_of_torch(module):
+        return []
+    return [name for name, value in vars(module).items() if type(value) in _NUMBERS and name not in _OF_EVERY_MODULE]
 
 
 def _names_of(kind: type, module: nn.Module) -> list[str]:

@@ -3,11 +3,13 @@
 Before a replay, the parameters and buffers of the region's modules (``layout.py`` says which) are compared with those
 of the forward. Where they differ, the module holds a substitute while the replay runs. For a parameter that was
 replaced, as by ``functional_call``, it is the parameter of the forward. For a buffer that changed, in the forward
-itself (``spectral_norm``, an observer) or after it, it is a copy of its old values. Reading a tensor that was changed
-in place and has no substitute is an error, as in eager autograd.
+itself (``spectral_norm``, an observer) or after it, and for a parameter that forwards change in place (an embedding
+with ``max_norm``), it is a copy of its old values. Reading a tensor that was changed in place and has no substitute is
+an error, as in eager autograd.
 
 A buffer is copied when a forward first sees it, and again after it has changed. All calls share the copy until then, so
-a buffer that never changes is copied once. A large copy of such a buffer is not kept.
+a buffer that never changes is copied once. A large copy of such a buffer is not kept. A parameter is copied from the
+second forward on that changes it.
 """
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import RecomputationError
-from torchckpt.kernel.private import alive, storage_key
+from torchckpt.kernel.private import alive, set_version, storage_key
 from torchckpt.kernel.state.determinism import name_of
 from torchckpt.kernel.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
+from torchckpt.kernel.trees import copy_attributes
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "Substitutes", "modules_lock", "record_state", "substituted"]
@@ -49,20 +52,55 @@ class Substitutes(NamedTuple):
     """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
     changed: dict[int, tuple[Tensor, str]]
     """By ``id()``: a tensor that the replay must not read, because it was changed in place, and its path."""
+    late: dict[int, Late]
+    """By ``id()``: a substitute for a parameter that a forward has changed for the first time. Nobody has a copy."""
+
+
+class Late:
+    """A parameter as the forward left it. It will do if a replay changes it before it reads it, and to what it is."""
+
+    def __init__(self, parameter: Tensor, path: str) -> None:
+        self.parameter, self.path, self.is_changed = parameter, path, False
+
+    def allows(self, substitute: Tensor, version: int) -> bool:
+        """Whether a replay may call what it called on ``substitute``, which was at ``version``."""
+        if substitute._version == version:
+            return self.is_changed
+        self.is_changed = True
+        return torch.equal(substitute, self.parameter)
 
 
 _NOTHING: Any = object()
+_EMPTY: dict[Any, Any] = {}
 
 
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules."""
 
-    __slots__ = ("_buffers", "_modes", "_new_copies", "_non_leaves", "_values", "_versions", "layout")
+    __slots__ = (
+        "_after",
+        "_buffers",
+        "_flags",
+        "_new_copies",
+        "_non_leaves",
+        "_parameters",
+        "_values",
+        "_versions",
+        "layout",
+    )
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))
-        self._modes = layout.modes()
+        self._flags = layout.flags()
+        self._after: dict[Key, int] = _EMPTY
+        """The versions of the parameters that this forward has changed in place, after it."""
+        self._parameters: dict[Key, Copy] = _EMPTY
+        """Those that forwards are known to change, as they are before this one."""
+        if layout.changing_parameters:
+            found = layout.parameters_of(values) or {}
+            known = [(key, one) for key in layout.changing_parameters if (one := found.get(key)) is not None]
+            self._parameters = {key: Copy(one) for key, one in known if not _is_sharded(one)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
@@ -77,6 +115,8 @@ class ModuleState:
 
     def _copy(self, key: Key, tensor: Tensor) -> Copy:
         copy = self.layout.copies.get(key)
+        if tensor.is_inference():
+            self.layout.unversioned.add(key)
         if copy is None or not copy.is_of(tensor) or key in self.layout.unversioned:
             copy = self.layout.copies[key] = Copy(tensor)
             self._new_copies.append(key)
@@ -89,14 +129,20 @@ class ModuleState:
         return [one for one in found if type(one) is Tensor and one.layout == torch.strided]
 
     def note_changes(self) -> None:
-        """After the forward: note which buffers it has changed, and drop large copies of others."""
+        """After the forward: note what it has changed, and drop large copies of other buffers."""
+        layout = self.layout
+        versions = _versions(self._values, len(layout.children))
+        if versions != self._versions:
+            found = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
+            self._after = {key: now for (key, one), then, now in found if then != now and not _is_sharded(one)}
+            layout.changing_parameters |= self._after.keys()
+            layout.changing |= self._after.keys()
         if not self._buffers:
             return
-        layout = self.layout
         layout.changing.update(key for key in self._buffers if not self._is_unchanged(key))
         for key in self._new_copies:
             tensor, copy = self._buffers[key]
-            if tensor is None or copy is None or key in layout.changing:
+            if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
             if tensor.layout != torch.strided or tensor.nbytes > _SMALL_BYTES:
                 copy.values = None
@@ -117,36 +163,51 @@ class ModuleState:
         layout, then = self.layout, self._values
         now, first = values_of(layout.tables), len(layout.children)
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
-        modes = layout.modes()
-        same = same and modes == self._modes and layout.lengths == lengths_of(layout.dicts)
+        flags = layout.flags()
+        same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
         if same and layout.is_simple and not layout.unversioned:
             return None
         if now[:first] != layout.children:
             raise _other_modules(function, "modules")
-        substitutes = Substitutes([], {})
+        substitutes = Substitutes([], {}, {})
         self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
-        others = [(of, mode) for of, mode, now_is in zip(layout.dicts, self._modes, modes) if mode is not now_is]
-        substitutes.values.extend((of, "training", mode) for of, mode in others)
-        if substitutes.changed and layout.is_compiled:  # reads of compiled code cannot be watched
-            raise _changed(function, *next(iter(substitutes.changed.values())))
+        substitutes.values.extend(layout.other_flags(self._flags, flags))
+        if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
+            raise _first_error(substitutes, function)
         return substitutes if substitutes.values or substitutes.changed else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
-        first, end = len(self.layout.children), self.layout.children[-1]
-        then = list(takewhile(lambda value: value is not end, self._values[first:]))
-        places = [(parameters, name) for parameters in self.layout.parameters for name in parameters]
-        if len(places) != len(then):
+        then = self.layout.parameters_of(self._values)
+        if then is None:
             raise _other_modules(function, "parameters")
-        for (parameters, name), tensor, version in zip(places, then, self._versions):
-            now = parameters[name]
+        twins: dict[int, nn.Parameter] = {}
+        for (key, tensor), version in zip(then.items(), self._versions):
+            parameters, name = self.layout.parameters[key[0]], key[1]
+            now, twin = parameters[name], tensor
             if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 swaps them, and keeps their values right
                 continue
             if tensor is not None and version_of(tensor) != version:
-                substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
-            if now is not tensor:
-                substitutes.values.append((parameters, name, tensor))
+                if id(tensor) not in twins:
+                    twins[id(tensor)] = self._twin(substitutes, key, tensor, version)
+                twin = twins[id(tensor)]
+            if now is not twin:
+                substitutes.values.append((parameters, name, twin))
+
+    def _twin(self, substitutes: Substitutes, key: Key, tensor: nn.Parameter, version: int) -> nn.Parameter:
+        """What stands in for a parameter that was at ``version``, and has been changed in place since."""
+        copy, path = self._parameters.get(key), self.layout.path_of(tensor)
+        if copy is None and self._after.get(key) != tensor._version:
+            substitutes.changed[id(tensor)] = tensor, path
+            return tensor
+        values = tensor.detach().clone() if copy is None else copy.clone()
+        twin = nn.Parameter(values, tensor.requires_grad)
+        copy_attributes(tensor, twin)
+        if copy is None:
+            substitutes.late[id(twin)] = Late(tensor, path)
+        set_version(twin, version)
+        return twin
 
     def _substitute_buffers(self, substitutes: Substitutes) -> None:
         twins: dict[int, Tensor] = {}  # one tensor stays one tensor
@@ -197,7 +258,7 @@ def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
     try:
         own += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
         _put(substitutes.values)
-        with _ForbidReads(substitutes.changed, function) if substitutes.changed else nullcontext():
+        with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
             yield
     finally:
         _put(own)
@@ -228,17 +289,24 @@ _GRADIENT: Any = getattr(Tensor, "grad").__get__  # noqa: B009  # a descriptor, 
 class _ForbidReads(TorchFunctionMode):
     """Raises when a function of torch gets a tensor that was changed in place since the forward."""
 
-    def __init__(self, changed: dict[int, tuple[Tensor, str]], function: Function) -> None:
+    def __init__(self, substitutes: Substitutes, function: Function) -> None:
         super().__init__()
-        self._changed, self._function = changed, function
+        self._changed, self._late, self._function = substitutes.changed, substitutes.late, function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self._changed]
-        is_look = bool(found) and getattr(func, "__name__", "") == "__get__"
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        found = [leaf for leaf in leaves if id(leaf) in self._changed]
+        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._late]
+        is_look = bool(found or late) and getattr(func, "__name__", "") == "__get__"
         result = func(*args, **(kwargs or {})) if is_look or not found else None
         # Reading a shape or a gradient does not read the values; reading a view does.
-        if found and not (is_look and (func == _GRADIENT or not isinstance(result, Tensor))):
+        if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
+            return result
+        if found:
             raise _changed(self._function, *self._changed[id(found[0])])
+        for leaf, version in late:
+            if not self._late[id(leaf)].allows(leaf, version):
+                raise _changed_late(self._function, self._late[id(leaf)])
         return result
 
 
@@ -261,12 +329,26 @@ def _equal(values: Tensor | None, tensor: Tensor) -> bool:
     return torch.equal(values, tensor)
 
 
+def _first_error(substitutes: Substitutes, function: Function) -> RecomputationError:
+    if substitutes.changed:
+        return _changed(function, *next(iter(substitutes.changed.values())))
+    return _changed_late(function, next(iter(substitutes.late.values())))
+
+
 def _changed(function: Function, tensor: Tensor, path: str) -> RecomputationError:
     return RecomputationError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: the replay of "
         f"region {name_of(function)} reads {path}, [{tensor.type()} {list(tensor.shape)}], which was changed in place "
         "after the forward\n"
         "  works:    optimizer.step(), or another change of weights and buffers, after the backward"
+    )
+
+
+def _changed_late(function: Function, late: Late) -> RecomputationError:
+    return RecomputationError(
+        f"the forward of region {name_of(function)} changed {late.path} in place, for the first time, after it had "
+        "read it, or so that it changes again in a replay, which cannot find its old values\n"
+        "  works:    the change before the region; or the step once more, since later forwards keep the old values"
     )
 
 

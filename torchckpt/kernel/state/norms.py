@@ -1,70 +1,159 @@
 """Running statistics: norm layers update their buffers once per forward, and not a second time in the replay.
 
-While a thread replays, global forward hooks look at the modules that are called. A norm layer that would update its
-buffers gets copies to update until its call ends. The output of a layer in training does not depend on these buffers,
-so it is the same to the bit. Forwards, and replays without norm layers, cost almost nothing more. A caller that updates
-the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
+A forward notes which norm layers it ran. In its replay they update copies of their buffers. The output of a layer in
+training does not depend on these buffers, so it is the same to the bit. What ran is known by the versions of buffers,
+before and after. A layer that ``reached.py`` does not find is on the stack when autograd saves its running mean. No
+hook is alive where compiled code runs: Dynamo would trace another graph in the replay than in the forward.
+
+A caller that updates the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
 """
 from __future__ import annotations
 
-import re
-import sys
 import threading
-import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchckpt.kernel.flags import Replay, thread
-from torchckpt.kernel.private import global_forward_hooks, global_forward_pre_hooks, keep_from_dynamo, norm_layer
+from torchckpt.kernel.private import batch_norm_layer, keep_from_dynamo, norm_layer, storage_key
 
-__all__ = ["is_statistic", "on_copies", "own_buffers", "unwatch", "updates", "watch"]
+__all__ = [
+    "is_in_call",
+    "is_statistic",
+    "lend",
+    "look",
+    "means",
+    "note_caller",
+    "on_copies",
+    "own_buffers",
+    "ran",
+    "take_back",
+    "updates",
+]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
-_FILTER = ("ignore", re.compile(_WARNING, re.IGNORECASE), Warning, None, 0)  # the form of an entry of warnings.filters
-
-_COMPILED = "_orig_mod"  # the name under which torch.compile(module) holds the module
-
-_replays: list[None] = []
-"""One entry for each replay that is running, in all threads."""
 
 _lock = threading.Lock()
 _copied: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
-"""The layers that hold copies now: how many threads use the copies, and the layer's own buffers."""
+"""The layers that hold copies now: how many users the copies have, and the layer's own buffers."""
+
+_watched: dict[nn.Module, int] = {}
+"""The layers that have hooks now: for how many replays."""
+
+_Values: TypeAlias = Mapping[str, Tensor]
+_NOTHING: _Values = {}
 
 
-def watch(function: Any) -> None:
-    """Until ``unwatch``: the norm layers that this replay of ``function`` calls get copies."""
-    with _lock:
-        _replays.append(None)
-        if len(_replays) == 1:
-            global_forward_pre_hooks[_KEY], global_forward_hooks[_KEY] = _before_call, _after_call
-    # torch warns of any global hook when a compiled module is called: the hook may run twice. Ours may run twice.
-    # Each new filter makes Python forget which warnings it has shown, so the filter is added only if it is missing.
-    if "torch._dynamo" in sys.modules and _FILTER not in warnings.filters:
-        warnings.filterwarnings("ignore", _WARNING)
-    if type(function) is MethodType and isinstance(function.__self__, norm_layer):  # a bound forward: no hooks run
-        _before_call(function.__self__, None)
+Looked: TypeAlias = "list[tuple[nn.Module, tuple[int, int] | None, _Values]]"
+"""Layers as a forward finds them: the versions of the buffers of those that are not in training, and copies of buffers,
+or nothing."""
 
 
-def unwatch(replay: Replay) -> None:
-    """End ``watch``, and take the copies back from layers whose call raised."""
-    with _lock:
-        _replays.pop()
-        if not _replays:
-            global_forward_pre_hooks.pop(_KEY, None)
-            global_forward_hooks.pop(_KEY, None)
-    if replay:
-        _restore_buffers(replay)
+def look(layers: Iterable[nn.Module], values: bool) -> Looked:
+    """How ``layers`` are before a forward. With ``values``, their buffers are copied: an InstanceNorm makes from them
+    what autograd saves."""
+    return [
+        (layer, None if updates(layer) else _versions(layer), _copies(layer) if values else _NOTHING)
+        for layer in layers
+    ]
+
+
+def means(looked: Looked) -> dict[int, Tensor | None]:
+    """The running means that tell nothing new when autograd saves them, by their ``id``."""
+    return {id(mean := layer._buffers.get("running_mean")): mean for layer, versions, _ in looked if versions is None}
+
+
+def ran(looked: Looked, noted: Iterable[nn.Module]) -> dict[nn.Module, _Values]:
+    """Those that would update their buffers, or have done so since, and those that were ``noted``."""
+    found: dict[nn.Module, _Values] = dict.fromkeys(noted, _NOTHING)
+    for layer, versions, values in looked:
+        if versions is None or layer in found or updates(layer) or _versions(layer) != versions:
+            found[layer] = values
+    return found
+
+
+def lend(replay: Replay, is_compiled: bool) -> None:
+    """Until ``take_back``: the layers of ``replay`` update copies of their buffers in this thread.
+
+    Each layer has the copies during its calls alone, by hooks of its own, since other threads may call it meanwhile.
+    If there is compiled code, or its forward alone is called, which no hook sees, it has them until the end.
+    """
+    whole = is_compiled or any(layer in _bare for layer in replay.ran)
+    for layer, values in replay.ran.items():
+        if whole:
+            _use_copies(layer, values)
+            replay.append(layer)
+        else:
+            _watch(layer)
+            replay.watched.append(layer)
+
+
+def take_back(replay: Replay) -> None:
+    """End ``lend``, and take the copies back from layers whose call raised."""
+    while replay.watched:
+        _unwatch(replay.watched.pop())
+    while replay:
+        _restore_buffers(replay.pop())
+
+
+def note_caller(frame: FrameType) -> bool:
+    """Whether autograd saves a tensor in the call of a norm layer, which is noted then. ``frame``: where it does so;
+    between it and the layer there are at most those of modes."""
+    if frame.f_code not in _OF_NORMS or thread.norms is None:
+        return False
+    outer = frame.f_back
+    for _ in range(_DEEPEST):
+        if outer is None:
+            break
+        layer: Any = outer.f_locals.get("self")
+        if issubclass(type(layer), norm_layer):
+            thread.norms.append(layer)
+            if not _is_of_call(outer, layer):
+                _bare.add(layer)
+            break
+        outer = outer.f_back
+    return True
+
+
+def is_in_call(frame: FrameType) -> bool:
+    """Whether ``frame``, that of a function for normalisation, is that of a layer whose module is called, surely."""
+    layer = frame.f_back
+    return layer is not None and (call := layer.f_back) is not None and call.f_code.co_filename == _CALLS
+
+
+def _is_of_call(frame: FrameType, layer: nn.Module) -> bool:
+    """Whether ``frame``, in which ``layer`` works, comes of a call of the module, and not of its bare forward."""
+    at: FrameType | None = frame.f_back
+    while at is not None and at.f_code.co_filename != _CALLS and at.f_locals.get("self") is layer:
+        at = at.f_back  # a forward may call that of its base
+    return at is not None and at.f_code.co_filename == _CALLS
+
+
+_CALLS = nn.Module.__call__.__code__.co_filename
+
+_bare: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The layers whose forward was called without a call of the module: no hook of theirs is run."""
+
+_OF_NORMS = frozenset({F.batch_norm.__code__, F.instance_norm.__code__})
+
+_DEEPEST = 8
 
 
 def is_statistic(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may be a copy of a buffer: a norm layer is running on copies in this thread's replay."""
-    return bool(thread.flags[2]) and not tensor.requires_grad
+    """Whether ``tensor`` is a copy of a buffer that a norm layer holds in this thread's replay."""
+    replay = thread.flags[2]
+    if not replay or tensor.requires_grad:
+        return False
+    key = storage_key(tensor)
+    if any(key == storage_key(copy) for layer in replay for copy in _own(layer).values()):
+        return True
+    # An InstanceNorm saves repetitions of its copies. With hooks, a layer has copies during its call alone.
+    return bool(replay.watched) and tensor.dim() == 1 and not all(isinstance(one, batch_norm_layer) for one in replay)
 
 
 def updates(layer: nn.Module | None) -> bool:
@@ -74,12 +163,14 @@ def updates(layer: nn.Module | None) -> bool:
 
 @contextmanager
 def on_copies(layer: nn.Module) -> Iterator[None]:
-    """Inside, ``layer`` updates copies of its buffers."""
-    _use_copies(layer)
+    """Inside, ``layer`` updates copies of its buffers, as it will in the replays of regions around."""
+    if thread.norms is not None:
+        thread.norms.append(layer)
+    _use_copies(layer, _NOTHING)
     try:
         yield
     finally:
-        _restore_buffers([layer])
+        _restore_buffers(layer)
 
 
 def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
@@ -88,55 +179,76 @@ def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
         return {**layer._buffers, **_copied.get(layer, (0, {}))[1]}
 
 
-def _use_copies(layer: nn.Module) -> None:
-    """Give ``layer`` copies of its buffers. All threads that use copies at the same time share them."""
+def _use_copies(layer: nn.Module, values: _Values) -> None:
+    """Give ``layer`` copies of its buffers, or of ``values``. All that use copies at the same time share them."""
     with _lock:
         users, own = _copied.get(layer, (0, {}))
         if not users:
-            own = {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
-            layer._buffers.update({name: buffer.clone() for name, buffer in own.items()})
+            own = _own(layer)
+            layer._buffers.update({name: values.get(name, buffer).clone() for name, buffer in own.items()})
         _copied[layer] = users + 1, own
 
 
-def _restore_buffers(layers: list[nn.Module]) -> None:
-    """Put back the own buffers of ``layers``, once no other thread uses the copies."""
-    for layer in layers:
-        with _lock:
-            users, own = _copied.pop(layer)
-            if users > 1:
-                _copied[layer] = users - 1, own
-            else:
-                layer._buffers.update(own)
+def _restore_buffers(layer: nn.Module) -> None:
+    """Put back the own buffers of ``layer``, once nobody else uses the copies."""
+    with _lock:
+        users, own = _copied.pop(layer)
+        if users > 1:
+            _copied[layer] = users - 1, own
+        else:
+            layer._buffers.update(own)
 
 
-def _before_call(module: nn.Module, _: Any) -> None:
+def _watch(layer: nn.Module) -> None:
+    with _lock:
+        _watched[layer] = users = _watched.get(layer, 0) + 1
+        if users == 1:
+            layer._forward_pre_hooks[_KEY], layer._forward_hooks[_KEY] = _before_call, _after_call
+            if len(layer._forward_hooks) > 1:  # hooks of others come later
+                layer._forward_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
+
+
+def _unwatch(layer: nn.Module) -> None:
+    with _lock:
+        _watched[layer] -= 1
+        if not _watched[layer]:
+            del _watched[layer], layer._forward_pre_hooks[_KEY], layer._forward_hooks[_KEY]
+
+
+def _before_call(layer: nn.Module, _: Any) -> None:
     replay = thread.flags[2]
-    if replay is None:  # another thread is replaying, not this one
-        return
-    if not isinstance(module, norm_layer) and _COMPILED not in module._modules:  # most modules: return fast
-        return
-    for layer in _updating_layers(module):
-        if layer not in replay:
-            _use_copies(layer)
-            replay.append(layer)
+    if replay is not None and layer in replay.ran and layer not in replay and updates(layer):
+        _use_copies(layer, replay.ran[layer])
+        replay.append(layer)
+        if thread.norms is not None:  # a forward inside of the replay; the versions of the own buffers do not tell
+            thread.norms.append(layer)
 
 
-def _after_call(module: nn.Module, _: Any, __: Any) -> None:
+def _after_call(layer: nn.Module, _: Any, __: Any) -> None:
     replay = thread.flags[2]
-    if replay:
-        ended = [layer for layer in _updating_layers(module) if layer in replay]
-        replay[:] = [layer for layer in replay if layer not in ended]
-        _restore_buffers(ended)
-
-
-def _updating_layers(module: nn.Module) -> Iterator[nn.Module]:
-    # Hooks do not see the norm layers that a compiled module calls: take all layers in it.
-    for layer in module.modules() if _COMPILED in module._modules else (module,):
-        if updates(layer):
-            yield layer
+    if replay is not None and layer in replay:
+        replay.remove(layer)
+        _restore_buffers(layer)
 
 
 _KEY = id(_before_call)
-"""The key of the hooks, the same in every replay: Dynamo recompiles a module when the keys of its hooks change."""
+
+
+def _own(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
+
+
+def _copies(layer: nn.Module) -> _Values:
+    return {name: buffer.detach().clone() for name, buffer in _own(layer).items()}
+
+
+def _versions(layer: nn.Module) -> tuple[int, int]:
+    """Of the buffers that torch's layers change by a counted operation: BatchNorm the last one, InstanceNorm others."""
+    mean, count = layer._buffers.get("running_mean"), layer._buffers.get("num_batches_tracked")
+    try:
+        return 0 if mean is None else mean._version, 0 if count is None else count._version
+    except RuntimeError:  # inference tensors have no versions
+        return 0, 0
+
 
 keep_from_dynamo(_before_call, _after_call)

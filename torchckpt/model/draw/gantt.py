@@ -30,7 +30,8 @@ def gantt(timeline: TimelineFigures, width: int = 160, full_seconds: float | Non
     In full where ``width`` columns suffice; else without the numbers of the micro-batches; else letters get as many
     columns as their time is worth.
 
-    >>> print(gantt(simulate(with_recompute(one_f_one_b(2, 2), ahead(exempt="last_stage")))))
+    >>> schedule = one_f_one_b(2, 2)
+    >>> print(gantt(simulate(schedule, choices=exempt(schedule, ahead(schedule), "last_stage"))))
     stage 0 | F0 F1 R0 .  B0--- R1 B1---
     stage 1 | .  F0 B0--- F1 B1--- .  .
 

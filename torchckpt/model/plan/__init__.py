@@ -7,9 +7,9 @@
     result, figures, show    the plan: what users get, its figures, its text and picture
     rules             the usual ways to recompute, for comparison
     search            what to keep and when to recompute; the bound
-    problem, stage    the input, checked; blocks, visits, limits
+    problem, stage    the input, checked; visits, limits
 
->>> from torchckpt.model import one_f_one_b
+>>> from torchckpt.model import Block, Stage, one_f_one_b
 >>> stages = [Stage((Block(boundary_bytes=0.06),) * 8)] * 4
 >>> plan = plan_pipeline(one_f_one_b(4, 8), stages, budget="50%")
 >>> plan.step_seconds, plan.bound_seconds
@@ -17,7 +17,8 @@
 """
 from torchckpt.model.plan.pipeline import plan_bound, plan_pipeline
 from torchckpt.model.plan.result import PipelinePlan
-from torchckpt.model.plan.search.replay import Choice
-from torchckpt.model.plan.stage.stage import Block, Fixed, Stage
+from torchckpt.model.work.block import Block as Block  # where they were before torchckpt.model had them
+from torchckpt.model.work.block import Stage as Stage
+from torchckpt.model.work.choice import Choice as Choice
 
-__all__ = ["Block", "Choice", "Fixed", "PipelinePlan", "Stage", "plan_bound", "plan_pipeline"]
+__all__ = ["PipelinePlan", "plan_bound", "plan_pipeline"]

@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 
 from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
 from torchckpt.model.draw.units import aligned, percent
-from torchckpt.model.plan.pipeline import plan_pipeline
-from torchckpt.model.plan.problem import Links, problem_of
+from torchckpt.model.plan.balance import planned_with_moves
+from torchckpt.model.plan.problem import problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.show.text import units_of
+from torchckpt.model.plan.solve import planned
 from torchckpt.model.plan.stage.limit import DeviceMemory, Limit
-from torchckpt.model.plan.stage.stage import Stage, stage_faults
 from torchckpt.model.schedule.counts import whole
 from torchckpt.model.schedule.named import NAMES, named_schedule
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.block import NOTHING, Stage
+from torchckpt.model.work.inputs import Links, per_stage, plannable_faults
 
 __all__ = ["Comparison", "plan_every"]
 
@@ -46,7 +48,7 @@ class Comparison:
             rows.append((
                 plan.schedule.name,
                 str(plan.schedule.stages),
-                f"{plan.step_seconds:.4g}",
+                f"{plan.step_seconds:.4g}{' s' * bool(units_of(plan).time)}",
                 f"{self.overhead(plan.step_seconds) * 100:+.1f} %",
                 f"{share * 100:+.1f} %",
                 percent(plan.recomputed_share),
@@ -82,20 +84,21 @@ def plan_every(
     """
     count = len(stages) if ranks is None and isinstance(stages, Sequence) else ranks
     raise_faults(_CALLER, [*whole("ranks", count), *whole("micro_batches", micro_batches)])
-    raise_faults(_CALLER, stage_faults(stages, len(stages)))
+    listed, wrong = per_stage(stages, len(stages))
+    raise_faults(_CALLER, wrong or plannable_faults(listed))
     fitting = list(_fitting(stages, micro_batches, count or 1))
     if not fitting:
         received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
         raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
     schedule, own = fitting[0]
-    limits: Limit = budget
-    if not isinstance(budget, DeviceMemory):
-        limits = problem_of(_CALLER, schedule, own, budget, link).budget_bytes
-    reference = plan_pipeline(schedule, own, "100%", link)
+    limits = None if isinstance(budget, DeviceMemory) else problem_of(_CALLER, schedule, own, budget, link).budget_bytes
+    reference = planned(problem_of(_CALLER, schedule, own, "100%", link))
     plans, refused = [], []
     for schedule, own in fitting:
         try:
-            plans.append(plan_pipeline(schedule, own, limits, link, balance=balance))
+            problem = problem_of(_CALLER, schedule, own, budget if limits is None else "100%", link)
+            problem = problem if limits is None else problem.within(limits)
+            plans.append(planned_with_moves(problem) if balance else planned(problem))
         except BudgetInfeasible as error:
             refused.append((schedule.name, error))
     if not plans:
@@ -126,9 +129,8 @@ def _cut(stages: Sequence[Stage], count: int) -> Sequence[Stage] | None:
     if len(stages) == count:
         return stages
     blocks = [block for stage in stages for block in stage.blocks]
-    plain = Stage(())
     inner = [*(stage.after for stage in stages[:-1]), *(stage.before for stage in stages[1:])]
-    if len(blocks) < count or any(part != plain.before for part in inner):
+    if len(blocks) < count or any(part != NOTHING for part in inner):
         return None
     few, more = divmod(len(blocks), count)
     found, rest = [], iter(blocks)

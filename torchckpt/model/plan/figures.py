@@ -3,14 +3,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from torchckpt.model.plan.problem import Problem, static_bytes
+from torchckpt.model.plan.problem import Problem
 from torchckpt.model.plan.rules import Rule, everything, same_blocks
-from torchckpt.model.plan.search.replay import Choices, replay
 from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.step.step import Step
+from torchckpt.model.step.timeline import Timeline
+from torchckpt.model.work.choice import Choices
 
-__all__ = ["PlanFigures"]
+__all__ = ["PlanFigures", "WholeStep"]
+
+_ROUNDING = 1e-9
+
+
+class WholeStep(NamedTuple):
+    """Bytes of each rank in a step: activations, and all that was measured beside them."""
+
+    budget_bytes: tuple[float, ...]
+    peak_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -23,34 +34,50 @@ class PlanFigures:
     """With an ``R`` for each visit of which something is recomputed early, and weight gradients where they are done."""
     choices: Choices
     """Per visit, (stage, micro-batch), which blocks are kept, early and late."""
-    bound_seconds: float
-    """No plan of the same schedule, stages and budget is shorter."""
     asked: Problem | None = None
     """What was asked, if blocks were moved between stages since."""
+    whole_step: WholeStep | None = None
+    """If the plan was made of measured steps: the bytes of a whole step, not of activations alone."""
+
+    @property
+    def bound_seconds(self) -> float:
+        """No plan of the same schedule, stages and budget is shorter."""
+        return self.problem.bound_seconds
 
     @cached_property
+    def step(self) -> Step:
+        """The planned step."""
+        return self.problem.step(self.choices, self.schedule)
+
+    @property
     def timeline(self) -> Timeline:
         """When everything happens; memory is what the actions of a rank hold."""
-        return replay(self.schedule, self.problem.stages, self.problem.links, self.choices)
+        return self.step.timeline
 
-    @cached_property
+    @property
     def step_seconds(self) -> float:
-        return self.timeline.step_seconds
+        return self.step.seconds
 
     @property
     def gap(self) -> float:
         """The share by which the step is longer than the bound."""
         return max(0.0, self.step_seconds / self.bound_seconds - 1)
 
-    @cached_property
+    @property
     def peak_bytes(self) -> tuple[float, ...]:
         """Per rank."""
-        return self.timeline.peak_bytes
+        return self.step.peak_bytes
+
+    @property
+    def over_budget(self) -> list[int]:
+        """The ranks that hold more than their budget."""
+        pairs = zip(self.peak_bytes, self.problem.budget_bytes)
+        return [rank for rank, (peak, budget) in enumerate(pairs) if peak > budget * (1 + _ROUNDING)]
 
     @property
     def keep_all_seconds(self) -> float:
         """The step of what was asked, if nothing is recomputed, whatever memory that takes."""
-        return (self.asked or self.problem).keep_all.step_seconds
+        return (self.asked or self.problem).keep_all.seconds
 
     @cached_property
     def recomputed_share(self) -> float:
@@ -62,11 +89,10 @@ class PlanFigures:
     @cached_property
     def recompute_seconds(self) -> tuple[float, ...]:
         """Per stage, of all micro-batches."""
-        found = [0.0] * len(self.problem.stages)
-        for (stage, _), choice in self.choices.items():
-            blocks = self.problem.stages[stage].blocks
-            found[stage] += sum(blocks[at].recompute_seconds for at in (*choice.early, *choice.late))
-        return tuple(found)
+        seconds = [0.0] * len(self.problem.stages)
+        for (stage, _), recompute in self.step.recomputed.items():
+            seconds[stage] += recompute
+        return tuple(seconds)
 
     @cached_property
     def all_recomputed(self) -> Rule:
@@ -86,7 +112,7 @@ class PlanFigures:
     @property
     def static_bytes(self) -> tuple[float, ...]:
         """Per rank: parameters, gradients, optimizer state. No budget counts them."""
-        return static_bytes(self.schedule, self.problem.stages)
+        return self.step.static_bytes
 
     def overhead(self, seconds: float) -> float:
         """The share by which a step of so many seconds is longer than one that keeps all."""

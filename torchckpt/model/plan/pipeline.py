@@ -11,21 +11,19 @@ the bound (:mod:`bound`) or a fixed number of tries is used up.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torchckpt.model.plan.balance import planned_with_moves
-from torchckpt.model.plan.problem import Links, problem_of
+from torchckpt.model.plan.problem import problem_of
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.solve import planned
 from torchckpt.model.plan.stage.limit import Limit
-from torchckpt.model.plan.stage.stage import Stage
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.inputs import Links, Stages
 
 __all__ = ["plan_bound", "plan_pipeline"]
 
 
 def plan_pipeline(
-    schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links = 0.0, *, balance: bool = False
+    schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0, *, balance: bool = False
 ) -> PipelinePlan:
     """A short step of ``schedule`` whose ranks hold no more than ``budget``.
 
@@ -40,7 +38,7 @@ def plan_pipeline(
         stages: what each stage consists of.
         budget: bytes for activations, of every rank or one for each: a number, a size such as ``"60GB"``, or ``"50%"``
             of the peak of the rank that holds most when everything is kept.
-        link: seconds of a message, or the links of :func:`~torchckpt.model.simulation.simulator.simulate`.
+        link: seconds of a message, or the links of :func:`~torchckpt.model.step.step.simulate`.
 
         balance: also move blocks between stages, each with its parameters, where that makes the step shorter.
 
@@ -53,6 +51,6 @@ def plan_pipeline(
     return planned_with_moves(problem) if balance else planned(problem)
 
 
-def plan_bound(schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links = 0.0) -> float:
+def plan_bound(schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0) -> float:
     """A lower bound on the seconds of every plan; infinite if no plan fits. Arguments as of `plan_pipeline`."""
     return problem_of("plan_bound()", schedule, stages, budget, link).bound_seconds

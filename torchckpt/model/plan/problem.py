@@ -5,27 +5,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.model.plan.search.bound import least_seconds
-from torchckpt.model.plan.search.replay import first_dropped, replay, without_weight_grads
 from torchckpt.model.plan.stage.holding import Holdings
 from torchckpt.model.plan.stage.lane import Lane, lanes_of
 from torchckpt.model.plan.stage.limit import DeviceMemory, Limit, bytes_per_rank, without_static
-from torchckpt.model.plan.stage.stage import Stage, restaged, stage_faults
 from torchckpt.model.schedule.action import Kind
-from torchckpt.model.schedule.costs import Link
-from torchckpt.model.schedule.program import Program, compile_program
+from torchckpt.model.schedule.program import Program
 from torchckpt.model.schedule.schedule import Schedule
 from torchckpt.model.schedule.validity import check_schedule
-from torchckpt.model.simulation.inputs import per_boundary
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.step.placement import recomputed_early, without
+from torchckpt.model.step.step import Step
+from torchckpt.model.work.block import Stage, restaged
+from torchckpt.model.work.choice import Choices
+from torchckpt.model.work.inputs import Links, Stages, per_boundary, per_stage, plannable_faults
+from torchckpt.model.work.link import Link
 
-__all__ = ["Links", "Problem", "problem_of", "static_bytes"]
-
-Links: TypeAlias = "float | Link | Sequence[Link]"
-"""Seconds of a message, or what :func:`~torchckpt.model.simulation.simulator.simulate` takes."""
+__all__ = ["Problem", "problem_of"]
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,19 @@ class Problem:
     memory: DeviceMemory | None = None
     """The device memory from which the budgets were computed; None if the user gave budgets."""
 
+    def step(self, choices: Choices, schedule: Schedule | None = None) -> Step:
+        """A step with these choices. Default: of the schedule as it is."""
+        return Step(schedule or self.schedule, self.stages, self.links, choices)
+
     @cached_property
-    def keep_all(self) -> Timeline:
+    def keep_all(self) -> Step:
         """The step that keeps every block."""
-        return keep_all(self.schedule, self.stages, self.links)
+        return self.step({})
 
     @cached_property
     def program(self) -> Program:
         """The program of the schedule without weight gradients."""
-        costs = [stage.costs() for stage in self.stages]
-        return compile_program(without_weight_grads(self.schedule), costs, self.links)
+        return self.step({}, without(self.schedule, Kind.WEIGHT_GRAD)).program
 
     @cached_property
     def lanes(self) -> list[Lane]:
@@ -82,45 +82,32 @@ class Problem:
         stages = restaged(self.stages, counts)
         if self.memory is None:
             return replace(self, stages=stages)
-        static = static_bytes(self.schedule, stages)
+        static = Step(self.schedule, stages, self.links).static_bytes
         total = self.memory.total_bytes  # a budget below zero is one of a partition that is not planned
         return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - one) for one in static))
 
 
-def static_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """The bytes of parameters, gradients and optimizer state on each rank."""
-    found = [0.0] * len(schedule.ranks)
-    for stage, rank in zip(stages, schedule.placement):
-        found[rank] += stage.static_bytes
-    return tuple(found)
-
-
-def keep_all(schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link]) -> Timeline:
-    """One step that recomputes nothing."""
-    return replay(schedule, stages, links, first_dropped(schedule, stages, 0))
-
-
-def problem_of(caller: str, schedule: Schedule, stages: Sequence[Stage], budget: Limit, link: Links) -> Problem:
+def problem_of(caller: str, schedule: Schedule, stages: Stages, budget: Limit, link: Links) -> Problem:
     """The problem for the arguments of the caller.
 
     Raises:
         ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget``.
     """
     check_schedule(caller, schedule)
-    each = Link(link) if isinstance(link, (int, float)) else link
-    links, wrong_links = per_boundary(each, schedule.stages)
-    raise_faults(caller, [*_recomputes(schedule), *stage_faults(stages, schedule.stages), *wrong_links])
-    schedule = replace(schedule, segments=())  # segments describe recomputes, and there are none
+    links, wrong_links = per_boundary(link, schedule.stages)
+    listed, wrong_stages = per_stage(stages, schedule.stages)
+    wrong_stages = wrong_stages or plannable_faults(listed)
+    raise_faults(caller, [*_recomputes(schedule), *wrong_stages, *wrong_links])
+    keep_all = Step(schedule, tuple(listed), tuple(links))
     if isinstance(budget, DeviceMemory):
-        limits = without_static(caller, budget, static_bytes(schedule, stages))
-        return Problem(schedule, tuple(stages), tuple(links), limits, budget)
-    peak = max(keep_all(schedule, stages, links).peak_bytes)
-    limits = bytes_per_rank(caller, budget, len(schedule.ranks), peak)
-    return Problem(schedule, tuple(stages), tuple(links), limits)
+        limits = without_static(caller, budget, keep_all.static_bytes)
+        return Problem(schedule, keep_all.stages, keep_all.links, limits, budget)
+    limits = bytes_per_rank(caller, budget, len(schedule.ranks), max(keep_all.peak_bytes))
+    return Problem(schedule, keep_all.stages, keep_all.links, limits)
 
 
 def _recomputes(schedule: Schedule) -> list[Fault]:
-    if not any(kind is Kind.RECOMPUTE for order in schedule.ranks for _, kind, _ in order):
+    if not recomputed_early(schedule):
         return []
     rule = "the plan says what is recomputed, so the schedule has no R yet"
     return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]

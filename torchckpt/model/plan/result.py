@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from torchckpt.model.plan.figures import PlanFigures
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.search.replay import Choices
 from torchckpt.model.plan.show.draw import draw
 from torchckpt.model.plan.show.stored import read, written
 from torchckpt.model.plan.show.text import summary, table
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.choice import Choices
 
 __all__ = ["PipelinePlan"]
 
@@ -20,7 +20,11 @@ class PipelinePlan(PlanFigures):
 
     @classmethod
     def of(cls, problem: Problem, schedule: Schedule, choices: Choices) -> PipelinePlan:
-        return cls(problem, schedule, choices, problem.bound_seconds)
+        """The plan. If a rank holds more than its budget, for its order was given, what it holds is its budget."""
+        plan = cls(problem, schedule, choices)
+        if not plan.over_budget:
+            return plan
+        return cls(problem.within(tuple(map(max, plan.peak_bytes, problem.budget_bytes))), schedule, choices)
 
     @property
     def summary(self) -> str:
@@ -48,9 +52,11 @@ class PipelinePlan(PlanFigures):
         """The plan that :meth:`to_json` wrote.
 
         Raises:
-            ArgumentError: ``text`` is no plan.
+            ArgumentError: ``text`` is no plan, or is one that cannot run as it says: its orders, recomputes and bytes
+                are counted again.
         """
-        return cls(*read(text))
+        found = read(text)
+        return cls(found.problem, found.schedule, found.choices, found.asked, found.whole_step)
 
     def __str__(self) -> str:
         return f"{table(self)}\n\n{self.summary}"

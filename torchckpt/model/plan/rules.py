@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.model.plan.problem import Problem
-from torchckpt.model.plan.search.replay import first_dropped, replay
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.work.choice import first_blocks
 
 __all__ = ["Rule", "everything", "same_blocks"]
+
+_WORK, _FEWEST = 200_000, 8
+"""The actions of the orders that are tried; if these are fewer than ``_FEWEST`` orders, then so many."""
 
 
 @dataclass(frozen=True)
@@ -27,29 +30,31 @@ class Rule:
 
 def everything(problem: Problem) -> Rule:
     """Recompute every block."""
-    return _quickest(problem, max(len(stage.blocks) for stage in problem.stages))
+    return _quickest(problem, [max(len(stage.blocks) for stage in problem.stages)])
 
 
 def same_blocks(problem: Problem) -> Rule:
     """Recompute the first k blocks of every stage, with the k that makes the shortest step of those that fit."""
-    most = max(len(stage.blocks) for stage in problem.stages)
-    return min((_quickest(problem, blocks) for blocks in range(most + 1)), key=lambda rule: rule.step_seconds)
+    return _quickest(problem, range(max(len(stage.blocks) for stage in problem.stages) + 1))
 
 
-def _quickest(problem: Problem, blocks: int) -> Rule:
-    """The shortest step that drops the first ``blocks``, over all numbers of weight gradients that may wait."""
-    choices = first_dropped(problem.schedule, problem.stages, blocks)
-    best = Rule(blocks, math.inf)
+def _quickest(problem: Problem, counts: Sequence[int]) -> Rule:
+    """The shortest step that drops the first blocks, one of ``counts``, over the numbers of weight gradients that may
+    wait. In one order, dropping more takes longer: so only the least count that fits is simulated."""
+    best = Rule(counts[0], math.inf)
     for schedule in _delays(problem.schedule):
-        found = replay(schedule, problem.stages, problem.links, choices)
-        fits = all(peak <= lane.budget_bytes for peak, lane in zip(found.peak_bytes, problem.lanes))
-        if fits and found.step_seconds < best.step_seconds:
-            best = Rule(blocks, found.step_seconds, found.peak_bytes)
+        for blocks in counts:
+            step = problem.step(first_blocks(schedule, problem.stages, blocks), schedule)
+            if all(peak <= lane.budget_bytes for peak, lane in zip(step.peak_bytes, problem.lanes)):
+                if (step.seconds, blocks) < (best.step_seconds, best.blocks):
+                    best = Rule(blocks, step.seconds, step.peak_bytes)
+                break
     return best
 
 
 def _delays(schedule: Schedule) -> Iterator[Schedule]:
-    """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait."""
+    """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait, but
+    in so many orders as ``_WORK`` allows: these rules are for comparison, and must cost less than the plan."""
     yield schedule
     waiting = most = 0
     for order in schedule.ranks:
@@ -57,7 +62,8 @@ def _delays(schedule: Schedule) -> Iterator[Schedule]:
         for _, kind, _ in order:
             waiting += (kind is Kind.INPUT_GRAD) - (kind is Kind.WEIGHT_GRAD)
             most = max(most, waiting)
-    for few in range(most - 1, -1, -1):
+    orders = max(_FEWEST, _WORK // max(1, sum(map(len, schedule.ranks))))
+    for few in sorted({most * part // orders for part in range(orders)}, reverse=True) if most else ():
         ranks = (tuple(_with_few_waiting(order, few)) for order in schedule.ranks)
         yield replace(schedule, ranks=tuple(ranks))
 

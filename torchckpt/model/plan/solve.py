@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchckpt.errors import BudgetInfeasible
+from torchckpt.model.amount import enough, whole
 from torchckpt.model.plan.problem import Problem
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.plan.search.dispatch import RECOMPUTE, WEIGHT_GRAD, SimulatedStep
-from torchckpt.model.plan.search.replay import Choice, first_dropped
 from torchckpt.model.plan.search.search import search
 from torchckpt.model.plan.stage.holding import Holding
 from torchckpt.model.plan.stage.lane import BACKWARD, FORWARD, INPUT_GRAD
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.orders import Visit
+from torchckpt.model.work.choice import Choice, first_blocks
 
 __all__ = ["planned"]
 
@@ -50,7 +51,7 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     pairs = zip(problem.keep_all.peak_bytes, problem.lanes)
     if any(peak > lane.budget_bytes for peak, lane in pairs):
         return None
-    return PipelinePlan.of(problem, problem.schedule, first_dropped(problem.schedule, problem.stages, 0))
+    return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
 
 
 def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
@@ -84,8 +85,8 @@ def _refuse(problem: Problem) -> None:
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
     raise BudgetInfeasible(
         "plan_pipeline(): a budget holds what a rank that recomputes everything needs\n"
-        f"  received: {problem.budget_bytes[rank]:.12g} bytes for rank {rank}, which needs {least:.12g}{also}\n"
-        f"  works:    budget={least:.12g} or more, or fewer micro-batches in flight, or smaller ones",
+        f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}, which needs {enough(least)}{also}\n"
+        f"  works:    budget={enough(least)} or more, or fewer micro-batches in flight, or smaller ones",
         least,
         planned(problem.within(needed)),
         rank,

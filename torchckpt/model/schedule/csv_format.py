@@ -31,7 +31,7 @@ class _Cell(NamedTuple):
 
 
 def to_csv(schedule: Schedule) -> str:
-    """``schedule`` as CSV, without bubbles. The format does not contain ``late`` and ``segments``.
+    """``schedule`` as CSV, without bubbles.
 
     >>> print(to_csv(one_f_one_b(2, 2)), end="")
     0F0,0F1,0B0,0B1

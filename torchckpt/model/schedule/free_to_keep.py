@@ -27,10 +27,10 @@ def free_to_keep(schedule: Schedule) -> frozenset[Visit]:
     >>> sorted(free_to_keep(one_f_one_b(2, 3)))
     [(0, 0), (1, 0), (1, 1), (1, 2)]
 
-    The count assumes that a micro-batch is recomputed right before its backward. Its activations are then alive from
-    the recompute to the end of the backward, and its boundary from the forward on. Activations that are kept are alive
-    from the forward on. All micro-batches are taken to be of equal size, and boundaries to be small: they only decide
-    which of two moments with equally many live micro-batches is higher.
+    The count assumes that a micro-batch is recomputed right before its backward. Its boundary is then alive from the
+    forward to the recompute, and its activations, the boundary among them, from there to the end of the backward.
+    Activations that are kept are alive from the forward on. All micro-batches are taken to be of equal size, and
+    boundaries to be small: they only decide which of two moments with equally many live micro-batches is higher.
     """
     return frozenset(visit for order in schedule.ranks for visit in _free_on_a_rank(order))
 
@@ -43,14 +43,13 @@ def _free_on_a_rank(order: Sequence[Action]) -> list[Visit]:
     saved = len(order) + 1  # a micro-batch outweighs all boundaries, each of which counts 1
     alive = [0] * len(order)
     for made, used, freed in spans.values():
-        _add(1, alive, made, freed)
+        _add(1, alive, made, used - 1)
         _add(saved, alive, used, freed)
     peak = max(alive, default=0)
     free = []
-    for visit, (made, used, freed) in sorted(spans.items(), key=lambda item: item[1][_USED]):
+    for visit, (made, used, _) in sorted(spans.items(), key=lambda item: item[1][_USED]):
         if max(alive[made:used], default=0) + saved - 1 <= peak:
-            _add(saved, alive, made, used - 1)
-            _add(-1, alive, made, freed)
+            _add(saved - 1, alive, made, used - 1)
             free.append(visit)
     return free
 

@@ -1,15 +1,15 @@
-"""Program: a schedule and its costs, compiled to numbers for the simulator."""
+"""Program: a schedule compiled to numbers: what each action waits for, how long it takes, what it sends."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchckpt.model.schedule.action import Kind
-from torchckpt.model.schedule.costs import Link, StageCosts
-from torchckpt.model.schedule.schedule import Schedule, Segments
+from torchckpt.model.schedule.action import Action, Kind
+from torchckpt.model.schedule.orders import Visit
+from torchckpt.model.schedule.schedule import Schedule
 
-__all__ = ["NOTHING", "Instruction", "Program", "compile_program", "recomputed_keys", "travel_seconds"]
+__all__ = ["NOTHING", "Instruction", "Program", "compile_program"]
 
 NOTHING = -1
 """Stands for "no token" or "no wire" in an instruction."""
@@ -26,117 +26,66 @@ class Program:
     direction between two ranks."""
 
     ranks: tuple[tuple[Instruction, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+    """For each rank, the action of each instruction. A late recompute is an ``R`` of its own right before its backward,
+    which waits for the gradient."""
     tokens: int
     given: tuple[int, ...]
     """The tokens that exist from the start: the inputs of the first stage, and the gradients of the last stage."""
     wires: int
 
 
+def _no_time(action: Action) -> float:
+    return 0.0
+
+
 def compile_program(
-    schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], free: int = NOTHING
+    schedule: Schedule,
+    seconds: Callable[[Action], float] = _no_time,
+    travel_seconds: Sequence[float] | None = None,
+    late_seconds: Mapping[Visit, float] | None = None,
 ) -> Program:
-    """Compile ``schedule`` for the simulator.
+    """Compile ``schedule``.
 
     Args:
-        costs: one for each stage.
-        links: one for each pair of neighbouring stages.
-        free: a stage whose recomputation takes no time. Default: none.
+        seconds: of an action, without late recomputes.
+        travel_seconds: for each pair of neighbouring stages, the seconds of a message. Default: 0.
+        late_seconds: for each visit that recomputes inside its backward, the seconds of that. Default: none does.
     """
-    m, stages = schedule.micro_batches, schedule.stages
-    tables = [_Table.of(schedule, costs, links, stage, free) for stage in range(stages)]
-    late = bytearray(stages * m)
-    for stage, i in schedule.late:
-        late[stage * m + i] = 1
+    m, stages, placement = schedule.micro_batches, schedule.stages, schedule.placement
+    late, travels = late_seconds or {}, travel_seconds or [0.0] * (stages - 1)
     wires: dict[tuple[int, int], int] = {}
-    for table in tables:
-        table.number_wires(wires, schedule.placement)
-    recomputed = recomputed_keys(schedule) if any(table.rest for table in tables) else None
-    ranks = []
+    down = [_wire(wires, placement, stage, stage + 1) for stage in range(stages)]
+    up = [_wire(wires, placement, stage, stage - 1) for stage in range(stages)]
+    ranks, actions = [], []
     for order in schedule.ranks:
         instructions: list[Instruction] = []
+        expanded: list[Action] = []
         append = instructions.append
-        for stage, kind, i in order:
-            table = tables[stage]
+        for action in order:
+            stage, kind, i = action
             key = stage * m + i
             if kind is Kind.FORWARD:
-                gives = key + m if table.sends_activations else NOTHING
-                append((key, gives, table.forward, table.activation_wire, table.activation_seconds))
+                gives = key + m if stage < stages - 1 else NOTHING
+                append((key, gives, seconds(action), down[stage], travels[stage] if down[stage] >= 0 else 0.0))
             elif kind is Kind.BACKWARD or kind is Kind.INPUT_GRAD:
-                seconds = table.backward if kind is Kind.BACKWARD else table.input_grad
-                if recomputed is not None and recomputed[key]:
-                    seconds += table.rest
+                needs = key + stages * m
+                if late and (stage, i) in late:
+                    append((needs, NOTHING, late[stage, i], NOTHING, 0.0))
+                    expanded.append(Action(stage, Kind.RECOMPUTE, i))
                 gives = key + (stages - 1) * m if stage else NOTHING
-                append((key + stages * m, gives, seconds, table.gradient_wire, table.gradient_seconds))
-            elif kind is Kind.WEIGHT_GRAD:
-                append((NOTHING, NOTHING, table.weight_grad, NOTHING, 0.0))
+                append((needs, gives, seconds(action), up[stage], travels[stage - 1] if up[stage] >= 0 else 0.0))
             else:
-                append((key + stages * m if late[key] else NOTHING, NOTHING, table.recompute, NOTHING, 0.0))
+                append((NOTHING, NOTHING, seconds(action), NOTHING, 0.0))
+            expanded.append(action)
         ranks.append(tuple(instructions))
+        actions.append(tuple(expanded) if late else order)
     given = (*range(m), *range((2 * stages - 1) * m, 2 * stages * m))
-    return Program(tuple(ranks), 2 * stages * m, given, len(wires))
+    return Program(tuple(ranks), tuple(actions), 2 * stages * m, given, len(wires))
 
 
-@dataclass
-class _Table:
-    """The numbers of one stage."""
-
-    stage: int
-    last: int
-    forward: float
-    backward: float
-    input_grad: float
-    weight_grad: float
-    recompute: float
-    rest: float
-    activation_seconds: float
-    gradient_seconds: float
-    activation_wire: int = NOTHING
-    gradient_wire: int = NOTHING
-
-    @classmethod
-    def of(
-        cls, schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], stage: int, free: int
-    ) -> _Table:
-        own, last = costs[stage], schedule.stages - 1
-        segments = schedule.segments[stage] if schedule.segments else Segments()
-        recompute = 0.0 if stage == free else own.recompute_seconds
-        return cls(
-            stage,
-            last,
-            own.forward_seconds,
-            own.input_grad_seconds + own.weight_grad_seconds,
-            own.input_grad_seconds,
-            own.weight_grad_seconds,
-            recompute * segments.early / segments.total,
-            recompute * (segments.total - segments.early) / segments.total,
-            travel_seconds(schedule, costs, links, stage) if stage < last else 0.0,
-            travel_seconds(schedule, costs, links, stage - 1) if stage else 0.0,
-        )
-
-    @property
-    def sends_activations(self) -> bool:
-        return self.stage < self.last
-
-    def number_wires(self, wires: dict[tuple[int, int], int], placement: Sequence[int]) -> None:
-        here = placement[self.stage]
-        if self.stage < self.last and placement[self.stage + 1] != here:
-            self.activation_wire = wires.setdefault((here, placement[self.stage + 1]), len(wires))
-        if self.stage and placement[self.stage - 1] != here:
-            self.gradient_wire = wires.setdefault((here, placement[self.stage - 1]), len(wires))
-
-
-def travel_seconds(schedule: Schedule, costs: Sequence[StageCosts], links: Sequence[Link], lower: int) -> float:
-    """Seconds of a message between stage ``lower`` and the next stage; 0 if both are on one rank."""
-    if schedule.placement[lower] == schedule.placement[lower + 1]:
-        return 0.0
-    return links[lower].latency_seconds + costs[lower + 1].boundary_bytes / links[lower].bandwidth
-
-
-def recomputed_keys(schedule: Schedule) -> bytearray:
-    """1 at ``stage * m + micro_batch`` where the schedule recomputes, else 0."""
-    found = bytearray(schedule.stages * schedule.micro_batches)
-    for order in schedule.ranks:
-        for stage, kind, i in order:
-            if kind is Kind.RECOMPUTE:
-                found[stage * schedule.micro_batches + i] = 1
-    return found
+def _wire(wires: dict[tuple[int, int], int], placement: Sequence[int], stage: int, other: int) -> int:
+    """The number of the wire from ``stage`` to ``other``; none if they are on one rank, or there is no other."""
+    if not 0 <= other < len(placement) or placement[stage] == placement[other]:
+        return NOTHING
+    return wires.setdefault((placement[stage], placement[other]), len(wires))

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.model.schedule.action import Action, Kind
-from torchckpt.model.schedule.costs import Link, StageCosts
 from torchckpt.model.schedule.program import compile_program
 from torchckpt.model.schedule.run import Run, run
 from torchckpt.model.schedule.schedule import Schedule
@@ -45,9 +44,7 @@ def check_schedule(caller: str, schedule: Schedule, where: Callable[[Misplaced],
         where: returns the place of a misplaced action in words. Default: such as ``rank 0, action 3``.
     """
     check_order(caller, schedule, where)
-    stages = schedule.stages
-    program = compile_program(schedule, [StageCosts()] * stages, [Link()] * (stages - 1))
-    raise_faults(caller, located(stuck(schedule, run(program)), where))
+    raise_faults(caller, located(stuck(schedule, run(compile_program(schedule))), where))
 
 
 def check_order(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
@@ -95,12 +92,6 @@ def misplaced(schedule: Schedule) -> Iterator[Misplaced]:
                 yield Misplaced(rank, position, _out_of_order(action, bit, done[key]))
             done[key] |= bit
     yield from _missing(schedule, done)
-    for stage, i in sorted(schedule.late):
-        if not (0 <= stage < stages and 0 <= i < m and done[stage * m + i] & _R):
-            rank = schedule.placement[stage] if 0 <= stage < stages else 0
-            rule, recompute = "only a recompute can be late", Action(stage, Kind.RECOMPUTE, i)
-            fault = Fault(rule, f"({stage}, {i}) in late, no {recompute}", f"{recompute} on this rank")
-            yield Misplaced(rank, None, fault)
 
 
 def _missing(schedule: Schedule, done: bytearray) -> Iterator[Misplaced]:
@@ -126,12 +117,6 @@ def _shape(schedule: Schedule) -> Iterator[Fault]:
         if not 0 <= rank < ranks:
             rule = f"each stage is on one of the {ranks} ranks"
             yield Fault(rule, f"stage {stage} on rank {rank}", f"placement[{stage}]=0")
-    if schedule.segments and len(schedule.segments) != stages:
-        rule = "segments are given for every stage, or for none"
-        yield Fault(rule, f"{len(schedule.segments)} of {stages} stages", f"(Segments(1, 2),) * {stages}")
-    for stage, part in enumerate(schedule.segments):
-        if not 1 <= part.early <= part.total:
-            yield Fault("1 <= early <= total segments", f"stage {stage}: {part}", "Segments(early=1, total=2)")
 
 
 def _elsewhere(schedule: Schedule, action: Action, rank: int) -> Fault:

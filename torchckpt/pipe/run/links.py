@@ -119,7 +119,7 @@ def _moved(
 def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         # With create_graph=True (double backward) the gradient needs a graph through this.
-        return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor.detach()
+        return tensor[...] if torch.is_grad_enabled() else tensor.detach()
     # A copy to or from the CPU must block: the CPU does not wait for streams.
     return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 

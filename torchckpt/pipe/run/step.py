@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,18 +37,20 @@ from torchckpt.kernel.region.options import DEFAULT, Options
 from torchckpt.kernel.trees import tensors_of
 from torchckpt.model import (
     Action,
+    Block,
     Kind,
-    Link,
     Schedule,
-    StageCosts,
     Timeline,
     ahead,
+    exempt,
     gpipe,
     one_f_one_b,
     simulate,
     with_recompute,
 )
-from torchckpt.model.simulation.measured import Span, measured_timeline
+from torchckpt.model.step.measured import Span, measured_timeline
+from torchckpt.model.step.placement import without
+from torchckpt.model.step.step import step_of
 from torchckpt.pipe.in_place import Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
@@ -68,8 +70,8 @@ def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
     micro-batches than stages: GPipe, recomputed on all stages."""
     is_1f1b = micro_batches >= stages
     plain = (one_f_one_b if is_1f1b else gpipe)(stages, micro_batches)
-    exempt = "last_stage" if is_1f1b else ()
-    return with_recompute(plain, ahead(exempt=exempt)) if recomputes and stages > 1 else plain
+    choices = exempt(plain, ahead(plain), *(["last_stage"] if is_1f1b else []))
+    return with_recompute(plain, choices) if recomputes and stages > 1 else plain
 
 
 class CopyStreams(NamedTuple):
@@ -182,8 +184,7 @@ class Record(NamedTuple):
     def timeline(self) -> Timeline:
         """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
         spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
-        stages = self.schedule.stages
-        return measured_timeline(self.schedule, spans, [StageCosts()] * stages, [Link()] * (stages - 1))
+        return measured_timeline(step_of("timeline()", self.schedule, Block(), 0.0), spans)
 
 
 class Step:
@@ -326,8 +327,7 @@ def launch_order(schedule: Schedule) -> list[Action]:
     A recompute takes no time, and comes right after the action before it on its stage. So forwards draw the same random
     numbers and gradients add up in the same order, with and without recomputes.
     """
-    plain = [tuple(action for action in order if action.kind is not Kind.RECOMPUTE) for order in schedule.ranks]
-    timeline = simulate(replace(schedule, ranks=tuple(plain)), exposed=False)
+    timeline = simulate(without(schedule), exposed=False)
     found = []
     rest = [list(reversed(order)) for order in schedule.ranks]
     for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank)):

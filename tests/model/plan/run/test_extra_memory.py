@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 
 from tests.model.plan.by_hand import actions, one_rank
-from torchckpt.model import Action, Kind
-from torchckpt.model.plan import Block, Choice, Fixed, Stage
+from torchckpt.model import Action, Block, Choice, Kind, Schedule, Stage, fixed
 from torchckpt.model.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes
-from torchckpt.model.plan.search.replay import Level, levels
+from torchckpt.model.step.memory import Level
+from torchckpt.model.step.step import Step
 
-STAGES = [Stage((Block(saved_bytes=10.0, boundary_bytes=1.0),) * 2, after=Fixed(saved_bytes=2.0))]
+STAGES = [Stage((Block(saved_bytes=10.0, boundary_bytes=1.0),) * 2, after=fixed(saved_bytes=2.0))]
 LATE, KEPT, LAST, FIRST, EARLY = (
     Choice((), (), (0, 1)),
     Choice((0, 1)),
@@ -17,6 +17,10 @@ LATE, KEPT, LAST, FIRST, EARLY = (
     Choice((0,), (), (1,)),
     Choice((), (0, 1)),
 )
+
+
+def step_of(order, choices):
+    return Step(Schedule("test", (tuple(order),), (0,), len(choices)), tuple(STAGES), (), choices)
 
 
 def took(text, **measured):
@@ -34,7 +38,7 @@ def test_levels():
     """A late visit holds 4: two boundaries, and what comes behind. Its backward recomputes a block of 9 more, when the
     2 behind are freed."""
     order = actions(ORDER)
-    found = levels(order, STAGES, {(0, 0): LATE, (0, 1): KEPT})
+    found = step_of(order, {(0, 0): LATE, (0, 1): KEPT}).levels(0)
     assert found == [Level(4, 4), Level(26, 26), Level(33, 22), Level(22, 0)]
 
 
@@ -46,7 +50,7 @@ def test_what_was_beside():
         Action(0, Kind.BACKWARD, 0): ExtraMemory(13, 2, 5),
         Action(0, Kind.BACKWARD, 1): ExtraMemory(9, -1, 4),
     }
-    assert (MEASURED.peaks(), MEASURED.least(STAGES), MEASURED.most(STAGES)) == ([30], [15], [15])
+    assert (MEASURED.peaks(), MEASURED.least(STAGES)) == ([30], [15])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_what_was_beside():
 )
 def test_the_peak_of_another_step(first, second, peak):
     choices = {(0, 0): first, (0, 1): second}
-    assert peak_bytes(actions(ORDER), STAGES, choices, MEASURED.beside(STAGES)) == peak
+    assert peak_bytes(step_of(actions(ORDER), choices), 0, MEASURED.beside(STAGES)) == peak
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_the_peak_of_another_step(first, second, peak):
 )
 def test_a_forward_takes_what_its_last_block_takes_unless_that_is_kept(choice, peak):
     beside = MEASURED.beside(STAGES)
-    assert peak_bytes(actions("0F0"), STAGES, {(0, 0): choice}, beside) == peak
+    assert peak_bytes(step_of(actions("0F0"), {(0, 0): choice}), 0, beside) == peak
 
 
 def test_a_backward_takes_before_it_recomputes_what_it_took_then():
@@ -82,17 +86,17 @@ def test_a_backward_takes_before_it_recomputes_what_it_took_then():
     measured = took(ORDER, f0=(4, 4), f1=(8, 8), b0=(20, 4, 18), b1=(16, 0, 14))
     beside = measured.beside(STAGES)
     assert beside[Action(0, Kind.BACKWARD, 0)] == ExtraMemory(5, 0, 10)
-    assert peak_bytes(actions(ORDER), STAGES, {(0, 0): KEPT, (0, 1): KEPT}, beside) == 44 + 10
+    assert peak_bytes(step_of(actions(ORDER), {(0, 0): KEPT, (0, 1): KEPT}), 0, beside) == 44 + 10
 
 
 def test_a_recompute_that_was_none_takes_what_its_forward_took():
     beside = {Action(0, Kind.FORWARD, 0): ExtraMemory(15, 1), Action(0, Kind.RECOMPUTE, 0): ExtraMemory(0, 0)}
-    assert peak_bytes(actions("0F0 0R0"), STAGES, {(0, 0): EARLY}, beside) == 22 + 1 + (14 - 9)
+    assert peak_bytes(step_of(actions("0F0 0R0"), {(0, 0): EARLY}), 0, beside) == 22 + 1 + (14 - 9)
 
 
 def test_a_split_backward_that_is_done_whole_takes_what_its_parts_took():
     beside = {Action(0, Kind.INPUT_GRAD, 0): ExtraMemory(4, 3), Action(0, Kind.WEIGHT_GRAD, 0): ExtraMemory(2, -3)}
-    assert peak_bytes(actions("0F0 0B0"), STAGES, {(0, 0): KEPT}, beside) == 22 + 5
+    assert peak_bytes(step_of(actions("0F0 0B0"), {(0, 0): KEPT}), 0, beside) == 22 + 5
 
 
 def test_weight_gradients_that_wait_are_counted_each():
@@ -103,5 +107,5 @@ def test_weight_gradients_that_wait_are_counted_each():
         for kind, own in ((Kind.INPUT_GRAD, ExtraMemory(3, 3)), (Kind.WEIGHT_GRAD, ExtraMemory(0, -3)))
     }
     choices = {(0, 0): KEPT, (0, 1): KEPT}
-    assert peak_bytes(actions("0F0 0F1 0I0 0W0 0I1 0W1"), STAGES, choices, beside) == 44 + 3
-    assert peak_bytes(actions("0F0 0F1 0I0 0I1 0W0 0W1"), STAGES, choices, beside) == 44 + 6
+    assert peak_bytes(step_of(actions("0F0 0F1 0I0 0W0 0I1 0W1"), choices), 0, beside) == 44 + 3
+    assert peak_bytes(step_of(actions("0F0 0F1 0I0 0I1 0W0 0W1"), choices), 0, beside) == 44 + 6

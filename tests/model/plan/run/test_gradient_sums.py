@@ -6,9 +6,9 @@ import random
 import pytest
 
 from tests.model.plan.by_hand import actions, one_rank
-from torchckpt.model import Kind, Schedule
-from torchckpt.model.plan import Block, Choice, PipelinePlan, Stage, plan_pipeline
-from torchckpt.model.plan.run.gradient_sums import summed_as_given
+from torchckpt.model import Block, Choice, Kind, Schedule, Stage
+from torchckpt.model.plan import PipelinePlan, plan_pipeline
+from torchckpt.model.plan.run.gradient_sums import done_whole, summed_as_given
 
 GIVEN = "0F0 0F1 0F2 0I0 0B1 0W0 0I2 0W2"
 
@@ -33,6 +33,18 @@ def ordered(planned, given=GIVEN, m=3):
 )
 def test_weight_gradients_are_put_into_their_order(planned, found):
     assert ordered(planned) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("0F0 0F1 0I0 0W0 0I1 0W1", "0F0 0F1 0B0 0B1"),
+        ("0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0B0 0B1"),
+        ("0F0 0F1 0I0 0B1 0W0", "0F0 0F1 0I0 0B1 0W0"),  # whole, it would add up the other way round
+    ],
+)
+def test_split_backwards_are_done_whole_where_sums_stay(given, found):
+    assert " ".join(map(str, done_whole(one_rank(given, 2)).ranks[0])) == found
 
 
 @pytest.mark.parametrize("seed", range(30))

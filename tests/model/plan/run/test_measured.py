@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchckpt.model import one_f_one_b
-from torchckpt.model.plan import Block, Stage, plan_pipeline
-from torchckpt.model.plan.run.measured import PlannedStep, with_memory_of
+from torchckpt.model import Block, Stage, one_f_one_b
+from torchckpt.model.plan import plan_pipeline
+from torchckpt.model.plan.run.measured import PlannedStep
 
 PLAN = plan_pipeline(one_f_one_b(2, 4), [Stage((Block(saved_bytes=1e6, boundary_bytes=6e4),) * 4)] * 2, "60%")
 SLOWER = replace(
@@ -35,14 +35,6 @@ def step(**changed):
 def test_the_step_is_the_median():
     assert step().step_seconds == 2 * PLAN.step_seconds
     assert step().deviation == pytest.approx(1.0)
-
-
-def test_a_measured_step_has_the_bytes_of_the_plan_at_its_own_times():
-    found = with_memory_of(PLAN, SLOWER)
-    assert found.peak_bytes == PLAN.peak_bytes
-    assert [[(2 * at, held) for at, held in curve] for curve in PLAN.timeline.memory] == [
-        list(curve) for curve in found.memory
-    ]
 
 
 def test_the_table():

@@ -8,7 +8,7 @@ import pytest
 
 from tests.model.plan.exhaustive import backward_bytes
 from tests.model.plan.random_pipelines import random_stages
-from torchckpt.model.plan import Block, Stage
+from torchckpt.model import Block, Stage
 from torchckpt.model.plan.stage.holding import DROP_ORDERS, Holdings, use_bytes
 
 

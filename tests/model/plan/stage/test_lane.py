@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from torchckpt.model.plan import Block, Stage
+from torchckpt.model import Block, Stage
 from torchckpt.model.plan.stage.holding import DROP_ORDERS, Holdings
 from torchckpt.model.plan.stage.lane import CHOICES, lanes_of
 from torchckpt.model.schedule.named import named_schedule

@@ -1,6 +1,7 @@
 """Budgets: what can be written, what is too much, what is too little."""
 from __future__ import annotations
 
+import re
 from math import inf, nan
 
 import pytest
@@ -9,7 +10,7 @@ from tests.model.plan.published import gpt
 from tests.model.plan.recount import recount
 from tests.numpy_numbers import np
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.model import one_f_one_b, zero_bubble
+from torchckpt.model import Block, Stage, one_f_one_b, zero_bubble
 from torchckpt.model.plan import plan_bound, plan_pipeline
 from torchckpt.model.plan.stage.limit import bytes_per_rank
 
@@ -22,11 +23,10 @@ from torchckpt.model.plan.stage.limit import bytes_per_rank
         ("2kB", (2000.0, 2000.0)),
         ("2KiB", (2048.0, 2048.0)),
         (2000, (2000.0, 2000.0)),
-        (0.5, (0.5, 0.5)),
         (["50%", "1MB"], (8000.0, 1e6)),
         ((1, 2.5), (1.0, 2.5)),
         (np.int64(2000), (2000.0, 2000.0)),
-        (np.float32(0.5), (0.5, 0.5)),
+        (np.float32(1.5), (1.5, 1.5)),
         ([np.float64(3.5), "150%"], (3.5, 24000.0)),
     ],
 )
@@ -35,10 +35,10 @@ def test_what_a_budget_may_be(limit, found):
 
 
 @pytest.mark.parametrize(
-    "limit", ["", "0%", "-5%", "5", "5 apples", "0GB", 0, 0.0, -1, nan, inf, True, None, {}, [1], [1, 0]]
+    "limit", ["", "0%", "-5%", "5", "5 apples", "0GB", 0, 0.0, 0.5, -1, nan, inf, True, None, {}, [1], [1, 0]]
 )
 def test_what_it_may_not_be(limit):
-    with pytest.raises(ArgumentError, match=r'works:    budget="60GB", budget="50%", budget=6e10'):
+    with pytest.raises(ArgumentError, match=r'works:    (budget="50%", or )?budget="60GB", budget="50%", budget=6e10'):
         bytes_per_rank("test()", limit, 2, 16000.0)
 
 
@@ -68,6 +68,15 @@ def test_below_the_least_the_rank_is_told_and_the_plan_that_works():
     with pytest.raises(BudgetInfeasible):
         plan_pipeline(schedule, stages, error.least_bytes * (1 - 1e-6))
     assert plan_bound(schedule, stages, 2.4) == float("inf")
+
+
+def test_a_share_is_said_in_whole_bytes_and_what_is_asked_for_works():
+    schedule, stages = one_f_one_b(4, 8), [Stage((Block(saved_bytes=7_523_913.3, boundary_bytes=1_500_001.0),) * 3)] * 4
+    with pytest.raises(BudgetInfeasible, match=r"received: 11737304 bytes for rank 0, which needs (\d+);") as caught:
+        plan_pipeline(schedule, stages, "13%")
+    (needed,) = re.findall(r"budget=(\S+) or more", str(caught.value))
+    assert f"which needs {needed};" in str(caught.value)
+    assert max(plan_pipeline(schedule, stages, int(needed)).peak_bytes) <= int(needed)
 
 
 def test_each_rank_has_its_own():

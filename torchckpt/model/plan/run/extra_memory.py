@@ -6,16 +6,18 @@ runs, and a kept region continues to hold most of them.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchckpt.model.plan.search.replay import Choices, Level, levels
-from torchckpt.model.plan.stage.stage import Stage
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.schedule import Schedule
+from torchckpt.model.step.memory import Level
+from torchckpt.model.step.step import Step
+from torchckpt.model.work.block import Stage
+from torchckpt.model.work.choice import Choices
 
-__all__ = ["ExtraMemory", "MeasuredStep", "peak_bytes"]
+__all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peak_bytes"]
 
 
 class ExtraMemory(NamedTuple):
@@ -43,24 +45,14 @@ class MeasuredStep:
 
     def least(self, stages: Sequence[Stage]) -> list[float]:
         """For each rank, by how many bytes its peak was above the peak that ``stages`` predict."""
-        said = (levels(order, stages, self.choices) for order in self.schedule.ranks)
-        most = (max((level.highest for level in own), default=0.0) for own in said)
-        return [max(0.0, peak - own) for peak, own in zip(self.peaks(), most)]
-
-    def most(self, stages: Sequence[Stage]) -> list[float]:
-        """For each rank, the most bytes that any action needed beyond those that ``stages`` predict."""
-        found = []
-        for order in self.schedule.ranks:
-            pairs = zip(order, levels(order, stages, self.choices))
-            found.append(max((self._level(one).highest - said.highest for one, said in pairs), default=0.0))
-        return [max(0.0, most) for most in found]
+        return [max(0.0, peak - own) for peak, own in zip(self.peaks(), self._step(stages).peak_bytes)]
 
     def beside(self, stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
         """The extra memory of each action."""
-        found = {}
-        for order in self.schedule.ranks:
+        step, found = self._step(stages), {}
+        for rank, order in enumerate(self.schedule.ranks):
             before = held = 0.0
-            for action, said in zip(order, levels(order, stages, self.choices)):
+            for action, said in zip(order, step.levels(rank)):
                 own = self._level(action)
                 left = own.left - said.left
                 enters = max(0.0, own.entered - held - before)
@@ -68,27 +60,49 @@ class MeasuredStep:
                 before, held = left, said.left
         return found
 
+    def _step(self, stages: Sequence[Stage]) -> Step:
+        return Step(self.schedule, tuple(stages), (), self.choices)
+
     def _level(self, action: Action) -> Level:
         return self.levels.get(action, Level(0.0, 0.0))
 
 
-def peak_bytes(
-    order: Sequence[Action], stages: Sequence[Stage], choices: Choices, beside: Mapping[Action, ExtraMemory]
-) -> float:
-    """The peak bytes of one rank in a step of a plan; ``order`` has the actions of the rank."""
-    highest = before = held = 0.0
-    for action, said in zip(order, levels(order, stages, choices)):
-        visit, stage = (action.stage, action.micro_batch), stages[action.stage]
+def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
+    """The extra memory of each action: where several of ``steps`` have it, of the first."""
+    found: dict[Action, ExtraMemory] = {}
+    for step in reversed(steps):
+        found |= step.beside(stages)
+    return found
+
+
+def peak_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> float:
+    """The peak bytes of one rank in a planned step."""
+    return max(highest_bytes(step, rank, beside), default=0.0)
+
+
+def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> Iterator[float]:
+    """The most bytes during each action of one rank."""
+    replays: dict[int, float] = {}  # by stage, what an R rises by
+    for (at, kind, _), one in beside.items():
+        if kind is Kind.RECOMPUTE:
+            replays[at] = max(one.rises, replays.get(at, 0.0))
+    before = held = 0.0
+    for action, said in zip(step.schedule.ranks[rank], step.levels(rank)):
+        choice, stage = step.choice((action.stage, action.micro_batch)), step.stages[action.stage]
         own = _of(action, beside)
         if action.kind is Kind.FORWARD:
-            own = _less(own, _last_kept(choices[visit].kept, stage))
+            own = _less(own, kept := _last_kept(choice.kept, stage))
+            if kept:  # which it takes as its replay does
+                own = own._replace(rises=max(own.rises, own.leaves + replays.get(action.stage, 0.0)))
         elif action.kind is Kind.RECOMPUTE and not own.rises:  # nothing was replayed then
             run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
-            last = stage.blocks[min(choices[visit].early)]  # they are replayed from the last one to the first
-            own = ExtraMemory(_less(run, last.freed_bytes).rises - run.leaves, 0.0)
-        highest = max(highest, said.highest + before + own.rises, held + before + own.enters)
+            last = stage.blocks[min(choice.early)]  # they are replayed from the last one to the first
+            rises = _less(run, last.freed_bytes).rises - run.leaves
+            own = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
+        elif action.kind is Kind.INPUT_GRAD and choice.late:  # they were replayed by an R then
+            own = own._replace(rises=max(own.rises, replays.get(action.stage, 0.0)))
+        yield max(said.highest + before + own.rises, held + before + own.enters)
         before, held = before + own.leaves, said.left
-    return highest
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)

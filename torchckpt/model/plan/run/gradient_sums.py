@@ -13,8 +13,9 @@ from dataclasses import replace
 from torchckpt.model.plan.result import PipelinePlan
 from torchckpt.model.schedule.action import Action, Kind
 from torchckpt.model.schedule.orders import Visit
+from torchckpt.model.schedule.schedule import Schedule
 
-__all__ = ["summed_as_given"]
+__all__ = ["done_whole", "summed_as_given"]
 
 _SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
@@ -25,9 +26,25 @@ def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
     Args:
         tied: whether stages of a rank share parameters; their gradients then go into one sum. Default: False.
     """
-    given = plan.problem.schedule
-    ranks = tuple(tuple(_ordered(*pair, tied)) for pair in zip(plan.schedule.ranks, given.ranks))
-    return plan if ranks == plan.schedule.ranks else replace(plan, schedule=replace(plan.schedule, ranks=ranks))
+    ranks = _summed(plan.schedule.ranks, plan.problem.schedule, tied)
+    if ranks == plan.schedule.ranks:
+        return plan
+    summed = PipelinePlan.of(plan.problem, replace(plan.schedule, ranks=ranks), plan.choices)
+    return replace(summed, asked=plan.asked, whole_step=plan.whole_step)
+
+
+def done_whole(schedule: Schedule, tied: bool = False) -> Schedule:
+    """``schedule`` with whole backwards in place of split ones, but for those whose sums would change their order."""
+    ranks = tuple(
+        tuple(action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT_GRAD else action
+              for action in order if action.kind is not Kind.WEIGHT_GRAD)
+        for order in schedule.ranks
+    )
+    return replace(schedule, ranks=_summed(ranks, schedule, tied))
+
+
+def _summed(ranks: Sequence[Sequence[Action]], given: Schedule, tied: bool) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(_ordered(*pair, tied)) for pair in zip(ranks, given.ranks))
 
 
 def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> Iterator[Action]:

@@ -1,18 +1,18 @@
 """Measured: steps of a plan that were run, beside the plan."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from torchckpt.model.draw.units import Units, aligned, percent
 from torchckpt.model.plan.result import PipelinePlan
-from torchckpt.model.plan.search.replay import memory_of
 from torchckpt.model.plan.show.text import by_stage, units_of
-from torchckpt.model.schedule.run import Run
-from torchckpt.model.simulation.timeline import Timeline
+from torchckpt.model.schedule.action import Action
+from torchckpt.model.step.memory import Curve, Level
+from torchckpt.model.step.timeline import Timeline
 
-__all__ = ["PlannedStep", "with_memory_of"]
+__all__ = ["PlannedStep", "with_levels"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PlannedStep:
 
     plan: PipelinePlan
     measured: Timeline
-    """The last step."""
+    """The last step. Its curves of memory are of the step whose bytes were counted."""
     steps_seconds: tuple[float, ...]
     """Of the steps that are remembered."""
     budget_bytes: tuple[float, ...]
@@ -65,13 +65,18 @@ class PlannedStep:
 _UNITS = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
 
 
-def with_memory_of(plan: PipelinePlan, measured: Timeline) -> Timeline:
-    """``measured``, a step of ``plan``, with what its actions held."""
-    times = [
-        {event.action: (event.start_seconds, event.end_seconds) for event in measured.events if event.rank == rank}
-        for rank in range(len(measured.schedule.ranks))
-    ]
-    ordered = [[own[action] for action in order] for own, order in zip(times, measured.schedule.ranks)]
-    starts, ends = ([[pair[at] for pair in own] for own in ordered] for at in (0, 1))
-    memory = memory_of(measured.schedule, plan.problem.stages, plan.choices, Run(starts, ends, [], []))
-    return replace(measured, memory=memory)
+def with_levels(measured: Timeline, levels: Sequence[Mapping[Action, Level]]) -> Timeline:
+    """``measured``, with the bytes that its actions were measured to hold on each rank."""
+    times: list[dict[Action, tuple[float, float]]] = [{} for _ in measured.schedule.ranks]
+    for event in measured.events:
+        times[event.rank].setdefault(event.action, (event.start_seconds, event.end_seconds))
+    return replace(measured, memory=tuple(map(_curve, times, levels)))
+
+
+def _curve(times: Mapping[Action, tuple[float, float]], taken: Mapping[Action, Level]) -> Curve:
+    """Of one rank: the most that each action takes, from its start on, and what it leaves."""
+    curve = [(0.0, 0.0)]
+    for action, (start, end) in sorted(times.items(), key=lambda pair: pair[1]):
+        if action in taken:
+            curve += [(start, taken[action].highest), (end, taken[action].left)]
+    return tuple(curve)

@@ -35,6 +35,8 @@ class Strategy:
     """Recompute only what the very next backward uses."""
     patience: float = 0.0
     """Start work only if at least this share of it is done when the next message arrives."""
+    memory_share: float = _LONG
+    """Have weight gradients wait only while the rank holds less than this share of what keeping all blocks takes."""
 
 
 Done: TypeAlias = tuple[int, int, int, float, int]
@@ -102,6 +104,9 @@ class _Rank:
         self.all_at_once, self.next_only = strategy.all_at_once, strategy.next_only
         self.patience = strategy.patience
         self.budget_bytes = lane.budget_bytes
+        if strategy.memory_share < _LONG:
+            most = max(lane.profile(lane.all_kept()), default=0.0)
+            self.budget_bytes = min(self.budget_bytes, strategy.memory_share * most)
         self.last = len(lane.kinds)
         self.profile = lane.profile(held)
         """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""

@@ -29,6 +29,7 @@ _PATIENT = (
     Strategy(all_at_once=True, patience=0.5),
     Strategy(patience=1.0),
 )
+_SCARCE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 _ROUNDS = 3
 """How often a step is simulated with the same choices. Each time, ranks expect the arrival times of the time before."""
 _WORK, _FEWEST = 300_000, 150
@@ -67,7 +68,8 @@ def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_
         program: the program of the schedule without its weight gradients.
         lanes: one for each rank. Each budget is large enough to recompute everything.
         target_seconds: a lower bound of the step; the search ends when it is reached.
-        keep_all: keep every block, and choose only when weight gradients are done. Default: False.
+        keep_all: begin with every block kept, which fits. Some are dropped only if that makes room for weight gradients
+            that wait. Default: False.
     """
     return _Search(program, lanes, target_seconds, keep_all).run()
 
@@ -88,12 +90,14 @@ class _Search:
         self.best = self._simulated(tuple(reserves), tuple(held), Strategy())
 
     def run(self) -> Candidate:
-        if not self.keep_all:
-            self._try_uniform()
+        if self.is_split and self.keep_all:
+            self._try_patience()
+            self._try_scarce()
+        if self.keep_all and self._is_ample:
+            return self.best
+        self._try_uniform()
         if self.is_split:
             self._try_patience()
-        if self.keep_all:
-            return self.best
         start, share = self._half_reserved("even", Strategy(all_at_once=True)), self.work // 4
         if not self.is_done:
             self._tune_ranks(start, self.work - share)
@@ -160,6 +164,21 @@ class _Search:
                     return
                 found = self._simulated_again(replace(found, strategy=strategy))
                 self._offer(found)
+
+    @property
+    def _is_ample(self) -> bool:
+        """Whether every block can be kept and every weight gradient can wait, so that dropping blocks gains nothing."""
+        if not self.is_split:
+            return True
+        return all(sum(own.full_bytes for own in lane.holdings) <= lane.budget_bytes for lane in self.lanes)
+
+    def _try_scarce(self) -> None:
+        """Try weight gradients that wait less: ranks that act as if they had less memory than there is."""
+        start = self.best
+        for share, strategy in product(_SCARCE, (*_QUICK, *_PATIENT)):
+            if self.is_done:
+                return
+            self._offer(self._simulated_again(replace(start, strategy=replace(strategy, memory_share=share))))
 
     def _tune_ranks(self, current: Candidate, until: int) -> None:
         """For one rank after the other, take the reserve with the shortest step; the same for all visits of a rank."""

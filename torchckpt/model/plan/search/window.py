@@ -16,13 +16,15 @@ The bound is exact for equal blocks. Blocks that differ are relaxed in two ways,
 """
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-from torchckpt.model.plan.stage.holding import Holdings, density, use_bytes
+from torchckpt.model.plan.stage.holding import Holdings, density
 from torchckpt.model.plan.stage.lane import FORWARD, Lane
+from torchckpt.model.step.memory import use_bytes
 
 __all__ = ["Capacity", "Window"]
 
@@ -191,6 +193,8 @@ def _floors(densities: Sequence[float]) -> list[float]:
 
 def _most(kinds: Sequence[tuple[float, float]], left_bytes: float) -> float:
     """The most seconds of items that fit in ``left_bytes``. Each kind is (bytes, seconds) of an item."""
+    if not all(size for size, _ in kinds):
+        return math.inf  # what holds nothing can wait forever
     if left_bytes <= 0.0 or not kinds:
         return 0.0
     if len(kinds) > 2:

@@ -12,7 +12,7 @@ __all__ = ["draw"]
 
 def draw(plan: PlanFigures) -> str:
     """The step that keeps all and the planned step: the actions of each rank, and its memory under its budget."""
-    before, after, units = plan.problem.keep_all, plan.timeline, replace(units_of(plan), digits=3)
+    before, after, units = plan.problem.keep_all.timeline, plan.timeline, replace(units_of(plan), digits=3)
     least, most = (max(of.peak_bytes) for of in (after, before))
     change = f"for {plan.overhead(plan.step_seconds) * 100:.1f} % more time"
     title = f"Peak memory {units.of_memory(least)} in place of {units.of_memory(most)}, {change}"

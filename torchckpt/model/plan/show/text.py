@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torchckpt.model.draw.units import Units, aligned, number, percent, units_for
 from torchckpt.model.plan.figures import PlanFigures
-from torchckpt.model.plan.search.replay import Choice
+from torchckpt.model.work.choice import Choice
 
-__all__ = ["by_stage", "summary", "table", "units_of"]
+__all__ = ["by_stage", "step_text", "summary", "table", "units_of"]
 
 _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
@@ -24,7 +24,7 @@ def table(plan: PlanFigures) -> str:
 
 def summary(plan: PlanFigures) -> str:
     """One line: the step, its bound, and what people do without a plan, over keeping all."""
-    said = [f"step {_step(plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
+    said = [f"step {step_text(plan, plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
     said[0] += f" (bound {_over(plan, plan.bound_seconds)})"
     if not plan.recomputed_share:
         said.append("everything fits, so nothing need be recomputed")
@@ -52,7 +52,7 @@ def by_stage(plan: PlanFigures, units: Units) -> str:
         rank = plan.schedule.placement[stage]
         blocks, saved = str(len(own.blocks)), units.of_memory(own.saved_bytes)
         rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
-        texts.append(_runs([plan.choices[stage, i] for i in range(plan.schedule.micro_batches)]))
+        texts.append(_runs([plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches)]))
     lines = aligned(rows).split("\n")
     width = max(map(len, lines))
     key = "blocks kept/early/late by micro-batch: kept; recomputed before the gradient arrives; inside the backward"
@@ -84,18 +84,23 @@ def _covered(texts: Sequence[str], at: int, period: int) -> int:
 
 def _by_rank(plan: PlanFigures, units: Units) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("rank", "peak", "budget", "idle")]
+    budgets, peaks = plan.whole_step or (plan.problem.budget_bytes, plan.peak_bytes)
     has_static = any(stage.static_bytes for stage in plan.problem.stages)
     if has_static:
         rows = [(*rows[0], "parameters and optimizer")]
     for rank, idle in enumerate(plan.timeline.idle_share):
-        held, budget = plan.peak_bytes[rank], plan.problem.budget_bytes[rank]
-        row = (str(rank), units.of_memory(held), units.of_memory(budget), percent(idle))
+        row = (str(rank), units.of_memory(peaks[rank]), units.of_memory(budgets[rank]), percent(idle))
         rows.append((*row, units.of_memory(plan.static_bytes[rank])) if has_static else row)
     return rows
 
 
-def _step(seconds: float) -> str:
-    return f"{seconds:.1f}" if 10 <= seconds < 1e6 else number(seconds)
+def step_text(plan: PlanFigures, seconds: float) -> str:
+    """The seconds of a step, with their unit where stages are in bytes and seconds."""
+    units = units_of(plan)
+    if units.time and seconds < 1:
+        return units.of_time(seconds)
+    amount = f"{seconds:.1f}" if 10 <= seconds < 1e6 else number(seconds)
+    return f"{amount} s" if units.time else amount
 
 
 def _over(plan: PlanFigures, seconds: float) -> str:

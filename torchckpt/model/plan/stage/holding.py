@@ -6,11 +6,12 @@ the late ones in memory that later blocks have freed.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from torchckpt.model.plan.stage.stage import Block, Stage
+from torchckpt.model.step.memory import use_bytes
+from torchckpt.model.work.block import Block, Stage
 
-__all__ = ["DROP_ORDERS", "Holding", "Holdings", "use_bytes"]
+__all__ = ["DROP_ORDERS", "Holding", "Holdings"]
 
 DROP_ORDERS = ("first", "cheap", "small", "large")
 """Which block of a stage is dropped first: the first one, the one with the fewest recompute seconds per byte, the one
@@ -44,25 +45,6 @@ class Holding:
     def reserved_bytes(self, blocks: int) -> float:
         """The peak bytes of the backward if ``blocks`` are in memory when it starts, kept or early."""
         return self.use_bytes[min(len(self.dropped), max(0, blocks - self.kept))]
-
-
-def use_bytes(stage: Stage, late: Collection[int]) -> float:
-    """The bytes of a visit at the peak of a whole backward that recomputes the blocks ``late``.
-
-    >>> stage = Stage((Block(boundary_bytes=0.25),) * 2)
-    >>> use_bytes(stage, ()), use_bytes(stage, (0,)), use_bytes(stage, (0, 1))
-    (2.0, 1.25, 1.25)
-    """
-    blocks = stage.blocks
-    start = stage.saved_bytes - sum(blocks[at].freed_bytes for at in late)
-    freed, extra = stage.after.saved_bytes, 0.0
-    for at in range(len(blocks) - 1, -1, -1):
-        if at in late:
-            extra = max(extra, blocks[at].freed_bytes - freed)
-            freed += blocks[at].boundary_bytes
-        else:
-            freed += blocks[at].saved_bytes
-    return start + extra
 
 
 class Holdings:

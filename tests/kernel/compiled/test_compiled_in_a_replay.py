@@ -1,0 +1,255 @@
+"""What Dynamo compiles, for the first time or again, while a replay runs: right, or an error."""
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
+
+from tests.helpers import leaf
+from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module, is_recomputing
+from torchckpt.errors import RecomputationError
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    # of Dynamo's own, where an input of a graph is no leaf
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Counted(nn.Module):
+    """Layers alike, whose weights could be taken for each other; and the guard of the documentation."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm, self.dropout = nn.BatchNorm1d(4) if norm else nn.Identity(), nn.Dropout(0.5)
+        self.register_buffer("scale", torch.linspace(1, 2, 4))
+        self.calls = 0
+
+    def forward(self, x, y=None):
+        if not is_recomputing():
+            self.calls += 1
+        for layer in self.layers:
+            x = layer(x).tanh() * self.scale
+        return self.dropout(self.norm(x)) + (0 if y is None else y.sin())
+
+
+class Unguarded(Counted):
+    def forward(self, x, y=None):
+        for layer in self.layers:
+            x = layer(x).tanh() * self.scale
+        return self.dropout(self.norm(x)) + (0 if y is None else y.sin())
+
+
+def values(function, block, *inputs, between=None):
+    """Two steps: outputs, gradients, buffers."""
+    torch.manual_seed(1)
+    seen = []
+    for _ in range(2):
+        output = function(*inputs)
+        if between is not None:
+            between()
+        seen += [output.detach(), *torch.autograd.grad(output.square().sum(), [*inputs, *block.parameters()])]
+    return seen + [buffer.clone() for buffer in block.buffers()]
+
+
+def of_module(block, backend):
+    return torch.compile(block, backend=backend)
+
+
+def in_place(block, backend):
+    block.compile(backend=backend)
+    return block
+
+
+def of_function(block, backend):
+    return torch.compile(lambda *inputs: block(*inputs), backend=backend)
+
+
+def by_call(function, *inputs):
+    return checkpoint(function, *inputs)
+
+
+def prefetched(function, *inputs):
+    region = Checkpointing(function, *inputs)
+    outputs = region.recompute(region.checkpoint())
+    region.prefetch()
+    return outputs
+
+
+def nested(function, *inputs):
+    return checkpoint(lambda *inputs: checkpoint(function, *inputs), *inputs)
+
+
+CALLS = [by_call, prefetched, nested]
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("compiled", [of_module, in_place, of_function])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_documented_guard_in_a_compiled_block(backend, compiled, call, inputs):
+    block, given = Counted(), [leaf(4, 4) for _ in range(inputs)]
+    twin = copy.deepcopy(block)
+    function = compiled(block, backend)
+    received = values(lambda *xs: call(function, *xs), block, *given)
+    assert all(map(torch.equal, received, values(twin, twin, *given)))
+    assert block.calls == twin.calls == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_documented_guard_with_inductor():
+    block, x = Counted(), leaf(4, 4)
+    twin = copy.deepcopy(block)
+    function, plain = (torch.compile(one, backend="inductor") for one in (block, twin))
+    assert all(map(torch.equal, values(lambda x: checkpoint(function, x), block, x), values(plain, twin, x)))
+
+
+@pytest.mark.parametrize("compiled", [of_module, in_place, of_function])
+def test_dynamo_is_reset_between_forward_and_backward(compiled):
+    block, x = Unguarded(), leaf(4, 4)
+    twin = copy.deepcopy(block)
+    function = compiled(block, "aot_eager")
+    received = values(lambda x: checkpoint(function, x), block, x, between=torch._dynamo.reset)
+    assert all(map(torch.equal, received, values(twin, twin, x)))
+
+
+def test_a_reset_long_after_the_first_step_is_an_error():
+    """Nothing has noted what the graphs of those forwards have saved."""
+    block, x = Unguarded(), leaf(4, 4)
+    function = torch.compile(block, backend="aot_eager")
+    for _ in range(3):
+        checkpoint(function, x).sum().backward()
+    loss = checkpoint(function, x).sum()
+    torch._dynamo.reset()
+    with pytest.raises(RecomputationError, match="compiled code that its forward found compiled") as caught:
+        loss.backward()
+    assert "received: a compilation inside of a replay" in str(caught.value)
+    checkpoint(function, x).sum().backward()
+
+
+def test_a_reset_where_values_are_compared_is_right():
+    block, x = Unguarded(norm=False), leaf(4, 4)
+    function = torch.compile(block, backend="aot_eager")
+    for _ in range(3):
+        checkpoint(function, x, determinism_check="values").sum().backward()
+    seen = values(lambda x: checkpoint(function, x, determinism_check="values"), block, x, between=torch._dynamo.reset)
+    assert all(map(torch.equal, seen, values(block, block, x)))
+
+
+def test_a_graph_that_saves_in_another_order_is_an_error():
+    """Torch 2.11 saves in the same order none the less."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        if is_recomputing():
+            right = second(x).exp()
+            left = first(x).exp()
+        else:
+            left = first(x).exp()
+            right = second(x).exp()
+        return left * right
+
+    x = leaf(4, 4)
+    expected = torch.autograd.grad((first(x).exp() * second(x).exp()).sum(), [x, first.weight])
+    said, received = "", ()
+    try:
+        received = torch.autograd.grad(checkpoint(function, x).sum(), [x, first.weight])
+    except RecomputationError as error:
+        said = str(error)
+    assert "with other values" in said if said else all(map(torch.equal, received, expected))
+
+
+def test_sizes_that_are_compiled_one_after_the_other():
+    block = Counted()
+    twin, xs = copy.deepcopy(block), [leaf(size, 4) for size in (4, 6, 9)]
+    function = torch.compile(block, backend="aot_eager")
+
+    def step(call, block):
+        torch.manual_seed(1)
+        losses = [call(x).square().sum() for x in xs]
+        return torch.autograd.grad(sum(losses), [*xs, *block.parameters()]), block.norm.num_batches_tracked
+
+    for _ in range(2):
+        (received, count), (expected, twins) = step(lambda x: checkpoint(function, x), block), step(twin, twin)
+        assert all(map(torch.equal, received, expected))
+        assert torch.equal(count, twins)
+
+
+def test_blocks_alike_are_compiled_by_the_first_of_them():
+    blocks, x = nn.Sequential(*(Counted() for _ in range(4))), leaf(4, 4)
+    twins = copy.deepcopy(blocks)
+    for block in blocks:
+        checkpoint_module(block)
+        block.compile(backend="aot_eager")
+    assert all(map(torch.equal, values(blocks, blocks, x), values(twins, twins, x)))
+    assert [block.calls for block in blocks] == [block.calls for block in twins]
+
+
+def test_a_replay_in_another_thread():
+    block, x = Counted(), leaf(4, 4)
+    twin = copy.deepcopy(block)
+    function = torch.compile(block, backend="aot_eager")
+
+    def in_a_thread(x):
+        region = Checkpointing(function, x)
+        outputs = region.checkpoint()
+        thread = threading.Thread(target=region.prefetch)
+        thread.start()
+        thread.join()
+        return outputs
+
+    assert all(map(torch.equal, values(in_a_thread, block, x), values(twin, twin, x)))
+
+
+def test_layers_of_a_pipe():
+    layers, x = nn.Sequential(Counted(norm=False), Counted(norm=False)), torch.randn(8, 4)
+
+    def gradients(layers):
+        torch.manual_seed(1)
+        Pipe(layers, [1, 1], chunks=2, checkpoint="always")(x).square().sum().backward()
+        return [parameter.grad for parameter in layers.parameters()]
+
+    compiled = copy.deepcopy(layers)
+    for layer in compiled:
+        layer.compile(backend="aot_eager")
+    assert all(map(torch.equal, gradients(compiled), gradients(layers)))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_global_hook_is_alive_while_a_region_runs(call):
+    norm, hooks = nn.BatchNorm1d(4), []
+
+    def function(x):
+        hooks.append(any_global_hook())
+        return norm(x).sin()
+
+    call(function, leaf(4, 4)).sum().backward()
+    assert len(hooks) > 1
+    assert not any(hooks)
+
+
+@pytest.mark.parametrize("stances", [("default", "force_eager"), ("force_eager", "default")], ids="-".join)
+def test_a_replay_has_the_stance_of_its_forward(stances):
+    weights = [leaf(4, 4) for _ in range(3)]
+
+    def function(x):  # compiled, it saves other tensors of the same shapes
+        a, b = (x @ weights[0]).sin(), (x @ weights[1]).exp()
+        return ((a * b).cos() @ weights[2]) * a * x.tanh()
+
+    compiled = torch.compile(function, backend="aot_eager", dynamic=False)
+    for _ in range(4):
+        checkpoint(compiled, leaf(4, 4)).sum().backward()
+    x = leaf(4, 4)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    with torch.compiler.set_stance(stances[0]):
+        output = checkpoint(compiled, x)
+    with torch.compiler.set_stance(stances[1]):
+        (found,) = torch.autograd.grad(output.sum(), x)
+    torch.testing.assert_close(found, expected)  # Dynamo does not promise eager's bits

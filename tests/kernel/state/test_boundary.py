@@ -1,0 +1,108 @@
+"""What a replay gets for an input that nobody holds any more: its values, its strides, a node behind it."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_program_transparent, by_hand, leaf, plain, prefetched
+from torchckpt import checkpoint
+
+CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
+
+LAYOUTS = {
+    "channels last": lambda base: base[:24].view(1, 3, 2, 4).contiguous(memory_format=torch.channels_last),
+    "one channel": lambda base: base[:16].view(2, 1, 2, 4).contiguous(memory_format=torch.channels_last),
+    "3-D channels last": lambda base: base[:24].view(1, 3, 2, 2, 2).contiguous(memory_format=torch.channels_last_3d),
+    "transposed": lambda base: base[:5].view(5, 1).t(),
+    "permuted": lambda base: base[:24].view(2, 1, 12).permute(2, 1, 0),
+    "expanded": lambda base: base[:3].view(1, 3, 1).expand(1, 3, 4),
+    "a slice of one": lambda base: base[:18].view(2, 9)[1:, ::2],
+    "overlapping": lambda base: base.unfold(0, 6, 2)[None],
+    "strides of its own": lambda base: base.as_strided((1, 3, 1), (50, 2, 17), 5),
+    "zero-size": lambda base: base.as_strided((0, 1, 3), (7, 9, 2)),
+    "a number": lambda base: base[3],
+}
+
+
+@CALLS
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_replay_gets_the_strides_of_the_forward(call, kind, device):
+    seen = []
+
+    def function(x):
+        seen.append((x.shape, x.stride(), x.storage_offset(), x.is_leaf))
+        return nn.functional.dropout(x, 0.5).sin()
+
+    base = leaf(64, device=device)
+    assert_program_transparent(call, lambda call, base: call(function, LAYOUTS[kind](base)), base)
+    forward, replay = seen[-2:]
+    assert forward == replay
+
+
+@CALLS
+def test_convolution_of_a_batch_of_one_keeps_its_mask(call, device):
+    """A convolution asks the strides whether its output is channels last, and dropout draws in the output's order."""
+    convolution = nn.Conv2d(3, 4, 3, padding=1).to(device)
+
+    def block(x):
+        return nn.functional.dropout(convolution(x), 0.5).sin()
+
+    def model(call, x):
+        return call(block, (x * 2).contiguous(memory_format=torch.channels_last))
+
+    assert_program_transparent(call, model, leaf(1, 3, 4, 4, device=device), modules=[convolution])
+
+
+class Packed(torch.autograd.graph.saved_tensors_hooks):
+    """Saves what is contiguous, as ``save_on_cpu`` in pinned memory does."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: torch.empty(tensor.shape).copy_(tensor), lambda packed: packed)
+
+
+@CALLS
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind not in ("expanded", "overlapping")])
+def test_hooks_that_change_the_layout_do_not_change_that_of_the_replay(call, kind):
+    seen = []
+
+    def function(x):
+        seen.append(torch.empty_like(x).stride())
+        return nn.functional.dropout(x, 0.5).sin()
+
+    def program(call, base):
+        with Packed():
+            return call(function, LAYOUTS[kind](base))
+
+    assert_program_transparent(call, program, leaf(64))
+    forward, replay = seen[-2:]
+    assert forward == replay
+
+
+@CALLS
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"x": [x]}], ids=["bare", "list", "dict"])
+def test_inference_tensor_that_is_changed_after_the_forward_is_that_of_the_forward(call, wrap, device):
+    x = leaf(3, 4, device=device)
+
+    def inside(wrapped):
+        while not isinstance(wrapped, torch.Tensor):
+            wrapped = wrapped["x"] if isinstance(wrapped, dict) else wrapped[0]
+        return wrapped
+
+    def function(x, one, other):
+        assert inside(one) is inside(other)
+        assert inside(one).is_inference()
+        assert inside(one).label == "given"
+        return nn.functional.dropout(x + inside(one), 0.5).sin()
+
+    def gradient(call):
+        torch.manual_seed(1)
+        with torch.inference_mode():
+            given = torch.ones(4, 3, device=device).t()
+        given.label = "given"
+        loss = call(function, x, wrap(given), wrap(given)).sum()
+        with torch.inference_mode():
+            given.mul_(3)
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gradient(call), gradient(plain))

@@ -1,0 +1,152 @@
+"""A forward that changes parameters of its modules in place, or makes tensors of their numbers."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_equal, by_hand, plain, prefetched
+from torchckpt import checkpoint
+from torchckpt.errors import RecomputationError
+
+CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
+
+
+class Limited(nn.Module):
+    """Two embeddings with ``max_norm``, of one weight in part, that rounding may scale twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(9, 7, max_norm=0.7), nn.EmbeddingBag(9, 7, max_norm=0.3, norm_type=1.0)
+        self.tied = nn.Embedding(9, 7, max_norm=0.5)
+        self.tied.weight = self.words.weight
+
+    def forward(self, x):
+        ids = torch.arange(5, device=x.device)
+        hidden = self.words(ids) * self.tied(ids + 2) + self.bag(ids[None]) * x
+        return nn.functional.dropout(hidden, 0.5).sin()
+
+
+class Clamped(nn.Linear):
+    """Its weight is within bounds before it is read."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return nn.functional.dropout(super().forward(x), 0.5).sin()
+
+
+class Decayed(nn.Linear):
+    """Its weight is another in each call, and read before."""
+
+    def forward(self, x):
+        scale = self.weight.detach().norm()
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return nn.functional.dropout(super().forward(x), 0.5).sin() * scale
+
+
+class Scale(nn.Module):
+    """A number at first, and a tensor from the first call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = 1.5, 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = (x * self.scale).sin()
+        self.scale = 0.5 * self.scale + hidden.detach().mean()
+        return (hidden * self.scale).exp()
+
+
+def steps(call, module, device, regions=2):
+    """Three steps of training, with ``regions`` calls of the module in each: what they leave."""
+    torch.manual_seed(1)
+    module = copy.deepcopy(module).to(device)
+    optimizer, left = torch.optim.SGD([*module.parameters(), torch.zeros(1, requires_grad=True)], 0.3), []
+    for _ in range(3):
+        x = torch.randn(5, 7, device=device, requires_grad=True)
+        loss = sum(call(module, x * number).sum() for number in range(1, regions + 1))
+        optimizer.zero_grad()
+        loss.backward()
+        left += [loss, x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+        optimizer.step()
+        left += [parameter.detach().clone() for parameter in module.parameters()]
+    return left, [value for name, value in vars(module).items() if name == "scale"]
+
+
+@CALLS
+@pytest.mark.parametrize("make", [Limited, lambda: nn.Sequential(Scale(), nn.Dropout(0.5))], ids=["Limited", "Scale"])
+def test_calls_are_equal_to_plain_ones(call, make, device):
+    module = make()
+    assert_equal(steps(call, module, device), steps(plain, module, device))
+
+
+@CALLS
+def test_one_call_a_step_of_a_clamped_weight_is_equal(call, device):
+    module = Clamped(7, 7)
+    assert_equal(steps(call, module, device, regions=1), steps(plain, module, device, regions=1))
+
+
+def test_a_weight_that_is_clamped_and_then_replaced_by_the_optimizer_is_that_of_the_forward(device):
+    module, left = Clamped(7, 7).to(device), []
+    x = torch.randn(5, 7, device=device, requires_grad=True)
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        own = copy.deepcopy(module)
+        checkpoint(own, x).sum().backward()  # now it is known what the forward changes
+        loss = call(own, x).sum()
+        versions = own.weight._version
+        left.append(torch.autograd.grad(loss, [x, own.bias]))
+        assert own.weight._version == versions
+    assert_equal(left[1], left[0])
+
+
+def test_a_weight_that_is_read_before_it_is_changed_is_an_error_once_and_right_from_then_on(device):
+    module, x = Decayed(7, 7).to(device), torch.randn(5, 7, device=device, requires_grad=True)
+    loss = checkpoint(module, x).sum()
+    with pytest.raises(RecomputationError) as caught:
+        loss.backward()
+    assert "changed Decayed.weight in place, for the first time, after it had read it" in str(caught.value)
+    assert "works:    the change before the region; or the step once more" in str(caught.value)
+    found = []
+    for call in (plain, checkpoint):
+        own = copy.deepcopy(module)
+        if call is checkpoint:
+            checkpoint(own, x)  # known by now
+            own.load_state_dict(module.state_dict())
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(call(own, x).sum(), [x, *own.parameters()]))
+    assert_equal(found[1], found[0])
+
+
+def test_a_number_that_becomes_a_tensor_is_the_number_in_the_replay_and_the_tensor_after_it():
+    module, x = Scale(), torch.randn(4, requires_grad=True)
+    loss = checkpoint(module, x).sum()
+    scale = module.scale
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert module.scale is scale
+    assert module.calls == 2  # the numbers of a function are its own business
+    (expected,) = torch.autograd.grad(Scale()(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def test_a_large_buffer_made_in_inference_mode_is_that_of_the_forward():
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode():
+                self.register_buffer("shift", torch.randn(40, 40))
+
+        def forward(self, x):
+            return (x + self.shift).sin().exp()
+
+    module, x = Shifted(), torch.randn(40, 40, requires_grad=True)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    loss = checkpoint(module, x).sum()
+    with torch.inference_mode():
+        module.shift.add_(1)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
