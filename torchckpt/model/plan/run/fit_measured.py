@@ -136,12 +136,12 @@ class _Tries:
 
     def _less(self, rank: int, own: float, excess: float) -> float:
         self._exceeded[rank] = own
-        if self._fitted[rank] < own:
-            taken = max(excess, self._steps[rank])
-            self._steps[rank] *= 2  # what is freed may be less than what is taken
-            return max(own - taken, (own + self._fitted[rank]) / 2)
-        self._fitted[rank] = -math.inf  # that was with other choices of other ranks
-        return own - excess
+        taken = max(excess, self._steps[rank])
+        if self._fitted[rank] >= own:
+            self._fitted[rank] = -math.inf  # that was with other choices of other ranks
+            return own - taken
+        self._steps[rank] *= 2  # what is freed may be less than what is taken
+        return max(own - taken, (own + self._fitted[rank]) / 2)
 
     def _more(self, rank: int, own: float, left: float) -> float:
         self._fitted[rank] = own
