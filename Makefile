@@ -30,7 +30,7 @@ lint:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-LEVELS := tests/graph tests/model tests/models tests/command
+LEVELS := tests/graph tests/planning tests/models tests/command
 
 test-levels:
 	$(BIN)/python -m pytest $(LEVELS) 2>&1 | $(call named,levels)
@@ -68,7 +68,7 @@ $(THERE)/.test: pyproject.toml constraints.txt
 	touch $@
 
 # What needs no torch, on a Python that has pytest: make pure PYTHON=python3.10
-PURE := tests/model tests/command/test_command.py tests/test_results.py
+PURE := tests/planning tests/command/test_command.py tests/test_results.py
 
 pure:
 	$(PYTHON) -m pytest --noconftest -k "not balance and not bad_module" $(PURE)

@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy
 
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.model.plan import PipelinePlan
+from torchckpt.planning.plan import PipelinePlan
 
 FULL = Size(blocks=8, width=128, heads=4, length=128, rows=16, chunks=4)
 FIRST_STEPS = 4  # with a budget, these are measured

@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-PARTS = ("kernel", "pipe", "distributed", "graph", "model", "models", "command")
+PARTS = ("regions", "pipe", "distributed", "graph", "planning", "models", "command")
 _ALSO = {"test_models": "models"}
 _KINDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 
 def part_of(case: ElementTree.Element) -> str:
-    """Of the suite, such as ``kernel``; files beside the folders are ``other``, but for those named after one."""
+    """Of the suite, such as ``regions``; files beside the folders are ``other``, but for those named after one."""
     name = case.get("classname", "").split(".")[1:2]
     part = _ALSO.get(*name, *name) if name else ""
     return part if part in PARTS else "other"

@@ -16,8 +16,8 @@ import torchckpt
 
 PACKAGE = Path(torchckpt.__file__).parent
 
-WITHOUT_TORCH = ("errors", "typing", "version", "model")
-ALONE = {("graph", "kernel"): ("kernel.flags", "kernel.module.mixin")}
+WITHOUT_TORCH = ("errors", "typing", "version", "planning")
+ALONE = {("graph", "regions"): ("regions.flags", "regions.wrap.mixin")}
 """All that one may import of the other."""
 
 
@@ -29,7 +29,7 @@ def read_floors(text: str) -> dict[str, list[list[str]]]:
 
 
 def module_of(path: Path) -> str:
-    """Such as ``kernel.frame`` or ``kernel.__init__``; ``__init__`` for the package's own."""
+    """Such as ``regions.frame`` or ``regions.__init__``; ``__init__`` for the package's own."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
@@ -146,43 +146,43 @@ def test_imports_go_down(module):
         ("errors", "import torch", ["errors imports torch"]),
         ("typing", "from torch import Tensor", ["typing imports torch"]),
         ("errors", "from torchckpt.typing import Function", ["errors imports typing"]),
-        ("model.schedule.orders", "from torch.utils import data", ["model.schedule.orders imports torch.utils"]),
+        ("planning.order.orders", "from torch.utils import data", ["planning.order.orders imports torch.utils"]),
         (
-            "model.schedule.orders",
-            "from torchckpt.kernel.flags import flags",
-            ["model.schedule.orders imports kernel.flags"],
+            "planning.order.orders",
+            "from torchckpt.regions.flags import flags",
+            ["planning.order.orders imports regions.flags"],
         ),
-        ("kernel.region.frame", "from torchckpt.pipe import Pipe", ["kernel.region.frame imports pipe"]),
+        ("regions.core.frame", "from torchckpt.pipe import Pipe", ["regions.core.frame imports pipe"]),
         (
-            "kernel.region.frame",
+            "regions.core.frame",
             "def f():\n    import torchckpt.pipe.run.lane",
-            ["kernel.region.frame imports pipe.run.lane"],
+            ["regions.core.frame imports pipe.run.lane"],
         ),
-        ("kernel.region.frame", "from torchckpt import testing", ["kernel.region.frame imports testing"]),
-        ("kernel.region.frame", "from torchckpt import checkpoint", ["kernel.region.frame imports __init__"]),
-        ("kernel.region.frame", "import torchckpt", ["kernel.region.frame imports __init__"]),
+        ("regions.core.frame", "from torchckpt import testing", ["regions.core.frame imports testing"]),
+        ("regions.core.frame", "from torchckpt import checkpoint", ["regions.core.frame imports __init__"]),
+        ("regions.core.frame", "import torchckpt", ["regions.core.frame imports __init__"]),
         (
-            "kernel.region.frame",
-            "from torchckpt.model.step import table",
-            ["kernel.region.frame imports model.step.table"],
+            "regions.core.frame",
+            "from torchckpt.planning.step import table",
+            ["regions.core.frame imports planning.step.table"],
         ),
-        ("kernel.region.frame", "from ...pipe import Pipe", ["kernel.region.frame imports pipe"]),
-        ("kernel.region.frame", "from ... import testing", ["kernel.region.frame imports testing"]),
+        ("regions.core.frame", "from ...pipe import Pipe", ["regions.core.frame imports pipe"]),
+        ("regions.core.frame", "from ... import testing", ["regions.core.frame imports testing"]),
         ("pipe.run.lane", "from torchckpt.distributed import recompute_ahead", ["pipe.run.lane imports distributed"]),
         (
             "graph.trace.capture",
-            "from torchckpt.kernel.region.frame import Frame",
-            ["graph.trace.capture imports kernel.region.frame"],
+            "from torchckpt.regions.core.frame import Frame",
+            ["graph.trace.capture imports regions.core.frame"],
         ),
         (
             "graph.trace.capture",
-            "from torchckpt.kernel import checkpoint_module",
-            ["graph.trace.capture imports kernel"],
+            "from torchckpt.regions import checkpoint_module",
+            ["graph.trace.capture imports regions"],
         ),
         ("testing", "from torchckpt.__main__ import main", ["testing imports __main__"]),
         ("pipe.balance", "from torchckpt.command import balance", ["pipe.balance imports command.balance"]),
-        ("model.schedule.orders", "import torchckpt.features", ["model.schedule.orders imports features"]),
-        ("model.draw.svg", "from torchckpt.model.plan import Stage", ["model.draw.svg imports model.plan"]),
+        ("planning.order.orders", "import torchckpt.features", ["planning.order.orders imports features"]),
+        ("planning.draw.svg", "from torchckpt.planning.plan import Stage", ["planning.draw.svg imports planning.plan"]),
         ("graph.step.emit", "from torchckpt.graph.run import call", ["graph.step.emit imports graph.run.call"]),
     ],
 )
@@ -194,22 +194,22 @@ def test_import_that_goes_up_is_found(module, source, found):
     ("module", "source"),
     [
         ("__init__", "from torchckpt.pipe import Pipe\nfrom torchckpt import errors, testing"),
-        ("testing", "from torchckpt.kernel.region.frame import observers"),
+        ("testing", "from torchckpt.regions.core.frame import observers"),
         (
             "pipe.run.lane",
-            "from torchckpt.kernel.region.frame import Frame\nfrom torchckpt.pipe.run.clock_cycles import clock_cycles",
+            "from torchckpt.regions.core.frame import Frame\nfrom torchckpt.pipe.run.pipeline import clock_cycles",
         ),
         (
             "graph.trace.capture",
-            "from torchckpt.kernel.flags import flags\nfrom torchckpt.kernel import flags\nimport torch",
+            "from torchckpt.regions.flags import flags\nfrom torchckpt.regions import flags\nimport torch",
         ),
-        ("graph.run.in_place", "from torchckpt.kernel.module.mixin import Mixin"),
+        ("graph.run.in_place", "from torchckpt.regions.wrap.mixin import Mixin"),
         (
-            "kernel.region.frame",
+            "regions.core.frame",
             "import torch\nfrom torchckpt.errors import Fault\nfrom . import slots\nfrom .. import flags",
         ),
-        ("kernel.__init__", "from .region.frame import Frame\nfrom torchckpt.kernel.region.call import Call"),
-        ("model.schedule.orders", "from torchckpt.errors import Fault\nimport dataclasses"),
+        ("regions.__init__", "from .core.frame import Frame\nfrom torchckpt.regions.core.call import Call"),
+        ("planning.order.orders", "from torchckpt.errors import Fault\nimport dataclasses"),
     ],
 )
 def test_import_that_goes_down_is_none(module, source):
@@ -324,7 +324,7 @@ def test_there_is_at_most_one_thread_local():
     locals_ = [module for module, node in nodes(ast.Attribute) if ast.unparse(node) == "threading.local"]
     imported = [(module, node) for module, node in nodes(ast.ImportFrom) if node.module == "threading"]
     named = [module for module, node in imported for alias in node.names if alias.name == "local"]
-    assert locals_ == ["kernel.flags"]
+    assert locals_ == ["regions.flags"]
     assert named == []
 
 
@@ -366,7 +366,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 def test_private_names_of_torch_are_imported_in_one_place():
     found = {module for module, tree in TREES.items() if list(private_names(tree))}
-    assert {module.rpartition("private")[0] for module in found} == {"kernel.", "distributed.", "graph.", "plan."}
+    assert {module.rpartition("private")[0] for module in found} == {"regions.", "distributed.", "graph.", "costs."}
     assert {module for module in found if "private" not in module.split(".")} == set()
 
 
@@ -374,5 +374,7 @@ def test_no_builtin_exception_is_raised_but_those_of_eager_pytorch_and_of_test_h
     calls = [(module, node.exc) for module, node in nodes(ast.Raise) if isinstance(node.exc, ast.Call)]
     raised = {(module, ast.unparse(call.func)) for module, call in calls if hasattr(builtins, ast.unparse(call.func))}
     # A module's __getattr__ must raise AttributeError: hasattr() asks for it.
-    allowed = {("__init__", "AttributeError"), ("kernel.state.boundary", "RuntimeError"), ("testing", "AssertionError")}
+    allowed = {
+        ("__init__", "AttributeError"), ("regions.state.boundary", "RuntimeError"), ("testing", "AssertionError"),
+    }
     assert raised <= allowed

@@ -15,7 +15,7 @@ from tests.settings import without_collector
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
-from torchckpt.kernel.saved import bytes_of, saved_bytes
+from torchckpt.regions.saved import bytes_of, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("alone")
 

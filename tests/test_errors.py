@@ -9,9 +9,9 @@ import torchckpt
 from torchckpt import ArgumentError, checkpoint_layers, checkpoint_module, graph
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import brief, kind
-from torchckpt.model import Block, Stage, one_f_one_b
-from torchckpt.model.plan import plan_pipeline
 from torchckpt.pipe import balance_by_time
+from torchckpt.planning import Block, Stage, one_f_one_b
+from torchckpt.planning.plan import plan_pipeline
 
 X, LAYERS = torch.ones(64, 64), nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
 STAGES = [Stage((Block(),) * 8)] * 4

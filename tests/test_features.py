@@ -12,7 +12,7 @@ import torch
 
 from torchckpt import features
 from torchckpt.features import FEATURES, TESTED, Feature, release_of, table, warn_of_newer_torch
-from torchckpt.kernel import private
+from torchckpt.regions import private
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +75,7 @@ def test_the_features_are_a_command():
 
 
 def again():
-    """The kernel's private names, imported once more."""
+    """The private names of regions, imported once more."""
     spec = importlib.util.spec_from_file_location("again", Path(private.__file__))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

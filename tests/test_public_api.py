@@ -97,7 +97,7 @@ def test_every_name_is_there(module):
 
 
 def test_modules_are_there_when_they_are_first_asked_for():
-    names = ["distributed", "errors", "graph", "kernel", "model", "pipe", "testing", "typing"]
+    names = ["costs", "distributed", "errors", "graph", "pipe", "planning", "regions", "testing", "typing"]
     program = (
         "import sys, torchckpt\n"
         f"print([name for name in {names} if 'torchckpt.' + name in sys.modules])\n"
@@ -220,13 +220,13 @@ def test_a_schedule_that_recomputes_ahead_adds_these_members_for_its_users_and_t
 
 
 def test_handle_of_a_module_has_these_members_and_no_other():
-    from torchckpt.kernel.module.module import CheckpointHandle
+    from torchckpt.regions.wrap.module import CheckpointHandle
 
     assert [name for name in vars(CheckpointHandle) if not name.startswith("_")] == ["remove"]
 
 
 def test_handle_of_layers_has_these_members_and_no_other():
-    from torchckpt.kernel.module.layers import LayersHandle
+    from torchckpt.regions.wrap.layers import LayersHandle
 
     assert [name for name in vars(LayersHandle) if not name.startswith("_")] == ["remove"]
 

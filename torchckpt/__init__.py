@@ -18,7 +18,8 @@ if TYPE_CHECKING:
         ScheduleError,
         TransformError,
     )
-    from torchckpt.kernel import (
+    from torchckpt.pipe import Pipe
+    from torchckpt.regions import (
         Checkpointing,
         checkpoint,
         checkpoint_layers,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         is_recomputing,
         keep,
     )
-    from torchckpt.pipe import Pipe
 
 __all__ = [
     "ArgumentError",
@@ -52,24 +52,24 @@ __all__ = [
     "testing",
 ]
 
-_MODULES = ("distributed", "errors", "graph", "kernel", "model", "pipe", "plan", "testing", "typing")
+_MODULES = ("costs", "distributed", "errors", "graph", "pipe", "planning", "regions", "testing", "typing")
 _HOMES = {
     "ArgumentError": "errors",
     "BudgetInfeasible": "errors",
     "CaptureError": "errors",
     "CheckpointError": "errors",
-    "Checkpointing": "kernel",
+    "Checkpointing": "regions",
     "Pipe": "pipe",
     "RecomputationError": "errors",
     "RegionError": "errors",
     "ScheduleError": "errors",
     "TransformError": "errors",
-    "checkpoint": "kernel",
-    "checkpoint_layers": "kernel",
-    "checkpoint_module": "kernel",
-    "is_checkpointing": "kernel",
-    "is_recomputing": "kernel",
-    "keep": "kernel",
+    "checkpoint": "regions",
+    "checkpoint_layers": "regions",
+    "checkpoint_module": "regions",
+    "is_checkpointing": "regions",
+    "is_recomputing": "regions",
+    "keep": "regions",
 }
 
 _ELSEWHERE = {
@@ -80,8 +80,8 @@ _ELSEWHERE = {
     "count_recomputes": "testing",
     "frontier": "graph",
     "mark": "graph",
-    "pipeline_costs": "plan",
-    "plan_pipeline": "model.plan",
+    "pipeline_costs": "costs",
+    "plan_pipeline": "planning.plan",
     "recompute_ahead": "distributed",
     "region": "graph",
     "rematerialize": "graph",

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from torchckpt.errors import Fault, kind, raise_faults
-from torchckpt.kernel.region.checkpointing import checkpoint
-from torchckpt.kernel.region.frame import observers
-from torchckpt.kernel.saved import SavedBytes, saved_bytes
-from torchckpt.kernel.state.ambient import generators_of, random_state, restore_states
-from torchckpt.kernel.state.determinism import name_of
-from torchckpt.kernel.state.streams import accelerators_among
 from torchckpt.modules import module_of
+from torchckpt.regions.core.checkpointing import checkpoint
+from torchckpt.regions.core.frame import observers
+from torchckpt.regions.saved import SavedBytes, saved_bytes
+from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
+from torchckpt.regions.state.determinism import name_of
+from torchckpt.regions.state.streams import accelerators_among
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 

@@ -132,7 +132,7 @@ def _is_elsewhere(module: str, home: str) -> bool:
 
 
 def _home(path: str) -> str:
-    """``torchckpt.checkpoint`` is made in ``torchckpt.kernel.region.checkpointing``: follow what packages import."""
+    """``torchckpt.checkpoint`` is made in ``torchckpt.regions.core.checkpointing``: follow what packages import."""
     module, _, name = path.rpartition(".")
     if _is_module(path) or not module.startswith("torchckpt") or not (_path(module) / "__init__.py").exists():
         return path

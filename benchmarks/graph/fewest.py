@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchckpt.model.remat.step.dataflow import Dataflow
+from torchckpt.planning.remat.flow.dataflow import Dataflow
 
 __all__ = ["fewest_flops"]
 

@@ -14,12 +14,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 from benchmarks.graph.subjects import subject
-from tests.model.remat import flows
+from tests.planning.remat import flows
 from torchckpt import graph
-from torchckpt.model.remat.search.planner import fit
-from torchckpt.model.remat.step.dataflow import Dataflow
-from torchckpt.model.remat.step.memory import simulate
-from torchckpt.model.remat.step.separators import separators
+from torchckpt.planning.remat.flow.dataflow import Dataflow
+from torchckpt.planning.remat.flow.late import separators
+from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.search.planner import fit
 
 __all__ = ["FLOWS", "count", "measure", "show"]
 

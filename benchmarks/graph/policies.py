@@ -18,9 +18,8 @@ from benchmarks.graph.subjects import NAMES, Subject, counted, subject, within
 from benchmarks.turns import in_turn, ratios
 from torchckpt import graph
 from torchckpt.graph import Plan
-from torchckpt.model.remat.step.dataflow import Dataflow
-from torchckpt.model.remat.step.late import late
-from torchckpt.model.remat.step.separators import separating_storages
+from torchckpt.planning.remat.flow.dataflow import Dataflow
+from torchckpt.planning.remat.flow.late import late, separating_storages
 
 __all__ = ["MODELS", "count", "measure", "seed_memory", "seed_speed", "show"]
 

@@ -20,8 +20,8 @@ SIM = None if why_not() else load(8)  # before the first backward
 from benchmarks.pipe.simulation.machines import H100, LAPTOP  # noqa: E402
 from benchmarks.pipe.simulation.staged import VARIANTS  # noqa: E402
 from benchmarks.pipe.simulation.trials import Cell, Trial, classic_seconds, hidden, replays_ahead, timelines, trials  # noqa: E402
-from torchckpt.model.draw.svg import svg  # noqa: E402
-from torchckpt.model.draw.units import Units  # noqa: E402
+from torchckpt.planning.draw.svg import svg  # noqa: E402
+from torchckpt.planning.draw.units import Units  # noqa: E402
 
 CELLS = [
     *(Cell(H100, p, m) for p, m in ((2, 4), (4, 4), (4, 8), (8, 8))),

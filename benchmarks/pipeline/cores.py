@@ -20,7 +20,7 @@ from examples.gpt.model import Size, gpt
 from examples.gpt.text import VOCABULARY
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.model import Kind, Timeline
+from torchckpt.planning import Kind, Timeline
 
 __all__ = ["on_two_cores", "show_cores"]
 

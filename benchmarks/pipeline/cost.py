@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 from benchmarks.pipeline.planned import BOUNDARY_BYTES, CASES, RESULTS, SAVED_BYTES
-from torchckpt.model import Block, Stage, ahead, exempt, fixed, named_schedule, with_recompute
-from torchckpt.model.draw.axis import Axis
-from torchckpt.model.draw.canvas import Canvas
-from torchckpt.model.draw.style import STYLE
-from torchckpt.model.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning import Block, Stage, ahead, exempt, fixed, named_schedule, with_recompute
+from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
+from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 
 PICTURE = Path(__file__).parents[2] / "docs" / "cost.svg"
 _NAME = "1f1b"

@@ -1,6 +1,6 @@
 """GPU: one GPU as two devices: each stage on its own stream, with paced copies through pinned memory between them.
 
-One thread launches the actions of a :class:`~torchckpt.model.Schedule`, each on the stream of its stage. CUDA events
+One thread launches the actions of a :class:`~torchckpt.planning.Schedule`, each on the stream of its stage. CUDA events
 make an action wait for its inputs::
 
     stage 0    F0 ----- F1 ----- ......... R0 -- B0 ----------
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.devices import Pace, half, module_of, name_of, seconds_of
 from benchmarks.transformer import Block, Embedding
 from torchckpt import Checkpointing
-from torchckpt.model import (
+from torchckpt.planning import (
     Action,
     Kind,
     Link,
@@ -40,8 +40,8 @@ from torchckpt.model import (
     quickest,
     simulate,
 )
-from torchckpt.model import Block as Costs
-from torchckpt.model.schedule.free_to_keep import free_to_keep
+from torchckpt.planning import Block as Costs
+from torchckpt.planning.order.orders import free_to_keep
 
 __all__ = ["measure", "rehearse"]
 

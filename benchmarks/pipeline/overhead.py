@@ -23,8 +23,8 @@ from benchmarks.pipeline.plain import Plain
 from benchmarks.turns import in_turn, quartiles
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.model import Block, Choice, Schedule, Stage, State, with_recompute
-from torchckpt.model.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning import Block, Choice, Schedule, Stage, State, with_recompute
+from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 
 _BLOCKS, _MICRO_BATCHES, _WIDTH = 32, 8, 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from torchckpt.distributed.private import Runtime
-from torchckpt.model import Action
+from torchckpt.planning import Action
 
 __all__ = ["Plain"]
 

@@ -38,8 +38,8 @@ from benchmarks.pipeline.sleeping.load import ROW, Embedding, Load, Loaded
 from benchmarks.turns import quartiles
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.model import first_blocks
-from torchckpt.model.plan import PipelinePlan
+from torchckpt.planning import first_blocks
+from torchckpt.planning.plan import PipelinePlan
 
 RESULTS = Path(__file__).parents[1] / "results" / "pipeline-planned-cpu.json"
 _ROWS, _WARM_UP = 4, 6

@@ -20,10 +20,10 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
-from torchckpt.model import Block, Link, ahead, exempt, with_recompute
-from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.schedule.schedules import one_f_one_b
-from torchckpt.model.step.step import simulate
+from torchckpt.planning import Block, Link, ahead, exempt, with_recompute
+from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedules import one_f_one_b
+from torchckpt.planning.step.simulated import simulate
 
 COSTS, LINK = Block(), Link(latency_seconds=0.25)
 BUDGET_SECONDS = 2.0

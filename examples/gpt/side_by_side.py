@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from torchckpt.model import Timeline
-from torchckpt.model.draw.svg import svg
-from torchckpt.model.draw.units import Units, aligned
-from torchckpt.model.step.comparison import Comparison
+from torchckpt.planning import Timeline
+from torchckpt.planning.draw.svg import svg
+from torchckpt.planning.draw.units import Units, aligned
+from torchckpt.planning.step.comparison import Comparison
 
 if TYPE_CHECKING:
     from train_gpt_distributed import Trainer

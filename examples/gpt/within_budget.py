@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchckpt.model import Choice
-from torchckpt.model.draw.svg import svg
-from torchckpt.model.draw.units import Units, aligned
-from torchckpt.model.plan import PipelinePlan
-from torchckpt.model.plan.show.text import by_stage
+from torchckpt.planning import Choice
+from torchckpt.planning.draw.svg import svg
+from torchckpt.planning.draw.units import Units, aligned
+from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.plan.show.text import by_stage
 
 from .model import Size
 from .side_by_side import Course, is_equal

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command.lines import printed, refused
-from tests.model.plan.published import CASES
+from tests.planning.plan.published import CASES
 from torchckpt.__main__ import main
-from torchckpt.model import named_schedule, to_csv
-from torchckpt.model.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning import named_schedule, to_csv
+from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 
 SMALL = ("plan", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--blocks", "8,8,8,7")
 COSTS = ("--forward", "1", "--backward", "2", "--weight-grad", "1", "--recompute", "1", "--saved", "1")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command.lines import printed, refused
-from torchckpt.model.device import DEVICES
+from torchckpt.planning.device import DEVICES
 
 TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1f1b", "--microbatches", "4")
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
 
 
 def test_memory_is_looked_at_before_anything_is_counted(capsys, monkeypatch):
-    monkeypatch.setattr("torchckpt.plan.chain.counted", None)
+    monkeypatch.setattr("torchckpt.costs.chain.counted", None)
     assert "of which those of stage 0 take" in refused(capsys, *TINY, "--device-memory", "1kB")
 
 

@@ -2,7 +2,7 @@
 
 ``python -m tests.device.mutations`` takes each out of a copy of the package, in turn, and runs tests on the simulated
 device until one fails. It prints how many were noticed, and every one that was not. What is taken out is found by
-reading ``torchckpt/kernel`` and ``torchckpt/pipe`` with ``ast``.
+reading ``torchckpt/regions`` and ``torchckpt/pipe`` with ``ast``.
 """
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ import pytest
 __all__ = ["Mutation", "mutated", "mutations", "mutations_of"]
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("torchckpt/kernel", "torchckpt/pipe")
+FOLDERS = ("torchckpt/regions", "torchckpt/pipe")
 SIMULATED, ACCELERATOR = ("-m", "not slow"), ("-m", "accelerator and not slow")
 TESTS = (
     (*SIMULATED, "tests/device/library/test_waits.py"),
     (*SIMULATED, "tests/device/library/test_pipe.py"),
     (
-        *ACCELERATOR, "tests/kernel/state/test_streams.py", "tests/kernel/region/test_recompute.py",
+        *ACCELERATOR, "tests/regions/state/test_streams.py", "tests/regions/core/test_recompute.py",
         "tests/pipe/run/test_accelerators.py",
     ),
     (*SIMULATED, "tests/pipe/run/test_worker.py"),
-    (*ACCELERATOR, "tests/kernel", "tests/pipe", "tests/test_transparency.py"),
+    (*ACCELERATOR, "tests/regions", "tests/pipe", "tests/test_transparency.py"),
 )
 """In this order, until one fails: on the simulated device, but for those of threads."""
 TIMEOUT_SECONDS = 300

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 __all__ = ["UNSIMULATED", "why_unsimulated"]
 
-_COMPILE = "tests/kernel/compiled/test_compile.py"
+_COMPILE = "tests/regions/compiled/test_compile.py"
 UNSIMULATED = {
     # a test, and what the name of its variant holds
     **dict.fromkeys(

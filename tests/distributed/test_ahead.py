@@ -29,8 +29,8 @@ from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.distributed.ahead import MEASURED_STEPS
 from torchckpt.errors import ScheduleError
-from torchckpt.model import Block, Kind, Link
-from torchckpt.model.schedule.free_to_keep import free_to_keep
+from torchckpt.planning import Block, Kind, Link
+from torchckpt.planning.order.orders import free_to_keep
 from torchckpt.testing import count_recomputes
 
 pytestmark = with_gloo

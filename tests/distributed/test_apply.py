@@ -15,7 +15,7 @@ from tests.scripts import ROOT
 from torchckpt import checkpoint_module
 from torchckpt.distributed import RecomputeAhead, recompute_ahead
 from torchckpt.errors import ArgumentError, RegionError, ScheduleError, kind
-from torchckpt.model import Block, Link
+from torchckpt.planning import Block, Link
 
 pytestmark = pytest.mark.usefixtures("alone")
 

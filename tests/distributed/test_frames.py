@@ -8,8 +8,8 @@ from torch import nn
 from tests.helpers import doing, leaf
 from torchckpt import checkpoint
 from torchckpt.distributed.frames import Frames
-from torchckpt.kernel.flags import thread
-from torchckpt.kernel.region.scope import Scope
+from torchckpt.regions.core.scope import Scope
+from torchckpt.regions.flags import thread
 from torchckpt.testing import count_recomputes
 
 NOTHING_SHARDED = nn.Identity()

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks
-from torchckpt.distributed import objects
-from torchckpt.distributed.objects import all_gather, broadcast
+from torchckpt.distributed import meeting
+from torchckpt.distributed.meeting import all_gather, broadcast
 
 
 @pytest.mark.usefixtures("alone")
@@ -37,4 +37,4 @@ def test_no_tensor_becomes_an_array(monkeypatch):
 )
 def test_what_is_sent_is_where_the_collectives_of_the_group_are(monkeypatch, backends, device):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert objects._device_of(None) == torch.device(device)
+    assert meeting._device_of(None) == torch.device(device)

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 
 from torchckpt.distributed import record as module
-from torchckpt.distributed.record import KEPT_STEPS, Record, gather
-from torchckpt.distributed.sizes import Size
-from torchckpt.model import Action, Choice, Kind, ahead, gpipe, with_recompute
-from torchckpt.model.step.measured import Span
+from torchckpt.distributed.record import KEPT_STEPS, Record, Size, gather
+from torchckpt.planning import Action, Choice, Kind, ahead, gpipe, with_recompute
+from torchckpt.planning.step.measured import Span
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

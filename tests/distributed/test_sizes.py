@@ -9,7 +9,7 @@ from tests.distributed.stages import SIZE, Block, batch, schedule_on, stages_of,
 from tests.helpers import leaf
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.distributed.sizes import Size, Sizes
+from torchckpt.distributed.record import Size, Sizes
 
 ROW = SIZE * 4  # bytes of a row of float32
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.model.torch_orders import multi
+from tests.planning.torch_orders import multi
 from torchckpt.distributed import schedule_of
 from torchckpt.errors import ArgumentError
-from torchckpt.model import Block, Schedule, gpipe, one_f_one_b, simulate
+from torchckpt.planning import Block, Schedule, gpipe, one_f_one_b, simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 

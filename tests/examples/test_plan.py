@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from examples.plan_llama import Size, tiny
-from torchckpt.plan import pipeline_costs
+from torchckpt.costs import pipeline_costs
 
 ROOT = Path(__file__).parents[2]
 

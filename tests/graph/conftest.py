@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchckpt.graph.private.trace import Differentiable
-from torchckpt.model.remat.search import planner
+from torchckpt.planning.remat.search import planner
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.graph.allocations import live_bytes, measured_peak
-from tests.kernel.test_memory import LiveStorages
 from tests.models import MODELS
+from tests.regions.test_memory import LiveStorages
 
 MB = 10**6
 

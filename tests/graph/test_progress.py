@@ -13,7 +13,7 @@ from tests.helpers import leaf
 from torchckpt import graph
 from torchckpt.graph import progress
 from torchckpt.graph.progress import Watch
-from torchckpt.model.remat.search.planner import fit
+from torchckpt.planning.remat.search.planner import fit
 
 
 class Terminal(io.StringIO):

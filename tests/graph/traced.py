@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchckpt import graph
 from torchckpt.graph.run.rematerialize import Rematerialized
 from torchckpt.graph.step.joint import Joint
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["Function", "joint_of", "plan_of"]
 

@@ -21,8 +21,8 @@ from website.pages import directives, linked, places, public
 ROOT = Path(__file__).parents[2]
 MODULES = [
     "torchckpt",
-    *(f"torchckpt.{name}" for name in ("distributed", "errors", "graph", "model", "model.plan", "pipe", "pipe.skip")),
-    *(f"torchckpt.{name}" for name in ("plan", "testing", "typing")),
+    *(f"torchckpt.{name}" for name in ("costs", "distributed", "errors", "graph", "planning", "planning.plan")),
+    *(f"torchckpt.{name}" for name in ("pipe", "pipe.skip", "testing", "typing")),
 ]
 ON_API = {
     module: home
@@ -39,8 +39,8 @@ ON_API = {
         "graph": "rematerialize",
         "pipe": "Pipe",
         "distributed": "recompute_ahead",
-        "model-plan": "plan_pipeline",
-        "plan": "pipeline_costs",
+        "planning-plan": "plan_pipeline",
+        "costs": "pipeline_costs",
         "testing": "assert_transparent",
     }.items(),
 )

@@ -16,9 +16,9 @@ from torch.nn.functional import mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from torchckpt.kernel.flags import thread
-from torchckpt.kernel.private import hooks_in_force
 from torchckpt.pipe import batchnorm, skip
+from torchckpt.regions.flags import thread
+from torchckpt.regions.private import hooks_in_force
 
 PACKAGE = str(Path(torchckpt.__file__).parent)
 

@@ -19,10 +19,10 @@ from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients, run, stages_of
 from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
-from torchckpt.kernel.region.frame import Frame
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.partition import Layer, Stage, placement_faults
 from torchckpt.pipe.skip import Skips, StageSkips
+from torchckpt.regions.core.frame import Frame
 
 
 def layers() -> nn.Sequential:
@@ -291,7 +291,7 @@ def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(caplog: pyt
     pipe(torch.randn(8, 6))
     with torch.no_grad():
         pipe(torch.randn(2, 6))
-    assert caplog.record_tuples == [("torchckpt.pipe.pipe", logging.WARNING, text)]
+    assert caplog.record_tuples == [("torchckpt.pipe.module", logging.WARNING, text)]
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers import in_threads
-from torchckpt.pipe import statistics
-from torchckpt.pipe.statistics import Statistics
+from torchckpt.pipe import batchnorm
+from torchckpt.pipe.batchnorm import Statistics
 
 
 def statistics_of(*parts: Tensor) -> Statistics:
@@ -82,6 +82,6 @@ def test_no_graph_is_kept() -> None:
 
 
 def test_example() -> None:
-    results = doctest.testmod(statistics, extraglobs={"torch": torch})
+    results = doctest.testmod(batchnorm, extraglobs={"torch": torch})
     assert results.attempted
     assert not results.failed

@@ -12,7 +12,7 @@ from tests.distributed.ranks import attempted, on_ranks
 from torchckpt import checkpoint, checkpoint_layers, checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, RegionError
-from torchckpt.kernel.module.module import is_checkpointed
+from torchckpt.regions.wrap.module import is_checkpointed
 from torchckpt.testing import count_recomputes
 
 pytestmark = [

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torchckpt.command.shared import Unusable, amount, in_options, line, size, state_bytes
 from torchckpt.command.target import stages_at
 from torchckpt.errors import ArgumentError
-from torchckpt.model.device import DEVICES, device_named
+from torchckpt.planning.device import DEVICES, device_named
 
 if TYPE_CHECKING:
-    from torchckpt.plan import PipelineCosts
+    from torchckpt.costs import PipelineCosts
 
 __all__ = ["add_model", "model_costs", "model_faults"]
 
@@ -88,7 +88,7 @@ def model_faults(options: argparse.Namespace) -> None:
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """Of what ``target`` makes."""
-    from torchckpt.plan import pipeline_costs
+    from torchckpt.costs import pipeline_costs
 
     given = {
         "efficiency": options.efficiency,
@@ -107,7 +107,7 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
 
 def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[[], Any]:
     """``build``, which fails before anything is counted if a device of so much memory cannot hold a stage."""
-    from torchckpt.plan.static import Static, static_of
+    from torchckpt.costs.parts import Static, static_of
 
     def built() -> Any:
         made = build()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchckpt.command.shared import Parser, Unusable, comma_list, file_to_write, say, with_unit, write
 from torchckpt.command.target import CONTRACT, model_at
 from torchckpt.errors import CheckpointError
-from torchckpt.model.remat.budget import Budget, check_budget
+from torchckpt.planning.budget import Budget, check_budget
 
 if TYPE_CHECKING:
     from torchckpt.graph import Plan

@@ -27,16 +27,15 @@ from torchckpt.command.shared import (
 )
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
-from torchckpt.model.amount import read
-from torchckpt.model.device import device_named
-from torchckpt.model.draw.units import units_of_bytes
-from torchckpt.model.plan import PipelinePlan, plan_pipeline
-from torchckpt.model.plan.every import Comparison, plan_every
-from torchckpt.model.plan.rules import Rule
-from torchckpt.model.plan.stage.limit import DeviceMemory
-from torchckpt.model.schedule.named import named_schedule
-from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.work.block import Block, Stage, fixed
+from torchckpt.planning.budget import DeviceMemory, read
+from torchckpt.planning.device import device_named
+from torchckpt.planning.draw.units import units_of_bytes
+from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedules import named_schedule
+from torchckpt.planning.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning.plan.every import Comparison, plan_every
+from torchckpt.planning.plan.rules import Rule
+from torchckpt.planning.work.block import Block, Stage, fixed
 
 __all__ = ["add", "run"]
 

@@ -22,13 +22,13 @@ from torchckpt.command.shared import (
     write,
 )
 from torchckpt.errors import ArgumentError
-from torchckpt.model.draw.gantt import gantt
-from torchckpt.model.draw.trace import trace
-from torchckpt.model.draw.units import number
-from torchckpt.model.schedule.named import named_schedule
-from torchckpt.model.schedule.schedule import Schedule
-from torchckpt.model.step.table import Report, policy_faults, report
-from torchckpt.model.work.block import Block
+from torchckpt.planning.draw.gantt import gantt
+from torchckpt.planning.draw.trace import trace
+from torchckpt.planning.draw.units import number
+from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedules import named_schedule
+from torchckpt.planning.step.table import Report, policy_faults, report
+from torchckpt.planning.work.block import Block
 
 __all__ = ["add", "run"]
 

@@ -20,22 +20,20 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torchckpt.distributed.frames import Frames
+from torchckpt.distributed.frames import Frames, RegionOptions
 from torchckpt.distributed.meeting import agree, meeting
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
 from torchckpt.distributed.private import Live, Runtime, Stage, finds_shapes, stages_of
-from torchckpt.distributed.record import Gathered, Record, gather
-from torchckpt.distributed.region_options import RegionOptions
-from torchckpt.distributed.sizes import Sizes
+from torchckpt.distributed.record import Gathered, Record, Sizes, gather
 from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.kernel.region.frame import SavedTensors
-from torchckpt.kernel.region.scope import Scope
-from torchckpt.model import Action, Kind, Schedule, Timeline, ahead, exempt, quickest, with_recompute
-from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.step.comparison import Comparison, compare
-from torchckpt.model.step.measured import measured_timeline
-from torchckpt.model.step.quickest import quickest_of
-from torchckpt.model.work.inputs import Links, Stages
+from torchckpt.planning import Action, Kind, Schedule, Timeline, ahead, exempt, quickest, with_recompute
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.step.comparison import Comparison, compare
+from torchckpt.planning.step.measured import measured_timeline
+from torchckpt.planning.step.quickest import quickest_of
+from torchckpt.planning.work.inputs import Links, Stages
+from torchckpt.regions.core.frame import SavedTensors
+from torchckpt.regions.core.scope import Scope
 
 __all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead"]
 

@@ -10,18 +10,17 @@ import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from torchckpt.distributed.ahead import GIVEN_SHAPES, RecomputeAhead
+from torchckpt.distributed.budget.arguments import Plan, budget_key, plan_for, use_faults
+from torchckpt.distributed.budget.recompute_within import RecomputeWithin
 from torchckpt.distributed.plain_regions import traced_faults
-from torchckpt.distributed.plan.arguments import Plan, budget_key, plan_for, use_faults
-from torchckpt.distributed.plan.recompute_within import RecomputeWithin
 from torchckpt.distributed.private import Live, finds_shapes, sends_objects, stages_of
 from torchckpt.distributed.torch_schedules import schedule_of
 from torchckpt.errors import Fault, kind, raise_faults
-from torchckpt.model import Schedule
-from torchckpt.model.plan.stage.limit import Bytes
-from torchckpt.model.schedule.free_to_keep import free_to_keep
-from torchckpt.model.schedule.orders import Visit
-from torchckpt.model.work.choice import visit_faults
-from torchckpt.model.work.inputs import Links, Stages, per_boundary, per_stage
+from torchckpt.planning import Schedule
+from torchckpt.planning.budget import Bytes
+from torchckpt.planning.order.orders import Visit, free_to_keep
+from torchckpt.planning.work.choice import visit_faults
+from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
 
 __all__ = ["recompute_ahead"]
 
@@ -73,7 +72,7 @@ def recompute_ahead(
         segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
             backward, one at a time. Early ones hide, late ones save memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
-            (see :func:`~torchckpt.model.schedule.free_to_keep.free_to_keep`), such as the last stage of 1F1B; none
+            (see :func:`~torchckpt.planning.order.orders.free_to_keep`), such as the last stage of 1F1B; none
             where only some ``segments`` are recomputed early. ``"none"``: nothing is kept.
         costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
@@ -86,7 +85,7 @@ def recompute_ahead(
             when everything is kept. The first four steps recompute everything and are measured; of them a plan is made,
             which the others follow: what is kept, recomputed early or late, by region, stage and micro-batch.
             Weight gradients that are split off are moved. All processes of the job must be stepping.
-        plan: one that was made before, by :func:`~torchckpt.model.plan.plan_pipeline` or in another run
+        plan: one that was made before, by :func:`~torchckpt.planning.plan.plan_pipeline` or in another run
             (``schedule.plan.to_json()``); JSON, or the path of a file with that, too. Its blocks are the regions.
 
     Returns:

@@ -3,18 +3,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchckpt.distributed.private import in_backward
-from torchckpt.kernel.region.frame import Frame
-from torchckpt.kernel.region.scope import Scope
 from torchckpt.modules import module_of
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.scope import Keep, Scope
 
-__all__ = ["Frames"]
-
+__all__ = ["Frames", "RegionOptions"]
 
 class Frames:
     """The frames of one schedule. ``gathered()`` is a context around a forward, ``recompute()`` is the action."""
@@ -84,3 +84,12 @@ class Frames:
 def _is_in_line(one: Any, other: nn.Module) -> bool:
     """Whether one of the two modules is, or contains, the other."""
     return any(child is other for child in one.modules()) or any(child is one for child in other.modules())
+
+
+@dataclass(frozen=True)
+class RegionOptions:
+    """Regions are numbered in the order of their forwards. The backward recomputes all that are in neither field."""
+
+    keep: Keep = False
+    early: Collection[int] | None = None
+    """The regions that the recompute action ``R`` replays. None: as many as the ``segments`` of the schedule say."""

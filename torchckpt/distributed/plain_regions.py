@@ -12,11 +12,11 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError
-from torchckpt.kernel.flags import is_checkpointing
-from torchckpt.kernel.module.mixin import COMPILED
-from torchckpt.kernel.module.module import is_checkpointed
-from torchckpt.kernel.private import hooks_in_force
 from torchckpt.modules import is_compiled
+from torchckpt.regions.flags import is_checkpointing
+from torchckpt.regions.private import hooks_in_force
+from torchckpt.regions.wrap.mixin import COMPILED
+from torchckpt.regions.wrap.module import is_checkpointed
 
 __all__ = [
     "has_compiled_regions",

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
-from torchckpt.model import Action, Kind, Schedule
+from torchckpt.planning import Action, Kind, Schedule
 from torchckpt.tensors import tensors_in
 
 __all__ = [

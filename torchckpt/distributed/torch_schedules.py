@@ -1,22 +1,22 @@
-"""Torch schedules: converts a schedule object of ``torch.distributed.pipelining`` to a ``torchckpt.model.Schedule``."""
+"""Torch schedules: converts a schedule of ``torch.distributed.pipelining`` to a ``torchckpt.planning.Schedule``."""
 from __future__ import annotations
 
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from torchckpt.distributed.private import Live, micro_batches_of, order_of, stages_of
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.model import Schedule, from_csv, gpipe, one_f_one_b
+from torchckpt.planning import Schedule, from_csv, gpipe, one_f_one_b
 
 __all__ = ["schedule_of"]
 
 
 def schedule_of(live: Live) -> Schedule:
-    """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.model.Schedule`.
+    """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.planning.Schedule`.
 
     Args:
         live: ``ScheduleGPipe``, ``Schedule1F1B``, or any schedule of several stages per rank. For the first two the
-            order comes from ``torchckpt.model``: torch does not run them from a list of actions, and the list that it
-            gives for 1F1B is off by one on the last rank (torch 2.13).
+            order comes from ``torchckpt.planning``: torch does not run them from a list of actions, and the list that
+            it gives for 1F1B is off by one on the last rank (torch 2.13).
 
     Raises:
         ArgumentError: ``live`` is no schedule of torch, or torch does not list its order.

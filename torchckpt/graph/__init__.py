@@ -13,7 +13,7 @@
     progress, private    one line for people; private names of torch
 
 A user begins with :func:`rematerialize`. A reader of the code begins with ``joint``, then reads
-:mod:`torchckpt.model.remat`, which describes a step as operations on storages and does not need torch.
+:mod:`torchckpt.planning.remat`, which describes a step as operations on storages and does not need torch.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchckpt.graph.frontier import Frontier, frontier
 from torchckpt.graph.run.backend import backend
 from torchckpt.graph.run.in_place import RematerializeHandle, rematerialize_
 from torchckpt.graph.run.rematerialize import rematerialize
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = [
     "Frontier",

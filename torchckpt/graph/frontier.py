@@ -10,14 +10,14 @@ from typing import Any, Literal
 from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.choose.choose import Costs
+from torchckpt.graph.choose.planner import Costs
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
-from torchckpt.model.draw.units import aligned
-from torchckpt.model.remat.draw.frontier_svg import draw_frontier
-from torchckpt.model.remat.draw.notebook import page
-from torchckpt.model.remat.draw.scale import memory_units
-from torchckpt.model.remat.search.frontier import frontier as solutions_of
+from torchckpt.planning.draw.units import aligned
+from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
+from torchckpt.planning.remat.draw.labels import memory_units
+from torchckpt.planning.remat.draw.table import page
+from torchckpt.planning.remat.search.frontier import frontier as solutions_of
 
 __all__ = ["Frontier", "frontier"]
 

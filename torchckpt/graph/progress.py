@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, TextIO
 
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["LOGGER", "Stopwatch", "Watch", "log"]
 

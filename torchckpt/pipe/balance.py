@@ -14,14 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.private import look_through
-from torchckpt.kernel.saved import bytes_of
-from torchckpt.kernel.state.ambient import generators_of, random_state, restore_states
-from torchckpt.kernel.state.streams import accelerators_among
-from torchckpt.model.draw.units import aligned, number, percent
-from torchckpt.model.schedule.counts import whole
-from torchckpt.model.work.partition import balanced, count_faults
 from torchckpt.pipe.partition import Layer, layers_of
+from torchckpt.planning.draw.units import aligned, number, percent
+from torchckpt.planning.order.orders import whole
+from torchckpt.planning.work.partition import balanced, count_faults
+from torchckpt.regions.private import look_through
+from torchckpt.regions.saved import bytes_of
+from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
+from torchckpt.regions.state.streams import accelerators_among
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Balance", "balance_by_bytes", "balance_by_time"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.private import storage_key
-from torchckpt.kernel.trees import copy_attributes, tensors_of
+from torchckpt.regions.private import storage_key
+from torchckpt.regions.trees import copy_attributes, tensors_of
 
 __all__ = ["NOTHING_SHARED", "ChangedInputs", "Memory", "StageInputs"]
 

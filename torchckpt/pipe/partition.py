@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.state.ambient import accelerator_type
-from torchckpt.kernel.state.layout import Modules, NamesModules
 from torchckpt.pipe.in_place import ChangedInputs, StageInputs
 from torchckpt.pipe.skip import Name, StageSkips
+from torchckpt.regions.state.ambient import accelerator_type
+from torchckpt.regions.state.layout import Modules, NamesModules
 
 __all__ = [
     "Layer",

@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import Fault, RecomputationError, raise_faults
-from torchckpt.kernel.flags import thread
-from torchckpt.kernel.state.layout import version_of
-from torchckpt.kernel.trees import tensors_of
+from torchckpt.regions.flags import thread
+from torchckpt.regions.state.layout import version_of
+from torchckpt.regions.trees import tensors_of
 
 __all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
 

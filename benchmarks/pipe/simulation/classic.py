@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipe.twin import Region, Worker, fork, join
-from torchckpt.pipe.run.clock_cycles import clock_cycles
 from torchckpt.pipe.run.links import Place, copy, on, wait
+from torchckpt.pipe.run.pipeline import clock_cycles
 
 __all__ = ["Classic"]
 

@@ -1,4 +1,4 @@
-"""Observed: when each stage ran which action on simulated devices, in the types of ``torchckpt.model``.
+"""Observed: when each stage ran which action on simulated devices, in the types of ``torchckpt.planning``.
 
 ``Marked`` leaves operators of no duration on the stream where something of its stage begins or ends, and they stand in
 the record of the device between those of the model:
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.device import Ran
-from torchckpt.model import Action, Event, Kind, Message, Schedule, Timeline
+from torchckpt.planning import Action, Event, Kind, Message, Schedule, Timeline
 
 __all__ = ["MARKS", "Marked", "busy_seconds", "done_by", "step_seconds", "timeline_of"]
 

@@ -13,8 +13,8 @@ from benchmarks.pipe.large import gpt
 from benchmarks.pipe.simulation.observed import Marked
 from benchmarks.pipe.variants import Job, Region
 from torchckpt import Pipe
-from torchckpt.model import Schedule, ahead, arrival, exempt, gpipe, none, one_f_one_b, with_recompute
-from torchckpt.model.work.choice import Choices
+from torchckpt.planning import Schedule, ahead, arrival, exempt, gpipe, none, one_f_one_b, with_recompute
+from torchckpt.planning.work.choice import Choices
 
 __all__ = ["BOUNDARY_BYTES", "VARIANTS", "Variant", "called", "marked", "on_paper", "schedule_of", "staged", "stepper"]
 

@@ -27,7 +27,7 @@ from benchmarks.pipe.simulation.staged import (
 )
 from benchmarks.pipe.variants import Job
 from tests.device import Ran, Simulator
-from torchckpt.model import Block, Kind, Link, Timeline, simulate
+from torchckpt.planning import Block, Kind, Link, Timeline, simulate
 
 __all__ = ["Cell", "Trial", "classic_seconds", "hidden", "replays_ahead", "timelines", "trials"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from torchckpt.model import (
+from torchckpt.planning import (
     Block,
     Link,
     Schedule,

@@ -16,8 +16,8 @@ from benchmarks.pipeline.sleeping.link import BACK, LinkedStage, Wire
 from benchmarks.stock import Stock
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.model import Block as Work
-from torchckpt.model import Kind, Link
+from torchckpt.planning import Block as Work
+from torchckpt.planning import Kind, Link
 
 __all__ = ["MORE", "VARIANTS", "Variant"]
 

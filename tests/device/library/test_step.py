@@ -7,7 +7,7 @@ from torch import nn
 
 import torchckpt
 from tests.device import Rates
-from torchckpt.model import Block, Kind, Link, one_f_one_b, simulate
+from torchckpt.planning import Block, Kind, Link, one_f_one_b, simulate
 
 FORWARD = "aten::tanh"
 

@@ -33,7 +33,7 @@ from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.features import release_of
-from torchckpt.model import Block, Link
+from torchckpt.planning import Block, Link
 from torchckpt.testing import count_recomputes
 
 pytestmark = with_gloo

@@ -24,8 +24,8 @@ from tests.helpers import Probe
 from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.ahead import MEASURED_STEPS
-from torchckpt.model import Kind
-from torchckpt.model.draw.gantt import gantt
+from torchckpt.planning import Kind
+from torchckpt.planning.draw.gantt import gantt
 
 pytestmark = with_gloo
 

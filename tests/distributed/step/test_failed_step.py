@@ -12,7 +12,7 @@ from tests.helpers import Probe
 from torchckpt import is_recomputing
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RecomputationError, ScheduleError
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

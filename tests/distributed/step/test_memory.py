@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.distributed.stages import NAMES, SINGLE, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
 from tests.settings import without_collector
 from torchckpt.distributed import recompute_ahead
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 INSIDE = 2  # tensors that a block saves, and that nobody else keeps
 

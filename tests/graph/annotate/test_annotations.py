@@ -9,7 +9,7 @@ from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.graph import mark, region
 from torchckpt.graph.annotate.annotations import Tracing, is_tracing, mark_of, module_of, regions_of
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 
 @pytest.fixture

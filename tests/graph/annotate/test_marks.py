@@ -13,7 +13,7 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark, region, sequential
 from torchckpt.graph.annotate.marks import Region
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 
 @pytest.fixture

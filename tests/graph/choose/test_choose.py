@@ -11,9 +11,9 @@ from tests.models.untuned import UNTUNED
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.graph.choose import choose
-from torchckpt.graph.choose.choose import GraphPlanner
-from torchckpt.model.remat.plan import Plan
-from torchckpt.model.remat.search import planner
+from torchckpt.graph.choose.planner import GraphPlanner
+from torchckpt.planning.remat.plan import Plan
+from torchckpt.planning.remat.search import planner
 
 
 def chain(x):
@@ -169,7 +169,7 @@ def test_profiled_costs_are_seconds():
 def test_plan_that_was_made_before_saves_the_search(monkeypatch):
     x = leaf(1000)
     plan = plan_of(chain, x, budget="50%")
-    monkeypatch.setattr("torchckpt.graph.choose.choose.fit", None)
+    monkeypatch.setattr("torchckpt.graph.choose.planner.fit", None)
     for keep in (plan, Plan.from_json(plan.to_json())):
         again = plan_of(chain, leaf(1000), keep=keep)
         assert again.schedule == plan.schedule

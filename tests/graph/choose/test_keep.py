@@ -12,7 +12,7 @@ from tests.helpers import leaf
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
 from torchckpt.graph.choose.keep import POLICIES, check_keep, kept_by, schedule_of
-from torchckpt.model.remat.step.memory import simulate
+from torchckpt.planning.remat.flow.memory import simulate
 
 
 class Layers(nn.Module):

@@ -11,7 +11,7 @@ from tests.graph.allocations import measured_peak
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.features import release_of
-from torchckpt.model.remat.budget import written
+from torchckpt.planning.budget import written
 
 
 class Loss(nn.Module):

@@ -16,11 +16,11 @@ from tests.models import MODELS
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
-from torchckpt.graph.choose.choose import GraphPlanner
+from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.run.backend import Backend, backend
-from torchckpt.model.remat.search.planner import fit
-from torchckpt.model.remat.step.late import late
-from torchckpt.model.remat.step.memory import simulate
+from torchckpt.planning.remat.flow.late import late
+from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.search.planner import fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # Inductor's own
 

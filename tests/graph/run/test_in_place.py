@@ -15,7 +15,7 @@ from tests.graph.allocations import measured_peak
 from tests.helpers import assert_equal
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
-from torchckpt.kernel.module.module import checkpoint_module
+from torchckpt.regions.wrap.module import checkpoint_module
 
 
 class Block(nn.Module):

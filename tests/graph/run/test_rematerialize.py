@@ -21,7 +21,7 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.features import release_of
 from torchckpt.graph.run.rematerialize import Rematerialized
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 
 class Block(nn.Module):

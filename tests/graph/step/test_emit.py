@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from tests.graph.traced import joint_of
 from tests.helpers import assert_equal, leaf
 from torchckpt.graph.step.emit import emit, emit_one
-from torchckpt.model.remat.step.late import late
-from torchckpt.model.remat.step.memory import simulate
+from torchckpt.planning.remat.flow.late import late
+from torchckpt.planning.remat.flow.memory import simulate
 
 
 def function(x, w):

@@ -8,8 +8,8 @@ from torchckpt import graph
 from torchckpt.graph.step.costs import roofline
 from torchckpt.graph.step.fusion import Fusion
 from torchckpt.graph.trace.capture import Capture
-from torchckpt.model.remat.step.late import late
-from torchckpt.model.remat.step.memory import simulate
+from torchckpt.planning.remat.flow.late import late
+from torchckpt.planning.remat.flow.memory import simulate
 
 
 def joint(function, *tensors):

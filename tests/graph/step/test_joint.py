@@ -9,7 +9,7 @@ from tests.graph.traced import joint_of as traced
 from tests.helpers import leaf
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.joint import copied, joint_of, needed, reached
-from torchckpt.model.remat.step.dataflow import Operation
+from torchckpt.planning.remat.flow.dataflow import Operation
 
 
 def cost(node):

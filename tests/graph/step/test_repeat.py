@@ -12,7 +12,7 @@ from tests.helpers import assert_equal, leaf
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 from torchckpt.graph.step.repeat import forget_statistics, outputs_of, repeat_of, runs_once
-from torchckpt.model.remat.step.late import late
+from torchckpt.planning.remat.flow.late import late
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.features import Feature
 from torchckpt.graph.step.costs import roofline
 from torchckpt.graph.trace.capture import Capture
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 
 def capture(function, *tensors, data=None):

@@ -11,9 +11,9 @@ import torchckpt
 from tests.accelerator import TYPE, module_of
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients
-from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk, WithDevice
 from torchckpt.pipe.run import links
+from torchckpt.planning import Kind
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
 

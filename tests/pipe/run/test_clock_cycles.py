@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchckpt.pipe.run.clock_cycles import clock_cycles
+from torchckpt.pipe.run.pipeline import clock_cycles
 
 
 def test_three_micro_batches_through_two_stages() -> None:

@@ -19,10 +19,10 @@ from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients
 from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
-from torchckpt.model import Kind
 from torchckpt.pipe import NoChunk
+from torchckpt.pipe.batchnorm import Statistics
 from torchckpt.pipe.run.step import launch_order, schedule_for
-from torchckpt.pipe.statistics import Statistics
+from torchckpt.planning import Kind
 
 
 def layers(dropout: float = 0.0) -> nn.Sequential:

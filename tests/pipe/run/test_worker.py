@@ -25,9 +25,9 @@ from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import run as run_stages
 from tests.pipe.stages import stages_of
 from tests.settings import default_dtype, without_collector
-from torchckpt.kernel import flags, private
-from torchckpt.kernel.region.scope import Scope
 from torchckpt.pipe.run.worker import in_caller, workers
+from torchckpt.regions import flags, private
+from torchckpt.regions.core.scope import Scope
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.traceback import annotate
 
 from torchckpt.graph.private.dynamo import constant_under_dynamo
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 __all__ = [
     "Tracing",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from torchckpt.graph.annotate.annotations import inside_module
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 __all__ = ["named_modules"]
 

@@ -9,13 +9,12 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.values import Value, Values
-from torchckpt.model.remat.search.improve import remove_repeats
-from torchckpt.model.remat.search.planner import least
-from torchckpt.model.remat.search.select import every_sqrt
-from torchckpt.model.remat.step.dataflow import Dataflow, Schedule
-from torchckpt.model.remat.step.late import late
-from torchckpt.model.remat.step.memory import simulate
-from torchckpt.model.remat.step.separators import separating_storages
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.late import late, separating_storages
+from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.search.improve import remove_repeats
+from torchckpt.planning.remat.search.planner import least
+from torchckpt.planning.remat.search.select import every_sqrt
 
 __all__ = ["POLICIES", "Keep", "check_keep", "kept_by", "schedule_of"]
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from torchckpt.errors import BudgetInfeasible, Fault
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.step.joint import Joint
-from torchckpt.model.remat.budget import Budget, typed, written
-from torchckpt.model.remat.budget import budget_bytes as in_bytes
-from torchckpt.model.remat.plan import Plan
-from torchckpt.model.remat.step.breakdown import Breakdown, at_end, at_peak
+from torchckpt.planning.budget import Budget, typed, written
+from torchckpt.planning.budget import budget_bytes as in_bytes
+from torchckpt.planning.remat.flow.breakdown import Breakdown, at_end, at_peak
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["infeasible", "kinds_of"]
 

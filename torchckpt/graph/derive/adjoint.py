@@ -14,14 +14,14 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, Fault, raise_faults
-from torchckpt.graph.choose.choose import GraphPlanner
 from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.derive.derivative import Derivative
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.emit import emit_one
 from torchckpt.graph.step.joint import Joint, joint_of
-from torchckpt.kernel.flags import thread
+from torchckpt.regions.flags import thread
 
 __all__ = ["FORWARD_OUTPUTS", "TAKES", "planned", "planner_of", "unrecorded"]
 

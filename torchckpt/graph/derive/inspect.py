@@ -14,9 +14,9 @@ from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
 from torchckpt.graph.step.costs import CostOf, measured, roofline
 from torchckpt.graph.step.joint import joint_of, needed
 from torchckpt.graph.step.measure import Measure
-from torchckpt.model.remat.step.memory import Memory
-from torchckpt.model.remat.step.memory import simulate as run_on_paper
-from torchckpt.model.remat.step.separators import separators as separating_nodes
+from torchckpt.planning.remat.flow.late import separators as separating_nodes
+from torchckpt.planning.remat.flow.memory import Memory
+from torchckpt.planning.remat.flow.memory import simulate as run_on_paper
 
 __all__ = ["separators", "simulate"]
 

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
 from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotate.annotations import hide_marks, restore_marks
-from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.runtime import storage_of
@@ -35,10 +35,10 @@ from torchckpt.graph.step.repeat import under_autograd
 from torchckpt.graph.step.sums import added_in_place
 from torchckpt.graph.step.updates import Updates
 from torchckpt.graph.trace.capture import explained
-from torchckpt.model.remat.budget import Budget
-from torchckpt.model.remat.plan import Plan
-from torchckpt.model.remat.step.dataflow import Schedule
-from torchckpt.model.remat.step.memory import simulate
+from torchckpt.planning.budget import Budget
+from torchckpt.planning.remat.flow.dataflow import Schedule
+from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["Backend", "Planner", "backend"]
 
@@ -49,7 +49,7 @@ _ATTEMPTS = 8
 
 
 class Planner(Protocol):
-    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.choose.GraphPlanner`."""
+    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.planner.GraphPlanner`."""
 
     plan: Plan
     replay: bool

@@ -10,14 +10,14 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.annotate.names import named_modules
-from torchckpt.graph.choose.choose import GraphPlanner
+from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.trace.capture import Capture
 from torchckpt.graph.trace.guard import argument_names, places_of
 from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CheckpointError, Fault, brief, raise_faults
 from torchckpt.graph.annotate.annotations import is_tracing
-from torchckpt.graph.choose.choose import GraphPlanner
+from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import Stopwatch, log
 from torchckpt.graph.run.backend import Backend
@@ -24,8 +24,8 @@ from torchckpt.graph.trace.guard import changed, guard_of, warn_of_retraces
 from torchckpt.graph.trace.reason import reason_of
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.graph.trace.unsupported import check_bare
-from torchckpt.model.amount import read
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.budget import read
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["Calls", "module_faults", "option_faults"]
 

@@ -10,14 +10,14 @@ from torch import nn
 from typing_extensions import Self
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.run.rematerialize import Rematerialized
 from torchckpt.graph.trace.unsupported import check_bare
-from torchckpt.kernel.module.mixin import Mixin, plain_forward, put, take
-from torchckpt.model.remat.budget import Budget
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.budget import Budget
+from torchckpt.planning.remat.plan import Plan
+from torchckpt.regions.wrap.mixin import Mixin, plain_forward, put, take
 
 __all__ = ["RematerializeHandle", "rematerialize_"]
 

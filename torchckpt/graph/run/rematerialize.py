@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.graph.choose.choose import Costs, GraphPlanner
 from torchckpt.graph.choose.keep import Keep
+from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.trace.unsupported import check_bare, refuse_copies
-from torchckpt.model.remat.budget import Budget
-from torchckpt.model.remat.plan import Plan
+from torchckpt.planning.budget import Budget
+from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["Rematerialized", "rematerialize"]
 

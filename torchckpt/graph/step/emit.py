@@ -15,7 +15,7 @@ from torch import fx
 from torchckpt.graph.private.trace import Boxed
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.repeat import outputs_of
-from torchckpt.model.remat.step.dataflow import Schedule
+from torchckpt.planning.remat.flow.dataflow import Schedule
 
 __all__ = ["Emitter", "emit", "emit_one", "forward_of"]
 

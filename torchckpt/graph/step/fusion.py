@@ -15,7 +15,7 @@ from torch import fx
 
 from torchckpt.graph.annotate.annotations import mark_of
 from torchckpt.graph.step.joint import Joint
-from torchckpt.model.remat.step.dataflow import Dataflow, Operation, Schedule
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
 
 __all__ = ["Fusion"]
 

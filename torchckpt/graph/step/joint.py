@@ -2,7 +2,7 @@
 
 Storages take memory, not tensors: several views share one storage. So every node of the graph is one of three things:
 an operation, which writes storages; a view, which writes none and is made again wherever it is read; or one output of
-an operation. :class:`~torchckpt.model.remat.step.dataflow.Dataflow` describes the operations, and
+an operation. :class:`~torchckpt.planning.remat.flow.dataflow.Dataflow` describes the operations, and
 :mod:`~torchckpt.graph.step.emit` turns a schedule of them into graphs.
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_i
 from torchckpt.graph.step.costs import Cost, CostOf
 from torchckpt.graph.step.repeat import Repeat, as_eager_runs, forget_statistics, repeat_of, runs_once
 from torchckpt.graph.step.rng import record_states, refuse_generators
-from torchckpt.model.remat.step.dataflow import Dataflow, Operation
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 
 __all__ = ["Joint", "is_sum", "joint_of", "needed", "reached"]
 

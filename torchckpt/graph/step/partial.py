@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from torchckpt.graph.step.emit import Emitter, forward_of
 from torchckpt.graph.step.joint import Joint, is_sum, reached
-from torchckpt.model.remat.step.dataflow import Schedule
+from torchckpt.planning.remat.flow.dataflow import Schedule
 
 __all__ = ["Backward", "PartialBackwards"]
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.step.joint import Joint
-from torchckpt.model.remat.step.late import Home, Region
+from torchckpt.planning.remat.flow.late import Home, Region
 
 __all__ = ["Value", "Values"]
 

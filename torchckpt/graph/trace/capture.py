@@ -26,8 +26,8 @@ from torchckpt.graph.step.sums import added_in_place
 from torchckpt.graph.step.unused_outputs import UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
-from torchckpt.model.remat.step.dataflow import Schedule
-from torchckpt.model.remat.step.memory import simulate
+from torchckpt.planning.remat.flow.dataflow import Schedule
+from torchckpt.planning.remat.flow.memory import simulate
 
 __all__ = ["Capture", "Choose", "explained"]
 

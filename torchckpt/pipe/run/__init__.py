@@ -1,8 +1,8 @@
 """One forward and backward of a pipeline.
 
     step              1F1B, with a graph for each stage
-    pipeline          GPipe: one forward, which draws the whole graph
+    pipeline          GPipe: one forward, which draws the whole graph; which stage runs which micro-batch
     lane              look-ahead: what orders the recomputes of a stage
-    links, worker, clock_cycles     streams and copies; a thread for each device; which stage runs which micro-batch
+    links, worker     streams and copies; a thread for each device
 """
 __all__: list[str] = []

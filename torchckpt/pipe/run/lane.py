@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from torchckpt.kernel.dependency import fork, join
-from torchckpt.kernel.region.frame import Frame
-from torchckpt.kernel.region.recompute import recompute
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.recompute import recompute
+from torchckpt.regions.dependency import fork, join
 
 __all__ = ["Edges", "Lane", "before"]
 

@@ -34,7 +34,7 @@ everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,22 +45,30 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.private import profiler_is_on
-from torchckpt.kernel.region.checkpoint import checkpoint
-from torchckpt.kernel.region.frame import Frame
-from torchckpt.kernel.region.options import DEFAULT, Options
-from torchckpt.kernel.trees import PutBack, hides_tensors, tensors_of
 from torchckpt.pipe.in_place import NOTHING_SHARED, Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
-from torchckpt.pipe.run.clock_cycles import clock_cycles
 from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, on, wait
 from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, workers
 from torchckpt.pipe.skip import Name, Skips, StageSkips
 from torchckpt.pipe.skip_search import stasher_behind
+from torchckpt.regions.core.checkpoint import checkpoint
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import DEFAULT, Options
+from torchckpt.regions.private import profiler_is_on
+from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of
 
-__all__ = ["output_faults", "run_pipeline", "skips_of"]
+__all__ = ["clock_cycles", "output_faults", "run_pipeline", "skips_of"]
+
+def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
+    """The pairs (micro-batch, stage) of each clock tick. The pairs of one tick do not depend on each other.
+
+    >>> list(clock_cycles(m=3, p=2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+    """
+    for tick in range(m + p - 1):
+        yield [(tick - stage, stage) for stage in range(max(0, tick - m + 1), min(p, tick + 1))]
 
 
 def run_pipeline(

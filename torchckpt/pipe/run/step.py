@@ -9,7 +9,7 @@ the graph is cut between the stages, and stage j of p keeps only p - j micro-bat
     R   its frame is recomputed, one micro-batch ahead of its backward
     B   output(i, j) goes back with leaf(i, j+1).grad, copied; likewise the skips that left stage j
 
-The order is that of ``one_f_one_b`` in ``torchckpt.model``. One thread launches all actions, in the order in which
+The order is that of ``one_f_one_b`` in ``torchckpt.planning``. One thread launches all actions, in the order in which
 they would start if a backward took twice as long as a forward, and a recompute no time. On accelerators the launched
 work runs asynchronously; stages wait for each other through their streams.
 """
@@ -29,13 +29,13 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.kernel.clock import Clock
-from torchckpt.kernel.private import profiler_is_on
-from torchckpt.kernel.region.checkpoint import checkpoint
-from torchckpt.kernel.region.frame import Frame
-from torchckpt.kernel.region.options import DEFAULT, Options
-from torchckpt.kernel.trees import tensors_of
-from torchckpt.model import (
+from torchckpt.pipe.in_place import Memory, StageInputs
+from torchckpt.pipe.microbatch import MicroBatch
+from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.run.links import Place, copy, on, wait
+from torchckpt.pipe.run.pipeline import output_faults, skips_of
+from torchckpt.pipe.skip import StageSkips
+from torchckpt.planning import (
     Action,
     Block,
     Kind,
@@ -48,15 +48,15 @@ from torchckpt.model import (
     simulate,
     with_recompute,
 )
-from torchckpt.model.step.measured import Span, measured_timeline
-from torchckpt.model.step.placement import without
-from torchckpt.model.step.step import step_of
-from torchckpt.pipe.in_place import Memory, StageInputs
-from torchckpt.pipe.microbatch import MicroBatch
-from torchckpt.pipe.partition import Stage
-from torchckpt.pipe.run.links import Place, copy, on, wait
-from torchckpt.pipe.run.pipeline import output_faults, skips_of
-from torchckpt.pipe.skip import StageSkips
+from torchckpt.planning.step.measured import Span, measured_timeline
+from torchckpt.planning.step.placement import without
+from torchckpt.planning.step.simulated import step_of
+from torchckpt.regions.clock import Clock
+from torchckpt.regions.core.checkpoint import checkpoint
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import DEFAULT, Options
+from torchckpt.regions.private import profiler_is_on
+from torchckpt.regions.trees import tensors_of
 
 __all__ = ["Record", "Step", "schedule_for"]
 

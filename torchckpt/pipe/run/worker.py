@@ -9,15 +9,15 @@ from typing import TypeAlias
 
 import torch
 
-from torchckpt.kernel.flags import is_checkpointing, is_recomputing, thread
-from torchckpt.kernel.private import (
+from torchckpt.regions.flags import is_checkpointing, is_recomputing, thread
+from torchckpt.regions.private import (
     DeviceContext,
     dispatch_modes_are_active,
     function_modes,
     hooks_in_force,
     profiler_is_on,
 )
-from torchckpt.kernel.state.ambient import settings, use_settings
+from torchckpt.regions.state.ambient import settings, use_settings
 
 __all__ = ["Run", "in_caller", "is_bound_to_caller", "workers"]
 

@@ -1,0 +1,140 @@
+"""Functions that make no stages, and stages that do not run: each says what works."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.costs.models import ROWS, WIDTH, Mlp, vector
+from torchckpt import ArgumentError
+from torchckpt.costs import pipeline_costs
+
+RULE = "the function returns the stages, a list of modules, and what the first is called with"
+
+
+def stage():
+    return nn.Sequential(Mlp(), Mlp())
+
+
+class Asks(nn.Module):
+    """Its forward depends on values."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.blocks, self.how = stage(), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.how(x))
+
+
+def branches(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def picks(x: Tensor) -> Tensor:
+    return x[x[:, 0] > 0]
+
+
+def counts(x: Tensor) -> Tensor:
+    return x[torch.nonzero(x[:, 0] > 0).flatten()]
+
+
+def reads(x: Tensor) -> Tensor:
+    return x * x.max().item()
+
+
+def lists(x: Tensor) -> Tensor:
+    return x * x[0].tolist()[0]
+
+
+def arrays(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(x.detach().numpy())
+
+
+def broken():
+    raise ValueError("no such file")
+
+
+FUNCTION = "the first argument is a function without arguments that makes the stages"
+
+BAD = [
+    (stage(), f"{FUNCTION}\n  received: Sequential"),
+    ([stage()], f"{FUNCTION}\n  received: [Sequential]"),
+    (lambda: None, f"{RULE}, a tensor or a tuple\n  received: NoneType"),
+    (lambda: [stage()], f"{RULE}, a tensor or a tuple\n  received: [Sequential]"),
+    (lambda: ([], vector()), "received: stages=[]"),
+    (lambda: (Mlp(), vector()), "received: stages=Mlp"),
+    (lambda: ([Mlp(), print], vector()), "received: stages=[Mlp, builtin_function_or_method]"),
+    (lambda: ([stage()], None), "received: an example of NoneType"),
+    (lambda: ([stage()], vector(), 3), "the loss is a function of what the last stage returns\n  received: int"),
+    (broken, "the function makes the stages without the values of tensors, which have none\n  received: ValueError"),
+    (lambda: ([stage()], torch.randn(int(torch.randn(())))), "the function makes the stages without the values"),
+    (
+        lambda: ([stage(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))], vector()),
+        f"stage 1 runs on what stage 0 returns\n  received: float32[{ROWS}, {WIDTH}]: RuntimeError: ",
+    ),
+    (lambda: ([stage()], torch.randn(2, 3)), "stage 0 runs on the example\n  received: float32[2, 3]: RuntimeError"),
+    (
+        lambda: ([stage()], vector(), lambda y: y @ y),
+        "stage 0 (or its loss) runs on the example\n  received: float32",
+    ),
+    (
+        lambda: ([nn.Linear(WIDTH, WIDTH)], vector()),
+        "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat\n  received: 1 ",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "message"), BAD)
+def test_wrong_stages(build, message):
+    with pytest.raises(ArgumentError) as error:
+        pipeline_costs(build, "h100")
+    assert message in str(error.value)
+    assert "works:" in str(error.value)
+
+
+@pytest.mark.parametrize("how", [branches, picks, counts, reads, lists])
+def test_a_forward_that_depends_on_values(how):
+    with pytest.raises(ArgumentError) as error:
+        pipeline_costs(lambda: ([stage(), Asks(how)], vector()), "h100")
+    assert "a stage runs without the values of tensors" in str(error.value)
+    assert "received: stage 1, " in str(error.value)
+    assert "works:    shapes that no value decides" in str(error.value)
+
+
+def test_a_forward_that_leaves_torch():
+    with pytest.raises(ArgumentError, match="stage 1 runs on what stage 0 returns"):
+        pipeline_costs(lambda: ([stage(), Asks(arrays)], vector()), "h100")
+
+
+def test_nothing_is_left_behind_by_an_error():
+    with pytest.raises(ArgumentError):
+        pipeline_costs(lambda: ([stage(), Asks(reads)], vector()), "h100", dtype="bf16")
+    assert torch.get_default_dtype() == torch.float32
+    x = torch.ones(2, requires_grad=True)
+    assert (x * 2).sum().item() == 4.0
+
+
+def test_the_users_own_error_is_the_cause():
+    with pytest.raises(ArgumentError) as error:
+        pipeline_costs(broken, "h100")
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_what_a_stage_returns_is_what_the_next_is_called_with():
+    seen = []
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = stage()
+
+        def forward(self, *inputs: object) -> tuple[object, ...]:
+            seen.append([(one.dtype, one.requires_grad) if isinstance(one, Tensor) else one for one in inputs])
+            y = self.blocks(inputs[0])
+            return y, y > 0, 7
+
+    pipeline_costs(lambda: ([Two(), Two()], vector()), "h100")
+    given = [(torch.float32, True), (torch.bool, False), 7]
+    assert seen[0] == [(torch.float32, False)]
+    assert given in seen

@@ -1,0 +1,50 @@
+"""What is counted without a run is what a run has: bytes by block, whatever is kept, and FLOPs."""
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.costs.models import MODELS
+from tests.costs.run import DTYPES, Real
+from torchckpt.costs import pipeline_costs
+
+WITHOUT_ATTENTION = [name for name in MODELS if name not in ("llama", "llama with dropout", "attention")]
+
+
+def counted(name: str, dtype: str):
+    return pipeline_costs(MODELS[name], "h100", dtype=dtype, kernels="cpu").counted
+
+
+def subsets(blocks: int) -> list[tuple[int, ...]]:
+    """Of the blocks that are recomputed."""
+    every = [one for size in range(blocks + 1) for one in itertools.combinations(range(blocks), size)]
+    return every if len(every) <= 8 else [every[0], every[-1], *random.Random(blocks).sample(every[1:-1], 6)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
+    real = Real(MODELS[name], DTYPES[dtype])
+    for at, stage in enumerate(counted(name, dtype)):
+        fixed = stage.before.held.saved_bytes + stage.after.held.saved_bytes
+        for dropped in subsets(len(stage.blocks)):
+            expected = fixed + sum(
+                block.held.boundary_bytes if place in dropped else block.held.saved_bytes
+                for place, block in enumerate(stage.blocks)
+            )
+            assert real.saved_bytes(at, dropped) == expected, (at, dropped)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ATTENTION)
+def test_flops_are_those_of_a_run(name):
+    real = Real(MODELS[name])
+    for at, stage in enumerate(counted(name, "fp32")):
+        parts = [stage.before, *stage.blocks, stage.after]
+        assert sum(part.forward.flops for part in parts) == real.forward_flops(at)
+        backward = sum(part.input_grad.flops + part.weight_grad.flops for part in parts)
+        assert backward == real.backward_flops(at)
+        every = range(len(stage.blocks))
+        replays = real.backward_flops(at, every) - backward
+        assert sum(block.recompute.flops for block in stage.blocks) == replays

@@ -1,0 +1,25 @@
+"""The examples of the docstrings."""
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import torchckpt.planning.plan as plan
+from tests.costs.models import MODELS
+from torchckpt.planning import one_f_one_b
+
+NAMES = {name: getattr(plan, name) for name in plan.__all__}
+
+
+@pytest.mark.parametrize("name", ["", ".costs", ".static"])
+def test_examples(name):
+    module = importlib.import_module(f"torchckpt.costs{name}")
+    found = {**NAMES, "torch": torch, "nn": nn, "torchckpt": importlib.import_module("torchckpt")}
+    found |= {"stages": MODELS["llama"], "one_f_one_b": one_f_one_b}
+    results = doctest.testmod(module, extraglobs=found)
+    assert results.attempted > 0
+    assert results.failed == 0

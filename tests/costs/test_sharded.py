@@ -1,0 +1,75 @@
+"""Stages of tensors that are shares of larger ones are refused by name: they were counted wrong."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.ranks import one_rank
+from tests.settings import with_gloo
+from torchckpt.costs import pipeline_costs
+from torchckpt.errors import ArgumentError
+
+pytestmark = with_gloo
+
+
+def layers():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+
+
+def refusal(stages, x):
+    with pytest.raises(ArgumentError, match="what is sharded over ranks cannot be counted yet") as caught:
+        pipeline_costs(lambda: (stages, x), "h100")
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with one_rank():
+        yield
+
+
+@pytest.fixture
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1,))
+
+
+def test_fsdp2(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    second = layers()
+    for block in second:
+        fully_shard(block, mesh=mesh)
+    said = refusal([layers(), second], torch.ones(2, 8))
+    assert "stage 1: 0.0.weight is a DTensor, as of tensor parallelism or FSDP2's fully_shard()" in said
+
+
+def test_tensor_parallel(mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    stage = parallelize_module(layers(), mesh, {"1.0": ColwiseParallel()})
+    said = refusal([stage], torch.ones(2, 8))
+    assert "stage 0: 1.0.weight is a DTensor" in said
+    assert "works:    the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()" in said
+
+
+def test_a_buffer_or_an_input(mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    def replicated(value):
+        return distribute_tensor(value, mesh, [Replicate()])
+
+    stage = layers()
+    stage.register_buffer("scale", replicated(torch.ones(8)))
+    assert "stage 0: scale is a DTensor" in refusal([stage], torch.ones(2, 8))
+    assert "an input of the first stage is a DTensor" in refusal([layers()], replicated(torch.ones(2, 8)))
+
+
+def test_fsdp():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with pytest.warns(UserWarning, match="NO_SHARD"):
+        stage = nn.Sequential(FullyShardedDataParallel(layers(), device_id=torch.device("cpu")))
+    assert "stage 0: 0 is a FullyShardedDataParallel" in refusal([stage], torch.ones(2, 8))

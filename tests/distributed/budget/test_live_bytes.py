@@ -1,0 +1,125 @@
+"""Bytes that operators make: how many are alive at most during each action, and when it ends."""
+from __future__ import annotations
+
+import torch
+
+from tests.helpers import leaf
+from torchckpt.distributed.budget import live_bytes as module
+from torchckpt.distributed.budget.live_bytes import LiveBytes
+from torchckpt.planning import Action, Kind
+from torchckpt.planning.step.memory import Level
+from torchckpt.regions.saved import storage_of
+
+FIRST, SECOND = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
+CPU = torch.device("cpu")
+
+
+def ones(count):
+    return torch.ones(count // 4)
+
+
+def test_of_each_action():
+    alive = LiveBytes(CPU)
+    with alive.entered():
+        alive.reaches(FIRST)
+        kept = ones(100)
+        gone = ones(1000)
+        del gone
+        alive.reaches(SECOND)
+        more = kept + 1
+        del kept
+    assert alive.levels == {FIRST: Level(1100, 100), SECOND: Level(200, 100)}
+    assert more.sum() == 50
+
+
+def test_what_was_there_before_does_not_count_nor_do_views_of_it():
+    before = ones(400)
+    alive = LiveBytes(CPU)
+    with alive.entered():
+        alive.reaches(FIRST)
+        views = before[10:], before.view(-1, 2), before.t()
+        fresh = ones(40)
+        again = fresh[1:]
+    assert alive.levels == {FIRST: Level(40, 40)}
+    assert [next(iter(storage_of(one))) in alive for one in (*views, again)] == [False, False, False, True]
+
+
+def test_a_tensor_that_changes_in_place_counts_once():
+    alive = LiveBytes(CPU)
+    with alive.entered():
+        alive.reaches(FIRST)
+        fresh = ones(40)
+        for _ in range(5):
+            fresh += 1
+    assert alive.levels == {FIRST: Level(40, 40)}
+
+
+def test_a_backward_counts_too():
+    x = leaf(100)
+    alive = LiveBytes(CPU)
+    with alive.entered():
+        alive.reaches(FIRST)
+        y = x.exp()
+        alive.reaches(SECOND)
+        y.backward(torch.ones(100))
+        del y
+    assert alive.levels[FIRST] == Level(400, 400)
+    assert alive.levels[SECOND].highest == 1200
+    assert x.grad is not None
+
+
+def test_what_was_held_before_the_first_replay():
+    alive = LiveBytes(CPU)
+    with alive.entered():
+        alive.reaches(FIRST)
+        first = ones(100)
+        alive.replays()
+        second = ones(400)
+        alive.replays()
+    assert alive.levels == {FIRST: Level(500, 500, 100)}
+    assert first.shape != second.shape
+
+
+def test_operators_that_are_not_looked_at():
+    alive = LiveBytes(CPU, looks=False)
+    with alive.entered():
+        alive.reaches(FIRST)
+        fresh = ones(100)
+    assert alive.levels == {}
+    assert next(iter(storage_of(fresh))) in alive
+
+
+class Allocator:
+    """As a device's module counts; what is allocated is set by hand."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def allocate(self, count):
+        self.now += count
+        self.most = max(self.most, self.now)
+
+    def memory_allocated(self, device):
+        return self.now
+
+    def max_memory_allocated(self, device):
+        return self.most
+
+    def reset_peak_memory_stats(self, device):
+        self.most = self.now
+
+
+def test_a_device_that_counts_itself_is_asked(monkeypatch):
+    allocator = Allocator()
+    allocator.allocate(1000)
+    monkeypatch.setattr(module, "_allocator_of", lambda device: allocator)
+    alive = LiveBytes(CPU)
+    with alive.entered():
+        alive.reaches(FIRST)
+        allocator.allocate(70)
+        allocator.allocate(-50)
+        alive.reaches(SECOND)
+        allocator.allocate(5)
+        alive.replays()
+        allocator.allocate(5)
+    assert alive.levels == {FIRST: Level(70, 20), SECOND: Level(30, 30, 25)}

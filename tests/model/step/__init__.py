@@ -1,1 +1,0 @@
-"""One step: see torchckpt/model/step."""

@@ -1,1 +1,0 @@
-"""Blocks, links, choices: see torchckpt/model/work."""

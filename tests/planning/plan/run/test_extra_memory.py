@@ -1,0 +1,111 @@
+"""What a step takes beside its regions: measured by action, and foretold of other steps."""
+from __future__ import annotations
+
+import pytest
+
+from tests.planning.plan.by_hand import actions, one_rank
+from torchckpt.planning import Action, Block, Choice, Kind, Schedule, Stage, fixed
+from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes
+from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.simulated import Step
+
+STAGES = [Stage((Block(saved_bytes=10.0, boundary_bytes=1.0),) * 2, after=fixed(saved_bytes=2.0))]
+LATE, KEPT, LAST, FIRST, EARLY = (
+    Choice((), (), (0, 1)),
+    Choice((0, 1)),
+    Choice((1,), (), (0,)),
+    Choice((0,), (), (1,)),
+    Choice((), (0, 1)),
+)
+
+
+def step_of(order, choices):
+    return Step(Schedule("test", (tuple(order),), (0,), len(choices)), tuple(STAGES), (), choices)
+
+
+def took(text, **measured):
+    """The levels that were measured, by action, as ``f0=(highest, left, entered)``."""
+    found = {Action(0, Kind(name[0].upper()), int(name[1:])): Level(*map(float, own)) for name, own in measured.items()}
+    return MeasuredStep(one_rank(text, 2), {(0, i): LATE for i in range(2)}, found)
+
+
+ORDER = "0F0 0F1 0B0 0B1"
+MEASURED = took(ORDER, f0=(11, 5), f1=(16, 10), b0=(30, 8, 15), b1=(24, 3, 12))
+"""Each forward leaves 4 and one more. While it runs it takes 6 on top. The first backward makes 3 for gradients."""
+
+
+def test_levels():
+    """A late visit holds 4: two boundaries, and what comes behind. Its backward recomputes a block of 9 more, when the
+    2 behind are freed."""
+    order = actions(ORDER)
+    found = step_of(order, {(0, 0): LATE, (0, 1): KEPT}).levels(0)
+    assert found == [Level(4, 4), Level(26, 26), Level(33, 22), Level(22, 0)]
+
+
+def test_what_was_beside():
+    """A late backward has 11 at most, 7 above what it held."""
+    assert MEASURED.beside(STAGES) == {
+        Action(0, Kind.FORWARD, 0): ExtraMemory(7, 1, 0),
+        Action(0, Kind.FORWARD, 1): ExtraMemory(7, 1, 0),
+        Action(0, Kind.BACKWARD, 0): ExtraMemory(13, 2, 5),
+        Action(0, Kind.BACKWARD, 1): ExtraMemory(9, -1, 4),
+    }
+    assert (MEASURED.peaks(), MEASURED.least(STAGES)) == ([30], [15])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "peak"),
+    [
+        (LATE, LATE, 30),  # as it was measured
+        (KEPT, KEPT, 44 + 2 + 13),  # at the end of the forwards, and what the first backward takes
+        (LATE, KEPT, 33 + 2 + 13),
+        (LAST, LAST, 26 + 2 + 13),
+    ],
+)
+def test_the_peak_of_another_step(first, second, peak):
+    choices = {(0, 0): first, (0, 1): second}
+    assert peak_bytes(step_of(actions(ORDER), choices), 0, MEASURED.beside(STAGES)) == peak
+
+
+@pytest.mark.parametrize(
+    ("choice", "peak"),
+    [
+        (LATE, 4 + 1 + 6),
+        (KEPT, 22 + 1),  # what it takes while it runs, it holds
+        (LAST, 13 + 1),
+        (FIRST, 13 + 1 + 6),  # the last block is late
+    ],
+)
+def test_a_forward_takes_what_its_last_block_takes_unless_that_is_kept(choice, peak):
+    beside = MEASURED.beside(STAGES)
+    assert peak_bytes(step_of(actions("0F0"), {(0, 0): choice}), 0, beside) == peak
+
+
+def test_a_backward_takes_before_it_recomputes_what_it_took_then():
+    """Of much that is kept, and of a loss: more than while it recomputes."""
+    measured = took(ORDER, f0=(4, 4), f1=(8, 8), b0=(20, 4, 18), b1=(16, 0, 14))
+    beside = measured.beside(STAGES)
+    assert beside[Action(0, Kind.BACKWARD, 0)] == ExtraMemory(5, 0, 10)
+    assert peak_bytes(step_of(actions(ORDER), {(0, 0): KEPT, (0, 1): KEPT}), 0, beside) == 44 + 10
+
+
+def test_a_recompute_that_was_none_takes_what_its_forward_took():
+    beside = {Action(0, Kind.FORWARD, 0): ExtraMemory(15, 1), Action(0, Kind.RECOMPUTE, 0): ExtraMemory(0, 0)}
+    assert peak_bytes(step_of(actions("0F0 0R0"), {(0, 0): EARLY}), 0, beside) == 22 + 1 + (14 - 9)
+
+
+def test_a_split_backward_that_is_done_whole_takes_what_its_parts_took():
+    beside = {Action(0, Kind.INPUT_GRAD, 0): ExtraMemory(4, 3), Action(0, Kind.WEIGHT_GRAD, 0): ExtraMemory(2, -3)}
+    assert peak_bytes(step_of(actions("0F0 0B0"), {(0, 0): KEPT}), 0, beside) == 22 + 5
+
+
+def test_weight_gradients_that_wait_are_counted_each():
+    """What the gradients of the inputs leave for them adds up."""
+    beside = {
+        Action(0, kind, i): own
+        for i in range(2)
+        for kind, own in ((Kind.INPUT_GRAD, ExtraMemory(3, 3)), (Kind.WEIGHT_GRAD, ExtraMemory(0, -3)))
+    }
+    choices = {(0, 0): KEPT, (0, 1): KEPT}
+    assert peak_bytes(step_of(actions("0F0 0F1 0I0 0W0 0I1 0W1"), choices), 0, beside) == 44 + 3
+    assert peak_bytes(step_of(actions("0F0 0F1 0I0 0I1 0W0 0W1"), choices), 0, beside) == 44 + 6

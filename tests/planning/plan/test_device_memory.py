@@ -1,0 +1,71 @@
+"""The memory of devices as the limit: what parameters leave of it is the budget, wherever blocks are."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planning.plan.published import gpt
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.planning import one_f_one_b
+from torchckpt.planning.budget import DeviceMemory, without_static
+from torchckpt.planning.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning.plan.every import plan_every
+
+
+def stages(*counts, static=3.0):
+    """Each block with so many bytes of parameters."""
+    found = gpt(*counts)
+    return [replace(one, blocks=tuple(replace(block, static_bytes=static) for block in one.blocks)) for one in found]
+
+
+def test_what_is_left_of_it():
+    assert without_static("test()", DeviceMemory(10.0), (4.0, 0.0)) == (6.0, 10.0)
+    with pytest.raises(BudgetInfeasible) as error:
+        without_static("test()", DeviceMemory(4.0), (1.0, 4.0))
+    assert (error.value.rank, error.value.least_bytes) == (1, 4.0)
+    assert "received: 4 bytes, of which those take 4 on rank 1" in str(error.value)
+    assert "works:    more stages; or state that is sharded" in str(error.value)
+
+
+def test_a_plan_is_that_of_the_budgets_that_are_left():
+    schedule, own = one_f_one_b(4, 8), stages(8, 8, 8, 7)
+    plan = plan_pipeline(schedule, own, DeviceMemory(24.0 + 16.0))
+    same = plan_pipeline(schedule, own, [16.0, 16.0, 16.0, 19.0])
+    assert plan.problem.budget_bytes == (16.0, 16.0, 16.0, 19.0)
+    assert (plan.step_seconds, plan.choices) == (same.step_seconds, same.choices)
+    assert PipelinePlan.from_json(plan.to_json()).step_seconds == plan.step_seconds
+
+
+def test_a_block_that_moves_takes_its_parameters_along():
+    schedule, own = one_f_one_b(4, 8), stages(8, 8, 8, 7)
+    plan = plan_pipeline(schedule, own, DeviceMemory(34.0), balance=True)
+    assert plan.balance != (8, 8, 8, 7)
+    for rank, blocks in enumerate(plan.balance):
+        assert plan.problem.budget_bytes[rank] == 34.0 - 3.0 * blocks
+        assert plan.peak_bytes[rank] + plan.static_bytes[rank] <= 34.0 + 1e-9
+    assert PipelinePlan.from_json(plan.to_json()).step_seconds == plan.step_seconds
+    assert plan.step_seconds <= plan_pipeline(schedule, own, DeviceMemory(34.0)).step_seconds
+
+
+def test_every_schedule_has_the_budgets_of_its_own_placement():
+    found = plan_every(stages(4, 4, 4, 3), 8, DeviceMemory(20.0))
+    assert {"1f1b", "zbv"} <= {plan.schedule.name for plan in found.plans}
+    for plan in found.plans:
+        assert all(
+            budget + static == 20.0 for budget, static in zip(plan.problem.budget_bytes, plan.static_bytes)
+        )
+    with pytest.raises(BudgetInfeasible):
+        plan_every(stages(4, 4, 4, 3), 8, DeviceMemory(12.0))
+
+
+@pytest.mark.parametrize("budget", [10, 14, 20])
+def test_whole_numbers_are_planned_as_any(budget):
+    """They were not: sizes of equal blocks were taken for a list."""
+    own = [replace(one, blocks=tuple(replace(block, saved_bytes=4, boundary_bytes=1) for block in one.blocks))
+           for one in gpt(3, 3)]  # fmt: skip
+    same = [replace(one, blocks=tuple(replace(block, saved_bytes=4.0, boundary_bytes=1.0) for block in one.blocks))
+            for one in gpt(3, 3)]  # fmt: skip
+    plans = [plan_pipeline(one_f_one_b(2, 4), one, budget) for one in (own, same)]
+    assert plans[0].step_seconds == plans[1].step_seconds
+    assert plans[0].bound_seconds == plans[1].bound_seconds

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.planning.remat.flows import chain, mlp, transformer
+from torchckpt.planning.remat.search import planner
+from torchckpt.planning.remat.search.frontier import frontier
+from torchckpt.planning.remat.search.planner import least, solution
+
+
+@pytest.fixture(autouse=True)
+def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 100_000)
+
+
+@pytest.mark.parametrize("flow", [chain(10), mlp(5), transformer(1)], ids=["chain", "mlp", "transformer"])
+def test_less_memory_takes_more_time_from_eager_to_the_least(flow) -> None:
+    found = frontier(flow, points=8)
+    assert 3 <= len(found) <= 8
+    assert all(a.peak_bytes > b.peak_bytes and a.seconds < b.seconds for a, b in pairwise(found))
+    assert found[0].seconds == pytest.approx(flow.seconds)
+    assert found[0].peak_bytes <= solution(flow, flow.eager).peak_bytes
+    assert found[-1].peak_bytes <= least(flow).peak_bytes
+
+
+def test_two_points_are_the_ends() -> None:
+    flow = mlp(4)
+    assert len(frontier(flow, points=2)) == 2
+
+
+def test_nothing_recoverable_is_a_point() -> None:
+    flow = chain(4)
+    found = frontier(flow, points=5, pinned=frozenset(flow.writer))
+    assert all(one.seconds == pytest.approx(flow.seconds) for one in found)
+    assert len(found) == 1

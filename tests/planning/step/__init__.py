@@ -1,0 +1,1 @@
+"""One step: see torchckpt/planning/step."""

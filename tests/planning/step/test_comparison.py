@@ -1,0 +1,135 @@
+"""A step that a clock saw, beside the same step on paper."""
+from __future__ import annotations
+
+import pytest
+
+from tests.planning.policies import early, late
+from tests.planning.step.test_measured import spans_of
+from torchckpt.planning import Block, Link, bound, interleaved_one_f_one_b, one_f_one_b, simulate
+from torchckpt.planning.step.comparison import compare
+from torchckpt.planning.step.measured import Span, measured_timeline
+from torchckpt.planning.step.simulated import step_of
+
+MS = 2**-10  # nearly, and exact in binary
+COSTS = Block(16 * MS, 16 * MS, 16 * MS, 16 * MS, saved_bytes=64e6, boundary_bytes=4e6)
+LINK = Link(4 * MS)
+LAST_KEPT = early(one_f_one_b(4, 8), "last_stage")
+
+
+def _slower(span, factor):
+    return Span(span.action, *(factor * time for time in (span.due_seconds, span.start_seconds, span.end_seconds)))
+
+
+def slowed(schedule, factor=1.0, costs=COSTS, link=LINK):
+    """As measured on a machine that takes ``factor`` as long for everything as ``costs`` say."""
+    step = step_of("test", schedule, costs, link)
+    slow = [[_slower(span, factor) for span in spans] for spans in spans_of(step.timeline)]
+    return compare(measured_timeline(step, slow), step)
+
+
+def test_a_step_that_is_as_on_paper():
+    found = slowed(LAST_KEPT)
+    assert found.deviation == 0
+    assert found.measured.events == found.simulated.events
+    assert found.overhead(found.measured) == found.overhead(found.simulated)
+    assert found.hidden(found.measured) == found.hidden(found.simulated)
+    assert found.step == step_of("test", LAST_KEPT, COSTS, LINK)
+
+
+def test_what_it_is_compared_with():
+    found, plain = slowed(LAST_KEPT, 1.25), one_f_one_b(4, 8)
+    assert found.none.schedule == plain
+    assert found.arrival == simulate(plain, COSTS, LINK, late(plain), exposed=False)  # of everything
+    assert found.simulated == simulate(LAST_KEPT, COSTS, LINK)
+    assert found.none.step_seconds == simulate(plain, COSTS, LINK).step_seconds
+    assert found.bound_seconds == bound(LAST_KEPT, COSTS, LINK).overhead_seconds
+
+
+def test_shares():
+    found = slowed(one_f_one_b(2, 2), 1.5, Block(), Link())
+    assert [timeline.step_seconds for timeline in (found.none, found.arrival, found.measured)] == [9, 12, 13.5]
+    assert found.overhead(found.arrival) == pytest.approx(1 / 3)
+    assert [found.hidden(timeline) for timeline in (found.none, found.arrival, found.measured)] == [1, 0, -0.5]
+    assert found.deviation == 0.5
+
+
+def test_the_table():
+    assert str(slowed(LAST_KEPT, 1.25)).split("\n") == [
+        "                               step  overhead  hidden",
+        "none (simulated)           578.1 ms     0.0 %       -",
+        "at arrival (simulated)       750 ms    29.7 %    0.00",
+        "this schedule (simulated)  632.8 ms     9.5 %    0.68",
+        "this schedule (measured)     791 ms    36.8 %   -0.24",
+        "bound                      609.4 ms     5.4 %",
+        "",
+        "stage   forward  backward  recompute  peak of rank",
+        "0      15.62 ms  31.25 ms   15.62 ms         76 MB",
+        "1      15.62 ms  31.25 ms   15.62 ms         72 MB",
+        "2      15.62 ms  31.25 ms   15.62 ms         68 MB",
+        "3      15.62 ms  31.25 ms   15.62 ms         64 MB",
+    ]
+
+
+def test_the_table_of_several_stages_a_rank():
+    found = slowed(early(interleaved_one_f_one_b(2, 2, 2), (3, 0), (3, 1)))
+    assert found.table().split("\n\n")[1].split("\n") == [
+        "stage   forward  backward  recompute  peak of rank",
+        "0      15.62 ms  31.25 ms   15.62 ms         76 MB",
+        "1      15.62 ms  31.25 ms   15.62 ms         72 MB",
+        "2      15.62 ms  31.25 ms   15.62 ms         76 MB",
+        "3      15.62 ms  31.25 ms   15.62 ms         72 MB",
+    ]
+
+
+def test_the_chart_has_one_scale():
+    assert slowed(early(one_f_one_b(2, 2)), 1.25, link=Link()).chart(width=65).split("\n") == [
+        "measured",
+        "stage 0 | F0-- F1-- R0-- ..........B0------- R1-- .....B1-------",
+        "stage 1 | .....F0-- R0-- B0------- F1-- R1-- B1------- ..........",
+        "",
+        "simulated",
+        "stage 0 | F0- F1- R0- ........B0----- R1- ....B1-----",
+        "stage 1 | ....F0- R0- B0----- F1- R1- B1----- ........",
+    ]
+
+
+def test_the_chart_of_a_step_that_is_faster_than_on_paper():
+    assert slowed(early(one_f_one_b(2, 2)), 0.5, link=Link()).chart(width=54).split("\n") == [
+        "measured",
+        "stage 0 | F0F1R0....B0- R1..B1-",
+        "stage 1 | ..F0R0B0- F1R1B1- ....",
+        "",
+        "simulated",
+        "stage 0 | F0- F1- R0- ........B0----- R1- ....B1-----",
+        "stage 1 | ....F0- R0- B0----- F1- R1- B1----- ........",
+    ]
+
+
+def test_nothing_recomputed_hides_everything_and_exposes_nothing():
+    found = slowed(one_f_one_b(4, 8))
+    assert (found.overhead(found.measured), found.hidden(found.measured), found.bound_seconds) == (0, 1, 0)
+
+
+def test_recomputation_that_takes_no_time_hides_nothing():
+    found = slowed(LAST_KEPT, costs=Block(recompute_seconds=0.0))
+    assert (found.overhead(found.arrival), found.hidden(found.measured), found.bound_seconds) == (0, 0, 0)
+
+
+def test_a_step_that_takes_no_time():
+    found = slowed(LAST_KEPT, costs=Block(0.0, 0.0, 0.0, 0.0), link=Link())
+    assert (found.overhead(found.measured), found.hidden(found.measured), found.deviation) == (0, 0, 0)
+    assert found.table().split("\n")[-7] == "bound                      0 ms     0.0 %"
+    assert found.chart().split("\n")[:2] == ["measured", "stage 0 |"]
+
+
+def test_the_picture_has_both_steps_and_lines_at_the_least():
+    found = slowed(LAST_KEPT, 1.25)
+    drawn = found.draw()
+    assert found._repr_svg_() == drawn
+    for words in (
+        "The step takes 791 ms, 25.0 % longer than on paper",
+        ">measured<", ">on paper, with the costs that were measured<",
+        "step 633 ms (-20.0 %)", "no recomputation 578 ms", "bound 609 ms", "memory, MB",
+    ):  # fmt: skip
+        assert words in drawn
+    assert "The step takes 633 ms, as on paper" in slowed(LAST_KEPT).draw()

@@ -1,0 +1,1 @@
+"""Blocks, links, choices: see torchckpt/planning/work."""

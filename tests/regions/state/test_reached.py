@@ -1,0 +1,134 @@
+"""What is looked through to find norm layers, and what is remembered of modules."""
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from time import process_time
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from tests.helpers import leaf
+from tests.settings import without_collector
+from torchckpt import checkpoint
+from torchckpt.regions.flags import thread
+from torchckpt.regions.state import reached
+from torchckpt.regions.state.layout import known_of
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).sin()
+
+
+class Hooked(Block):
+    def __init__(self):
+        super().__init__()
+        self.linear.register_forward_hook(self.look)
+
+    def look(self, *_):
+        pass
+
+
+def itself(module):
+    return module
+
+
+def closing_over(module):
+    return lambda x: module(x)
+
+
+@pytest.mark.parametrize("function_of", [itself, closing_over])
+def test_a_module_that_is_held_from_inside_is_freed(function_of):
+    module = Hooked()
+    gone = weakref.ref(module)
+    checkpoint(function_of(module), leaf(5, 4)).sum().backward()
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("function_of", [itself, closing_over])
+def test_weights_go_at_once_with_their_module(function_of):
+    module = Block()
+    weight = weakref.ref(module.linear.weight)
+    checkpoint(function_of(module), leaf(5, 4)).sum().backward()
+    with without_collector():
+        del module
+        assert weight() is None
+
+
+def test_copies_start_with_nothing_known():
+    module = Block()
+    checkpoint(module, leaf(5, 4)).sum().backward()
+    assert known_of(module).layouts
+    shallow = copy.copy(module)
+    shallow._modules = {"norm": nn.BatchNorm1d(4), "linear": module.linear}
+    for other in copy.deepcopy(module), pickle.loads(pickle.dumps(module)), shallow:
+        before = other.norm.num_batches_tracked.item()
+        for function in other, closing_over(other):
+            checkpoint(function, leaf(5, 4)).sum().backward()
+        assert other.norm.num_batches_tracked == before + 2
+    assert module.norm.num_batches_tracked == 1
+    assert b"torchckpt" not in pickle.dumps(nn.Linear(2, 2))
+    assert b"torchckpt.regions" not in pickle.dumps(module)  # can be read where torchckpt is not
+
+
+class Unbound:
+    """A proxy of something that is not there yet."""
+
+    @property
+    def __class__(self):
+        raise LookupError
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+
+def test_proxies_are_not_asked_what_they_are():
+    proxy, block = Unbound(), Block()
+    checkpoint(lambda x, box: (proxy, block(x))[1], leaf(5, 4), Box(proxy)).sum().backward()
+    assert block.norm.num_batches_tracked == 1
+
+
+def test_deep_data_is_no_recursion():
+    deep = ()
+    for _ in range(10**4):
+        deep = (deep, deep)
+    block = Block()
+    checkpoint(lambda x: (deep, block(x))[1], leaf(5, 4)).sum().backward()
+    assert block.norm.num_batches_tracked == 1
+
+
+class Trainer:
+    def __init__(self):
+        self.data = [[object() for _ in range(900)] for _ in range(900)]
+        self.block = Block()
+
+    def step(self, x):
+        return self.block(x)
+
+
+def test_the_data_beside_a_model_is_not_walked_through():
+    trainer = Trainer()
+    assert list(reached.norm_layers_of(trainer.step, None)) == [trainer.block.norm]
+    start = process_time()
+    for _ in range(10):
+        reached.norm_layers_of(trainer.step, None)
+    assert process_time() - start < 0.2  # all of the data: seconds
+
+
+def test_hooks_that_are_disabled_leave_nothing_behind():
+    with disable_saved_tensors_hooks("none here"), pytest.raises(RuntimeError, match="none here"):
+        checkpoint(torch.sin, leaf(4))
+    assert thread.norms is None

@@ -1,0 +1,224 @@
+"""Chain: run the stages that a user's function makes, one after the other, on tensors without memory."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.costs.count import Counted, counted
+from torchckpt.costs.ledger import SecondsOf
+from torchckpt.costs.operation import kernels_of
+from torchckpt.costs.parts import repeated_children, watched
+from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
+from torchckpt.errors import CheckpointError, Fault, raise_faults
+from torchckpt.tensors import tensors_in
+
+__all__ = ["Build", "counted_chain"]
+
+Build: TypeAlias = Callable[[], Any]
+"""Returns the stages and the input of the first stage; optionally also a loss function of the last stage's output."""
+
+_CALLER = "pipeline_costs()"
+_WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What the user's function returned, checked."""
+
+    stages: list[nn.Module]
+    inputs: tuple[Any, ...]
+    loss: Callable[[Any], Any] | None
+
+
+def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torch.dtype | None) -> list[Counted]:
+    """Count each stage, called with the output of the previous stage.
+
+    Raises:
+        ArgumentError: ``build`` raises or returns something else, or a stage does not run.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_environment(kernels, dtype))
+        made = stack.enter_context(_stand_ins(_made(build)))
+        children = None if _has_regions(made) else repeated_children(made.stages)
+        found: list[Counted] = []
+        inputs = made.inputs
+        for at, stage in enumerate(made.stages):
+            call = _call(made, at, inputs)
+            own = None if children is None else [one for one in stage.modules() if one in set(children)]
+            with _explained(at, made, inputs):
+                one, outputs = counted(stage, call, inputs, seconds_of, own)
+            found.append(one)
+            inputs = _handed_on(outputs)
+        return found
+
+
+@contextmanager
+def _environment(kernels: str, dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(unallocated())
+        stack.enter_context(kernels_of(kernels))
+        stack.enter_context(torch.enable_grad())
+        stack.callback(torch.set_default_dtype, before)
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+
+
+def _made(build: Build) -> _Made:
+    if isinstance(build, nn.Module) or not callable(build):
+        _refuse("the first argument is a function without arguments that makes the stages", _kind(build))
+    try:
+        found = build()
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the user's code
+        _refuse("the function makes the stages without the values of tensors, which have none", _said(error), error)
+    rule = "the function returns the stages, a list of modules, and what the first is called with, a tensor or a tuple"
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        _refuse(rule, _kind(found))
+    stages, example, loss = (*found, None)[:3]
+    if isinstance(stages, (nn.ModuleList, nn.Sequential)):
+        stages = list(stages)
+    if not isinstance(stages, (list, tuple)) or not stages or not all(isinstance(one, nn.Module) for one in stages):
+        _refuse(rule, f"stages={_kind(stages)}")
+    inputs = example if isinstance(example, tuple) else (example,)
+    if not tensors_in(inputs):
+        _refuse(rule, f"an example of {_kind(example)}")
+    if loss is not None and not callable(loss):
+        _refuse("the loss is a function of what the last stage returns", _kind(loss))
+    _refuse_sharded(stages, inputs)
+    return _Made(list(stages), inputs, loss)
+
+
+def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...]) -> None:
+    """Refuse tensors that are shares of larger ones: what they take and what they compute would be counted wrong."""
+    held = [(f"stage {at}: {name or 'it'}", one) for at, stage in enumerate(stages)
+            for name, one in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
+    for place, one in [*held, *(("an input of the first stage", one) for one in tensors_in(inputs))]:
+        kind = sharded_kind(one)
+        if kind is not None:
+            rule = "the tensors of a stage are whole: what is sharded over ranks cannot be counted yet"
+            works = "the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()"
+            _refuse(rule, f"{place} is a {kind}", works=works)
+
+
+@contextmanager
+def _stand_ins(made: _Made) -> Iterator[_Made]:
+    """Inside this context, parameters, buffers and inputs that have memory, or are not on the CPU, are replaced by
+    tensors that are counted."""
+    replaced: dict[Tensor, Tensor] = {}
+    changed: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_unallocated(value):
+            return value
+        if value not in replaced:
+            new = torch.empty_like(value, device="cpu", requires_grad=False)
+            is_parameter = isinstance(value, nn.Parameter)
+            replaced[value] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+            replaced[value].requires_grad_(value.requires_grad)
+        return replaced[value]
+
+    try:
+        for module in (module for stage in made.stages for module in stage.modules()):
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and stand_in(tensor) is not tensor:
+                        changed.append((held, name, tensor))
+                        held[name] = stand_in(tensor)
+        yield replace(made, inputs=pytree.tree_map(stand_in, made.inputs))
+    finally:
+        for held, name, tensor in changed:
+            held[name] = tensor
+
+
+def _call(made: _Made, at: int, inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    stage, loss = made.stages[at], made.loss
+    if loss is not None and at == len(made.stages) - 1:
+        return lambda: loss(stage(*inputs))
+    return lambda: stage(*inputs)
+
+
+def _handed_on(outputs: Any) -> tuple[Any, ...]:
+    """The inputs of the next stage: ``outputs`` as leaves that need a gradient."""
+    listed = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+    return tuple(
+        one.detach().requires_grad_(one.is_floating_point()) if isinstance(one, Tensor) else one for one in listed
+    )
+
+
+class _Seen(Exception):
+    """Raised at the first region."""
+
+
+class _Once:
+    """A watcher that stops the forward at the first region."""
+
+    def enter(self, *_: Any) -> None:
+        raise _Seen
+
+    def leave(self) -> None: ...
+
+
+def _has_regions(made: _Made) -> bool:
+    inputs = made.inputs
+    for at in range(len(made.stages)):
+        with _explained(at, made, inputs):
+            try:
+                with watched(_Once()):
+                    inputs = _handed_on(_call(made, at, inputs)())
+            except _Seen:
+                return True
+    return False
+
+
+@contextmanager
+def _explained(at: int, made: _Made, inputs: tuple[Any, ...]) -> Iterator[None]:
+    """Add the stage and its inputs to an error that the user's code raises."""
+    try:
+        yield
+    except (CheckpointError, _Seen):
+        raise
+    except VALUES_ASKED as error:
+        rule = "a stage runs without the values of tensors: what is to be planned must not depend on them"
+        _refuse(rule, f"stage {at}, {_said(error)}", error, "shapes that no value decides, such as a fixed capacity of "
+                "experts in place of nonzero(), a mask in place of x[x > 0], torch.where in place of if")
+    except Exception as error:
+        source = "the example" if at == 0 else f"what stage {at - 1} returns"
+        loss = " (or its loss)" if made.loss is not None and at == len(made.stages) - 1 else ""
+        rule = f"stage {at}{loss} runs on {source}"
+        _refuse(rule, f"{', '.join(map(_kind, inputs))}: {_said(error)}", error, "stages that fit: first(x), "
+                "then second(first(x)), on the CPU")
+
+
+def _kind(value: Any) -> str:
+    """A short description of a value, such as ``bfloat16[1, 4096]``."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_kind, value[:4])) + (", ..." if len(value) > 4 else "")
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return type(value).__name__
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _refuse(rule: str, received: str, error: Exception | None = None, works: str = _WORKS) -> NoReturn:
+    try:
+        raise_faults(_CALLER, [Fault(rule, received, works)])
+    except CheckpointError as fault:
+        raise fault from error
+    raise CheckpointError(rule)

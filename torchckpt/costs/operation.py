@@ -1,0 +1,160 @@
+"""Operation: FLOPs and moved bytes of one operator call, counted from its shapes."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from torchckpt.costs.private import fused_attention, is_view
+from torchckpt.tensors import tensors_in
+
+__all__ = ["KERNELS", "Operation", "kernels_of", "operation_of"]
+
+class Operation(NamedTuple):
+    flops: int
+    moved_bytes: int
+    dtype: str
+    """The dtype that it computes with, such as ``"bfloat16"``."""
+
+
+def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operation:
+    """The costs of one call. Torch's counter has the FLOPs of products and convolutions; other operators count none.
+    Every tensor is read or written once; a view moves nothing."""
+    name, read, written = operator.overloadpacket, tensors_in((args, kwargs)), tensors_in(outputs)
+    moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
+    if moved_bytes:
+        moved_bytes += min(sum(map(_bytes, read)), 2 * moved_bytes if str(name) in _PICKS else _EVERYTHING)
+    dtype = next((tensor.dtype for tensor in [*read, *written] if tensor.is_floating_point()), torch.float32)
+    return Operation(_flops(name, args, kwargs, outputs), moved_bytes, str(dtype).removeprefix("torch."))
+
+
+_EVERYTHING = 1 << 62
+_IDLE = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+_PICKS = {f"aten.{name}" for name in ("embedding", "gather", "index", "index_select")}
+"""Operators that read only as many bytes of a table as they return."""
+
+
+def _flops(name: Any, args: Any, kwargs: Any, outputs: Any) -> int:
+    if str(name) in _ATTENTION:
+        return _ATTENTION[str(name)](args)
+    count = flop_registry.get(name)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
+
+
+def _attention(args: Any) -> int:
+    query, key, value = (tensor.shape for tensor in args[:3])
+    count: Callable[..., int] = sdpa_flop_count
+    return count(query, _with_heads(key, query), _with_heads(value, query))
+
+
+def _attention_backward(args: Any) -> int:
+    gradient, query, key, value = (tensor.shape for tensor in args[:4])
+    count: Callable[..., int] = sdpa_backward_flop_count
+    return count(gradient, query, _with_heads(key, query), _with_heads(value, query))
+
+
+def _with_heads(shape: torch.Size, query: torch.Size) -> torch.Size:
+    """The shape of keys or values with a head for each head of the queries. Torch before 2.13 cannot count fewer."""
+    return torch.Size((shape[0], query[1], *shape[2:]))
+
+
+_ATTENTION: dict[str, Callable[[Any], int]] = {
+    f"aten._scaled_dot_product_{kernel}{direction}": count
+    for direction, count in (("", _attention), ("_backward", _attention_backward))
+    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+"""FLOP counts of attention. Torch's registry lacks the kernel of the CPU before 2.15."""
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The bytes that are moved. An expanded tensor counts as its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+KERNELS = ("accelerator", "cpu")
+_LARGEST_HEAD = 256
+"""The width of a head that fused kernels take."""
+
+
+def kernels_of(name: str) -> AbstractContextManager[Any]:
+    """Inside this context, operators run the kernels of ``name``, one of :data:`KERNELS`."""
+    return _Accelerator() if name == "accelerator" else nullcontext()
+
+
+class _Accelerator(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = _FUSED.get(function, function)
+        return run(*args, **(kwargs or {}))
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # then an accelerator has no kernel either
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    found: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _accelerated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    grouped = query.shape[-3] != key.shape[-3]
+    by_flash = attn_mask is None and query.dtype in (torch.float16, torch.bfloat16)
+    if query.dim() != 4 or query.shape[-1] > _LARGEST_HEAD or value.shape[-1] != query.shape[-1] or (
+        grouped and not by_flash
+    ):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return fused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """A stand-in for the fused RMS norm, which a CPU does not have. It runs layer norm, which reads and writes the same
+    bytes, and leaves out the mean of each row. Its numbers would be wrong, but tensors without memory have none."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        outputs = torch.native_layer_norm(input, shape, weight, None, 1e-5)[0]
+        rows = input.shape[: input.dim() - len(shape)]
+        kind = torch.float64 if input.dtype == torch.float64 else torch.float32
+        scale = torch.empty((*rows, *(1 for _ in shape)), dtype=kind)
+        ctx.shape = shape
+        ctx.save_for_backward(input, weight, scale)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        input, weight, scale = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        found = backward(gradient, input, ctx.shape, scale, scale, weight, None, wanted)
+        return found[0], None, found[1]
+
+
+_FUSED: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.scaled_dot_product_attention: _accelerated_attention,
+}

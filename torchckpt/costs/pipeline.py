@@ -1,0 +1,195 @@
+"""Costs: the stages of a pipeline in seconds and bytes, of a model that is never run.
+
+The problem: a plan needs costs, and a model that is worth planning needs machines before it can be measured. The
+answer: the stages are made and run, forwards and backwards, with tensors that have a shape and no memory. Bytes are
+those of a run, exactly; FLOPs are counted by torch's flop counter; seconds are the larger of what an operation computes
+and what it moves, by the data sheet of a device (:mod:`torchckpt.planning.device`), and the share of its peak that is
+believed to be reached. What eager mode runs is counted, one operation after the other: a compiler that fuses
+operations moves less.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchckpt.costs.chain import Build, counted_chain
+from torchckpt.costs.count import Counted, Part
+from torchckpt.costs.operation import KERNELS, Operation
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.planning.device import Device, device_named
+from torchckpt.planning.draw.units import aligned
+from torchckpt.planning.work.block import Block, Link, Stage, fixed
+
+__all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
+
+EFFICIENCY = 0.5
+"""The default share of peak FLOPs. Large models reach 0.3 to 0.6 in training."""
+_CALLER = "pipeline_costs()"
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp64": torch.float64,
+}
+_LEAST_SECONDS = 1e-9
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """The result of :func:`pipeline_costs`, for ``plan_pipeline(schedule, costs.stages, budget, costs.link)``."""
+
+    device: Device
+    efficiency: float
+    stages: tuple[Stage, ...]
+    counted: tuple[Counted, ...]
+    """The same in FLOPs and bytes, by block."""
+    link: Link
+    optimizer_bytes: float | None = None
+    """Of each trained parameter, as asked."""
+
+    def __str__(self) -> str:
+        rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
+        for at, (stage, own) in enumerate(zip(self.stages, self.counted)):
+            parts = [own.before, *own.blocks, own.after]
+            flops = sum(part.forward.flops + part.input_grad.flops + part.weight_grad.flops for part in parts)
+            rows.append((
+                str(at),
+                str(len(stage.blocks)),
+                f"{sum(part.static.trained for part in parts) / 1e9:.3g} G",
+                f"{stage.forward_seconds * 1e3:.4g} ms",
+                f"{(stage.input_grad_seconds + stage.weight_grad_seconds) * 1e3:.4g} ms",
+                f"{flops / 1e12:.4g}",
+                f"{stage.saved_bytes / 1e9:.4g} GB",
+                f"{sum(block.boundary_bytes for block in stage.blocks) / 1e9:.4g} GB",
+                f"{stage.static_bytes / 1e9:.4g} GB",
+            ))
+        head = f"{self.device.name}: {self.efficiency:.0%} of its peak, link {self.link.bandwidth / 1e9:.4g} GB/s"
+        size = self.optimizer_bytes
+        state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
+        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\nstatic: weights, their gradients, {state}"
+
+
+def pipeline_costs(
+    build: Build,
+    device: str | Device,
+    *,
+    efficiency: float = EFFICIENCY,
+    dtype: str | None = None,
+    optimizer_bytes: float | None = None,
+    link_bytes_per_second: float | None = None,
+    kernels: str = "accelerator",
+) -> PipelineCosts:
+    """Count the seconds and bytes of the stages that ``build`` makes, without running them on a device.
+
+    >>> def stages():
+    ...     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
+    ...     return [first, second], torch.randn(8, 64)
+    >>> costs = pipeline_costs(stages, "h100")
+    >>> [len(stage.blocks) for stage in costs.stages], costs.stages[0].saved_bytes
+    ([4, 4], 8192)
+
+    Args:
+        build: a function without arguments that returns the stages, a list of modules, and what the first one is called
+            with, a micro-batch: a tensor or a tuple. A third value is the loss, a function of what the last stage
+            returns. It runs where tensors have no memory, so it may make a model of any size; it must not ask for
+            values. What a stage returns, a tensor or a tuple, the next one is called with. Blocks are regions
+            (``torchckpt.checkpoint``); without any, the children of ``nn.Sequential`` and ``nn.ModuleList`` whose
+            class occurs more than once.
+        device: one of ``torchckpt.planning.device.DEVICES``, or a ``Device``.
+        efficiency: the share of peak FLOPs that is reached. Default: 0.5. Memory bandwidth is taken at its peak.
+        dtype: torch's default while ``build`` and the stages run: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"tf32"``
+            (float32, multiplied as TF32), ``"fp64"``. Default: torch's default, that is, what ``build`` makes.
+        optimizer_bytes: of each trained parameter, beside itself and its gradient. Default: those of Adam, two moments
+            in float32, and a copy in float32 of a smaller parameter: 16 bytes a parameter with weight and gradient in
+            either case. A state that is sharded over 64 ranks has 12 / 64.
+        link_bytes_per_second: between neighbouring stages, in one direction. Default: the device's, inside a node.
+        kernels: ``"accelerator"``: dropout, RMS norm and attention save what their kernels on an accelerator save.
+            ``"cpu"``: what a run on a CPU saves, to the byte.
+
+    Raises:
+        ArgumentError: an argument is wrong, or the stages do not run without values, or not on one another.
+    """
+    found = device_named(device) if not isinstance(device, Device) else device
+    raise_faults(_CALLER, _faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
+
+    def seconds_of(operation: Operation) -> float:
+        kind = "tf32" if dtype == "tf32" and operation.dtype == "float32" else operation.dtype
+        return found.seconds(operation.flops, operation.moved_bytes, kind, efficiency)
+
+    chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype])
+    stages = tuple(_stage(at, one, optimizer_bytes) for at, one in enumerate(chain))
+    if not any(stage.blocks for stage in stages):
+        rule = "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
+        raise_faults(_CALLER, [Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)")])
+    bandwidth = found.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
+    return PipelineCosts(found, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
+
+
+def _stage(at: int, own: Counted, optimizer_bytes: float | None) -> Stage:
+    """The planner's stage. A part that has no backward, saves nothing, or changes its input in place is not a block."""
+    before, after, blocks = own.before, own.after, list(own.blocks)
+    first = next((place for place, one in enumerate(blocks) if _is_block(one)), len(blocks))
+    kept = [one for one in blocks if _is_block(one)]
+    fixed_before = [before, *blocks[:first]]
+    fixed_after = [*(one for one in blocks[first:] if not _is_block(one)), after]
+    return Stage(
+        tuple(_block(one, optimizer_bytes) for one in kept),
+        _fixed(fixed_before, optimizer_bytes),
+        _fixed(fixed_after, optimizer_bytes),
+        float(own.message_bytes) if at else 0.0,
+    )
+
+
+def _is_block(part: Part) -> bool:
+    takes_time = part.forward.seconds > 0 and part.input_grad.seconds + part.weight_grad.seconds > 0
+    return takes_time and part.held.saved_bytes > 0 and not part.changes_input
+
+
+def _block(part: Part, optimizer_bytes: float | None) -> Block:
+    return Block(
+        part.forward.seconds,
+        part.input_grad.seconds,
+        part.weight_grad.seconds,
+        max(part.recompute.seconds, _LEAST_SECONDS),
+        part.held.saved_bytes + part.held.unsaved_bytes,
+        part.held.boundary_bytes,
+        part.static.total_bytes(optimizer_bytes),
+    )
+
+
+def _fixed(parts: Sequence[Part], optimizer_bytes: float | None) -> Block:
+    return fixed(
+        sum(part.forward.seconds for part in parts),
+        sum(part.input_grad.seconds for part in parts),
+        sum(part.weight_grad.seconds for part in parts),
+        sum(part.held.saved_bytes for part in parts),
+        sum(part.static.total_bytes(optimizer_bytes) for part in parts),
+    )
+
+
+def _faults(
+    efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object
+) -> list[Fault]:
+    faults = []
+    if not _is_number(efficiency) or not 0 < efficiency <= 1:  # type: ignore[operator]  # it is a number
+        rule = "an efficiency is a share of the peak, above 0 and at most 1"
+        faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
+    if dtype is not None and dtype not in _DTYPES:
+        faults.append(Fault(f"a dtype is one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
+    if optimizer_bytes is not None and not (_is_number(optimizer_bytes) and 0 <= optimizer_bytes < float("inf")):  # type: ignore[operator]  # it is a number
+        rule = "the bytes of the optimizer's state for a parameter are a number from 0"
+        faults.append(Fault(rule, f"optimizer_bytes={optimizer_bytes!r}", "optimizer_bytes=12"))
+    if bandwidth is not None and not (_is_number(bandwidth) and bandwidth > 0):  # type: ignore[operator]  # it is a number
+        rule = "a link moves a number of bytes a second, above 0"
+        faults.append(Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9"))
+    if kernels not in KERNELS:
+        rule, works = f"kernels are those of {' or '.join(KERNELS)}", 'kernels="accelerator"'
+        faults.append(Fault(rule, f"kernels={kernels!r}", works))
+    return faults
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

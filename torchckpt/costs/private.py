@@ -1,0 +1,101 @@
+"""Private: every private name of torch that ``torchckpt.costs`` uses, in one place."""
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
+
+__all__ = [
+    "VALUES_ASKED",
+    "TorchDispatchMode",
+    "fused_attention",
+    "is_unallocated",
+    "is_view",
+    "sequence_now",
+    "sequence_of",
+    "sharded_kind",
+    "unallocated",
+]
+
+VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+"""The errors of a tensor without memory if code reads its values, or needs a shape that depends on them."""
+
+
+_SHARDED = (
+    ("torch.distributed.tensor", "DTensor", "DTensor, as of tensor parallelism or FSDP2's fully_shard()"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+)
+
+
+def unallocated() -> AbstractContextManager[Any]:
+    """Inside this context, new tensors have a device and a shape, but no memory. ``torch.compile`` uses the same mode,
+    which has no public form.
+
+    The ``meta`` device is public, but operators choose other kernels there: attention saves other bytes.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # The mode keeps a weak reference to each new tensor, and needs it only for tensors from outside. Torch cannot swap
+    # the parameters of a converted module (bfloat16(), to()) if they have weak references.
+    mode.fake_tensor_converter.set_tensor_memo = _forget  # type: ignore[method-assign,assignment]
+    return mode
+
+
+def _forget(*_: Any) -> None: ...
+
+
+def is_unallocated(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has no memory and is on the CPU, where operators choose the kernels of a real device."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+
+
+def sharded_kind(value: object) -> str | None:
+    """How a tensor or a module is sharded, in words; None if it is not. What was never imported is not asked for."""
+    for place, name, kind in _SHARDED:
+        found = getattr(sys.modules.get(place), name, None)
+        if found is not None and isinstance(value, found):
+            return kind
+    return None
+
+
+def sequence_now() -> int:
+    """The number that the next autograd node of this thread gets. No public form."""
+    with torch.enable_grad():
+        probe = torch.empty((), requires_grad=True).view(1)
+    return sequence_of(probe.grad_fn) + 1 if probe.grad_fn is not None else 0
+
+
+def sequence_of(node: Node) -> int:
+    """The number of an autograd node: nodes that were made later have larger ones. No public form."""
+    return int(node._sequence_nr())
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator returns a view of its argument, and moves nothing."""
+    returns = operator._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """``scaled_dot_product_attention`` by the kernel of an accelerator: FlashAttention where it can be, otherwise the
+    memory-efficient one. Their operators have no public form."""
+    operators = torch.ops.aten
+    if mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        found = operators._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
+    else:
+        found = operators._scaled_dot_product_efficient_attention(
+            query, key, value, mask, True, dropout, causal, scale=scale
+        )
+    return found[0]  # type: ignore[no-any-return]  # untyped in torch

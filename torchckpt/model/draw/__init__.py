@@ -1,8 +1,0 @@
-"""Timelines for people: text, SVG, traces.
-
-    svg, gantt, trace    the three forms of a timeline
-    memory_svg        the panel of held bytes
-    layout            where rows and lines of a picture stand
-    axis, canvas, style, units      what they share
-"""
-__all__: list[str] = []

@@ -1,8 +1,0 @@
-"""The search for an order of operations that fits a byte budget.
-
-    planner, frontier    the whole search; its results for many budgets
-    eviction, improve, order, ruin    its moves ("ruin and recreate" and the like)
-    select            what classical rules keep
-    shortest, exact, retention        exact: Dijkstra's algorithm for a dozen operations; CP-SAT, an optional extra
-"""
-__all__: list[str] = []

@@ -1,0 +1,265 @@
+"""Gantt chart as SVG: who does what when, when gradients arrive, and the memory that it takes, on one time scale.
+
+ [0] title, subtitle
+ ┌ panel, one per timeline ──────────────────────────────────────────────────┐
+ │ [1] name: step, change, idle, peak                                        │
+ │     lines at moments, such as the step without recomputation              │
+ │ [2] stage 0 │ boxes: F, R, B (or I and W); a tick above a row: a gradient │
+ │     stage 1 │ has arrived there                                           │
+ │     copies  │ if asked for: what leaves the stage, under its row          │
+ │ [3] memory                                                                │
+ │ [4] time                                                                  │
+ └───────────────────────────────────────────────────────────────────────────┘
+ [5] legend
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torchckpt.planning.draw.canvas import STYLE, TEXT, Canvas, clipped, headed
+from torchckpt.planning.draw.layout import ARRIVALS, LEFT, RIGHT, WIDTH, WIRE, Layout, box, fits, label_size, layout_of
+from torchckpt.planning.draw.memory_svg import FEW_RANKS, draw_memory, memory_height
+from torchckpt.planning.draw.units import Units, label, number, percent, row_name
+from torchckpt.planning.figures import Event, Message, TimelineFigures
+from torchckpt.planning.order.schedule import Kind
+
+__all__ = ["compare", "svg"]
+
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
+_STYLE = STYLE + """
+.idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
+.moment{stroke:#111827;stroke-width:1.2;stroke-dasharray:4 3} .there{fill:#9fd3f2} .back{fill:#6b8fc9}
+.largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
+"""
+_ON_DARK = "BIW"
+
+_TITLE, _TIMES = 32.0, 38.0
+_LINE = 16.0  # of text
+_LETTER = 0.6  # wide, in sizes of the font
+
+
+def svg(
+    *timelines: TimelineFigures,
+    names: Sequence[str] = (),
+    budget_bytes: float | Sequence[float] | None = None,
+    units: Units | None = None,
+    copies: bool = False,
+    title: str = "",
+    subtitle: str = "",
+    lines: Sequence[Mapping[str, float]] = (),
+) -> str:
+    """One panel per timeline, one over the other, on the same scales of time and memory. The memory is left out where
+    it says nothing: where no timeline has any, and where each curve is 0 or one and the same amount.
+
+    >>> text = svg(simulate(gpipe(2, 4)), budget_bytes=3)  # for Path("step.svg").write_text(text, encoding="utf-8")
+
+    Args:
+        timelines: what to draw, from the top; from the second on, the title says the change from the first.
+        names: of the timelines; by default those of their schedules.
+        budget_bytes: where to draw a line across the memory; by default nowhere. Of a list, with one for each rank,
+            the memory of each rank is drawn by itself, under its line.
+        units: how to write times and memory; by default time is a bare number, memory counts in A.
+        copies: under the row of each rank, one for the activations and one for the gradients that it sends to others.
+        title, subtitle: above all panels: what the picture shows, in words, and of what.
+        lines: per timeline, by name the seconds at which to draw lines down its panel.
+    """
+    layout = layout_of(timelines, budget_bytes, units or Units(), copies, lines)
+    canvas = Canvas(WIDTH)
+    y, titles = headed(canvas, LEFT, title, subtitle), [title] if title else []
+    for index, timeline in enumerate(timelines):
+        name = names[index] if index < len(names) else _name(timeline)
+        facts = _facts(timeline, timelines[0] if index else None, layout.units)
+        titles.append(f"{name}: {facts}")
+        y = _panel(canvas, timeline, (name, facts), layout, y, lines[index] if index < len(lines) else {})
+    bottom = _legend(canvas, timelines, layout, y)
+    return canvas.text(bottom, "; ".join(titles), _STYLE)
+
+
+def compare(
+    before: TimelineFigures,
+    after: TimelineFigures,
+    names: tuple[str, str] = ("before", "after"),
+    budget_bytes: float | None = None,
+    units: Units | None = None,
+) -> str:
+    """``before`` over ``after``, on the same scales; see :func:`svg`."""
+    return svg(before, after, names=names, budget_bytes=budget_bytes, units=units)
+
+
+def _name(timeline: TimelineFigures) -> str:
+    schedule = timeline.schedule
+    return f"{schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches"
+
+
+def _facts(timeline: TimelineFigures, first: TimelineFigures | None, units: Units) -> str:
+    """[1]"""
+    step, idle, peaks = timeline.step_seconds, timeline.idle_share, timeline.peak_bytes
+    change = f" ({step / first.step_seconds * 100 - 100:+.1f} %)" if first and first.step_seconds else ""
+    mean = sum(idle) / len(idle) if idle else 0.0
+    peak = f", peak {units.of_memory(max(peaks, default=0.0))}" if any(timeline.memory) or not peaks else ""
+    return f"step {units.of_time(step)}{change}, idle {percent(mean)}{peak}"
+
+
+def _panel(
+    canvas: Canvas,
+    timeline: TimelineFigures,
+    title: tuple[str, str],
+    layout: Layout,
+    top: float,
+    lines: Mapping[str, float],
+) -> float:
+    """Draw ``timeline`` from ``top`` on; where the next panel begins."""
+    name, facts = title
+    room = WIDTH - RIGHT - LEFT - (len(facts) + 1) * 14 * _LETTER
+    canvas.words(LEFT, top + 22, clipped(name, int(room / (15 * _LETTER))), class_="name")
+    canvas.words(WIDTH - RIGHT, top + 22, facts, class_="facts end")
+    rows = top + _TITLE + len(lines) * _LINE
+    ends = rows + len(timeline.schedule.ranks) * layout.pitch
+    bottom = ends + memory_height(timeline, layout)
+    _grid(canvas, layout, rows, bottom)
+    _rows(canvas, timeline, layout, rows)
+    draw_memory(canvas, timeline, layout, bottom)
+    _moments(canvas, layout, lines, rows, ends)
+    _times(canvas, layout, bottom)
+    return bottom + _TIMES
+
+
+def _moments(canvas: Canvas, layout: Layout, lines: Mapping[str, float], top: float, bottom: float) -> None:
+    """Each line has its name beside its upper end, the last one highest, so that no line crosses a name."""
+    for place, (name, at) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
+        x, y = layout.time(at), top - (place + 1) * _LINE
+        is_left = x > (LEFT + WIDTH) / 2
+        canvas.line(x, y + 2, x, bottom, class_="moment")
+        text = f"{name} {layout.units.of_time(at)}"
+        canvas.words(x - 5 if is_left else x + 5, y + 12, text, class_="end" if is_left else "start")
+
+
+def _grid(canvas: Canvas, layout: Layout, top: float, bottom: float) -> None:
+    for tick in layout.time.ticks(10, layout.units.seconds):
+        canvas.line(layout.time(tick), top, layout.time(tick), bottom, class_="grid")
+
+
+def _rows(canvas: Canvas, timeline: TimelineFigures, layout: Layout, top: float) -> None:
+    """[2]"""
+    pitch = layout.pitch
+    every = -(-(28 if layout.show_copies else 15) // int(pitch))  # rows from one name to the next, so that none touch
+    for rank in range(len(timeline.schedule.ranks)):
+        y = top + rank * pitch + ARRIVALS
+        canvas.rectangle(LEFT, y, layout.time(timeline.step_seconds) - LEFT, layout.row_height, class_="idle")
+        if rank % every == 0:
+            name = row_name(timeline.schedule, rank)
+            canvas.words(LEFT - 8, y + layout.row_height / 2 + 5, name, class_="end")
+        _boxes(canvas, timeline, [event for event in timeline.events if event.rank == rank], layout, y)
+        if layout.show_copies and every == 1:
+            canvas.words(LEFT - 8, y + layout.row_height + 1 + WIRE, "copies", class_="end")
+        if layout.show_copies:
+            _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
+        arrived = [(layout.time(at), y - ARRIVALS + 0.5) for at in _arrivals(timeline, rank)]
+        if arrived:
+            canvas.ticks(arrived, ARRIVALS - 0.5, class_="arrival")
+
+
+def _boxes(canvas: Canvas, timeline: TimelineFigures, events: Sequence[Event], layout: Layout, y: float) -> None:
+    """What one rank does."""
+    height, size = layout.row_height, label_size(layout.row_height)
+    by_kind: dict[str, list[tuple[float, float, float, float]]] = {}
+    for event in events:
+        x, width = box(event, layout.time)
+        by_kind.setdefault(event.action.kind.value, []).append((x, y, width, height))
+    for kind, boxes in by_kind.items():
+        canvas.boxes(boxes, class_=kind)
+    for event in events if layout.show_labels else ():
+        text, (x, width) = label(timeline.schedule, event.action), box(event, layout.time)
+        shade = "light" if event.action.kind.value in _ON_DARK else "dark"
+        if fits(text, width, height):
+            place = (x + width / 2, y + height / 2 + size * 0.36)
+            canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
+
+
+def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: Layout, y: float) -> None:
+    """What ``rank`` sends to others: activations, and under them gradients."""
+    sent: dict[str, list[tuple[float, float, float, float]]] = {"there": [], "back": []}
+    for message in _from(timeline, rank):
+        x, end = layout.time(message.sent_seconds), layout.time(message.arrived_seconds)
+        way = "there" if message.action.kind is Kind.FORWARD else "back"
+        sent[way].append((x, y + (WIRE if way == "back" else 0.0), end - x - min(1.0, 0.15 * (end - x)), WIRE - 2))
+    for way, boxes in sent.items():
+        if boxes:
+            canvas.boxes(boxes, class_=way)
+
+
+def _from(timeline: TimelineFigures, rank: int) -> list[Message]:
+    """What goes from ``rank`` to another one."""
+    placement = timeline.schedule.placement
+    return [
+        message
+        for message in timeline.messages
+        if placement[message.action.stage] == rank != placement[message.to_stage]
+    ]
+
+
+def _arrivals(timeline: TimelineFigures, rank: int) -> list[float]:
+    """When gradients come to ``rank`` from another one."""
+    placement = timeline.schedule.placement
+    return [
+        message.arrived_seconds
+        for message in timeline.messages
+        if message.action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
+        and placement[message.to_stage] == rank != placement[message.action.stage]
+    ]
+
+
+def _times(canvas: Canvas, layout: Layout, bottom: float) -> None:
+    """[4]"""
+    unit = layout.units.time
+    canvas.words(LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
+    canvas.line(LEFT, bottom, WIDTH - RIGHT, bottom, class_="axis")
+    for tick in layout.time.ticks(10, layout.units.seconds):
+        canvas.line(layout.time(tick), bottom, layout.time(tick), bottom + 4, class_="axis")
+        canvas.words(layout.time(tick), bottom + 17, number(tick / layout.units.seconds), class_="middle")
+
+
+def _legend(canvas: Canvas, timelines: Sequence[TimelineFigures], layout: Layout, top: float) -> float:
+    """[5]; where it ends."""
+    x, y = LEFT, top + 8
+    for style, text in _entries(timelines, layout):
+        width = 34 + len(text) * TEXT * _LETTER
+        if x + width > WIDTH and x > LEFT:
+            x, y = LEFT, y + 18
+        _key(canvas, style, x, y)
+        canvas.words(x + 18, y, text)
+        x += width
+    return y + 16
+
+
+def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple[str, str]]:
+    present = {event.action.kind.value for timeline in timelines for event in timeline.events}
+    entries = [(kind, name) for kind, name in _NAMES.items() if kind in present]
+    if {"B", "I"} <= present:  # of one colour
+        entries = [(kind, "backward, input gradient" if kind == "B" else name) for kind, name in entries if kind != "I"]
+    if any(_arrivals(timeline, rank) for timeline in timelines for rank in range(len(timeline.schedule.ranks))):
+        entries.append(("arrival", "a gradient arrives"))
+    if layout.show_copies:
+        entries += [("there", "an activation on its way"), ("back", "a gradient on its way")]
+    if not layout.show_memory:
+        return entries
+    if layout.own_bytes:
+        return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
+    if any(1 < len(timeline.memory) <= FEW_RANKS for timeline in timelines):
+        entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
+    else:
+        entries.append(("largest", "memory of the rank that needs most"))
+    if layout.budget_bytes is not None:
+        entries.append(("budget", f"budget {layout.units.of_memory(layout.budget_bytes)}"))
+    return entries
+
+
+def _key(canvas: Canvas, style: str, x: float, y: float) -> None:
+    if style == "arrival":
+        canvas.line(x + 6, y - 9, x + 6, y + 1, class_=style)
+    elif style == "budget":
+        canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
+    elif style in ("largest", "curve"):
+        canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
+    else:
+        canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")

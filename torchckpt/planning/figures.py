@@ -1,0 +1,60 @@
+"""Figures: one step as data, simulated or measured, and what follows from it. No text and no picture."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchckpt.planning.order.schedule import Action, Schedule
+
+__all__ = ["Event", "Message", "TimelineFigures"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action on a rank, from ``start_seconds`` to ``end_seconds``."""
+
+    rank: int
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What ``action`` sent to ``to_stage``: an activation after a forward, a gradient after a backward."""
+
+    action: Action
+    to_stage: int
+    sent_seconds: float
+    arrived_seconds: float
+
+
+@dataclass(frozen=True)
+class TimelineFigures:
+    """When everything of one step happened."""
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+    messages: tuple[Message, ...]
+    memory: tuple[tuple[tuple[float, float], ...], ...]
+    """Per rank the curve of bytes alive, as (time, bytes) at each change."""
+    exposed_seconds: tuple[float, ...] = ()
+    """Per stage, by how much its recomputation lengthens the step."""
+    critical_path: tuple[Event | Message, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        return max((event.end_seconds for event in self.events), default=0.0)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank."""
+        return tuple(max((amount for _, amount in curve), default=0.0) for curve in self.memory)
+
+    @property
+    def idle_share(self) -> tuple[float, ...]:
+        """Per rank, the share of the step in which it computes nothing."""
+        step = self.step_seconds
+        busy = [0.0] * len(self.schedule.ranks)
+        for event in self.events:
+            busy[event.rank] += event.end_seconds - event.start_seconds
+        return tuple(1 - seconds / step if step else 0.0 for seconds in busy)

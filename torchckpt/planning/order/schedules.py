@@ -1,0 +1,248 @@
+"""Schedules: the pipeline schedules of the literature, as data.
+
+``p`` is the number of stages where every rank has one, ``m`` the number of micro-batches. Schedules with several
+stages on a rank take ``ranks`` instead. Where torch.distributed.pipelining has a schedule of the same name, the order
+of actions is the same.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.planning.order import schedules
+from torchckpt.planning.order.orders import Visit, at_least, in_turn, nearest, phases, visits, whole
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+
+__all__ = [
+    "NAMES", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "looped_bfs", "named_schedule",
+    "one_f_one_b", "zbv", "zero_bubble",
+]
+
+def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
+
+    >>> [str(action) for action in gpipe(2, 2).ranks[1]]
+    ['1F0', '1F1', '1B0', '1B1']
+
+    Args:
+        last_first: run the backward of the last micro-batch first, as torchgpipe does. Default: False, the first
+            micro-batch first, as torch does.
+    """
+    raise_faults("gpipe()", [*whole("p", p), *whole("m", m)])
+    back = range(m)[::-1] if last_first else range(m)
+    return _looped("gpipe", p, 1, m, lambda j: _all_then_all(j, m, back))
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """1F1B (PipeDream-Flush): stage j runs ``p - 1 - j`` forwards ahead, then one forward and one backward in turn
+    (Narayanan et al. 2021, arXiv:2006.09503).
+
+    >>> [str(action) for action in one_f_one_b(2, 2).ranks[0]]
+    ['0F0', '0F1', '0B0', '0B1']
+
+    Raises:
+        ArgumentError: unless ``m >= p``.
+    """
+    raise_faults("one_f_one_b()", at_least("1F1B", "m", m, "p", p))
+    return _looped("1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=p - 1 - j))
+
+
+def eager_one_f_one_b(p: int, m: int) -> Schedule:
+    """1F1B with twice the forwards ahead, ``2 (p - 1 - j)``, so that messages travel while other micro-batches are
+    computed. It pays if recomputation makes a micro-batch in flight cheap (Zhuang et al. 2023, arXiv:2211.05322).
+
+    Raises:
+        ArgumentError: unless ``m >= p``.
+    """
+    raise_faults("eager_one_f_one_b()", at_least("eager 1F1B", "m", m, "p", p))
+    return _looped("eager_1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=2 * (p - 1 - j)))
+
+
+def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
+    """Interleaved 1F1B: ``chunks`` stages on each rank, depth first (Narayanan et al. 2021, arXiv:2104.04473).
+
+    Micro-batches run in rounds of ``ranks``; if ``ranks`` does not divide ``m``, in rounds of ``m / (m // ranks)``.
+
+    Raises:
+        ArgumentError: unless all rounds have the same number of micro-batches.
+    """
+    raise_faults("interleaved_one_f_one_b()", _even_rounds(ranks, chunks, m))
+    together = m // max(1, m // ranks)
+
+    def order(rank: int) -> Iterable[Action]:
+        ahead = (chunks - 1) * together + 2 * (ranks - 1 - rank)
+        return in_turn(*_there_and_back(range(rank, ranks * chunks, ranks), m, together), ahead)
+
+    return _looped("interleaved_1f1b", ranks, chunks, m, order)
+
+
+def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
+    """Looped BFS: GPipe with ``chunks`` stages on each rank, breadth first. The backward of the last micro-batch runs
+    first (Lamy-Poirier 2023, arXiv:2211.05953)."""
+    raise_faults("looped_bfs()", [*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)])
+
+    def order(rank: int) -> Iterable[Action]:
+        stages = range(rank, ranks * chunks, ranks)
+        forwards = (Action(stage, Kind.FORWARD, i) for stage in stages for i in range(m))
+        return [*forwards, *(Action(j, Kind.BACKWARD, i) for j in stages[::-1] for i in range(m)[::-1])]
+
+    return _looped("looped_bfs", ranks, chunks, m, order)
+
+
+def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
+    """ZB-H1: 1F1B whose weight gradients fill the bubbles, at the memory of 1F1B (Qi et al. 2024, arXiv:2401.10241).
+
+    Rank j runs the weight gradients of a micro-batch j backwards after its input gradients. With several ``chunks``
+    (stages on each rank), the order is that of torch's ``ScheduleInterleavedZeroBubble``. Default: 1 chunk.
+
+    Raises:
+        ArgumentError: unless all rounds have the same number of micro-batches.
+    """
+    raise_faults("zero_bubble()", _even_rounds(ranks, chunks, m))
+    together = m // max(1, m // ranks)
+
+    def order(rank: int) -> Iterable[Action]:
+        there, back = _there_and_back(range(rank, ranks * chunks, ranks), m, together)
+        return in_turn(there, back, (chunks - 1) * together + ranks - 1 - rank, weights_behind=rank)
+
+    return _looped("zero_bubble", ranks, chunks, m, order)
+
+
+def zbv(ranks: int, m: int) -> Schedule:
+    """ZB-V: rank ``r`` has the stages ``r`` and ``2 ranks - 1 - r``. Split backwards leave no bubble if forward, input
+    gradients and weight gradients take equally long (Qi et al. 2024, arXiv:2401.10241, section 6)."""
+    raise_faults("zbv()", [*whole("ranks", ranks), *whole("m", m)])
+    full = max(m, 2 * ranks - 1)
+
+    def order(rank: int) -> Iterable[Action]:
+        up = ranks - rank
+        plan = [
+            (2 * up - 1, "Fa"),
+            (rank, "Fb Fa"),
+            (up, "Fb Ib Wb"),
+            (full - ranks, "Fa Ia Wa Fb Ib Wb"),
+            (rank, "Ia Ib"),
+            (up, "Ia Wa"),
+            (full, "Wb"),
+            (full, "Wa"),
+        ]
+        return phases(plan, {"a": rank, "b": 2 * ranks - 1 - rank}, m)
+
+    return _folded("zbv", ranks, m, order)
+
+
+def dualpipe_v(ranks: int, m: int) -> Schedule:
+    """DualPipeV: a forward of one half of the V overlaps a backward of the other half (DeepSeek-AI 2024,
+    arXiv:2412.19437, cut in half as in github.com/deepseek-ai/DualPipe). Here such pairs run one after the other.
+
+    Raises:
+        ArgumentError: unless ``m >= 2 ranks``.
+    """
+    raise_faults("dualpipe_v()", at_least("DualPipeV", "m", m, "ranks", ranks, factor=2))
+
+    def order(rank: int) -> Iterable[Action]:
+        up = ranks - 1 - rank
+        turns = ["ba"[turn % 2] for turn in range(2 * (rank + 1))]
+        plan = [
+            (2 * up, "Fa"),
+            (rank + 1, "Fa Fb"),
+            (up, "Ib W Fb"),
+            (m - 2 * ranks + rank + 1, "Fa Bb Fb Ba"),
+            (up, "Bb Fb Ba"),
+            (1, " ".join("B" + chunk for chunk in turns[: rank + 1])),
+            (1, " ".join("I" + chunk for chunk in turns[rank + 1 :])),
+            (up, "W Ia"),
+            (rank + 1, "W"),
+        ]
+        return phases(plan, {"a": rank, "b": 2 * ranks - 1 - rank}, m)
+
+    return _folded("dualpipe_v", ranks, m, order)
+
+
+def _all_then_all(stage: int, m: int, back: Iterable[int]) -> Iterable[Action]:
+    return [*(Action(stage, Kind.FORWARD, i) for i in range(m)), *(Action(stage, Kind.BACKWARD, i) for i in back)]
+
+
+def _there_and_back(stages: Sequence[int], m: int, together: int) -> tuple[list[Visit], list[Visit]]:
+    return visits(stages, m, together), visits(stages[::-1], m, together)
+
+
+def _looped(name: str, ranks: int, chunks: int, m: int, order: Callable[[int], Iterable[Action]]) -> Schedule:
+    """A schedule with stage j on rank ``j mod ranks``."""
+    placement = tuple(stage % ranks for stage in range(ranks * chunks))
+    return Schedule(name, tuple(tuple(order(rank)) for rank in range(ranks)), placement, m)
+
+
+def _folded(name: str, ranks: int, m: int, order: Callable[[int], Iterable[Action]]) -> Schedule:
+    """A schedule in a V: the stages go from the first rank to the last, and back to the first."""
+    placement = (*range(ranks), *range(ranks)[::-1])
+    return Schedule(name, tuple(tuple(order(rank)) for rank in range(ranks)), placement, m)
+
+
+def _even_rounds(ranks: int, chunks: int, m: int) -> list[Fault]:
+    faults = [*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)]
+    if faults or m % max(1, m // ranks) == 0:
+        return faults
+    works = nearest(m, lambda other: other % max(1, other // ranks) == 0)
+    rule = "micro-batches run in m // ranks rounds of equal size"
+    return [Fault(rule, f"m={m}, ranks={ranks}: {m // ranks} rounds", f"m={works}, the nearest")]
+
+
+_ONE_STAGE: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+    "eager_1f1b": schedules.eager_one_f_one_b,
+    "zbv": schedules.zbv,
+    "dualpipe_v": schedules.dualpipe_v,
+}
+_CHUNKED: dict[str, Callable[[int, int, int], Schedule]] = {
+    "interleaved_1f1b": schedules.interleaved_one_f_one_b,
+    "looped_bfs": schedules.looped_bfs,
+    "zero_bubble": lambda ranks, chunks, m: schedules.zero_bubble(ranks, m, chunks=chunks),
+}
+_IN_TORCH = {"interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zbv"}
+
+NAMES = (*_ONE_STAGE, *_CHUNKED)
+
+
+def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+    """A schedule by its name.
+
+    >>> named_schedule("1F1B", 4, 8).name
+    '1f1b'
+
+    Args:
+        name: one of ``NAMES``, or torch's name of the schedule. Case, ``-``, ``_`` and a leading ``Schedule`` are
+            ignored.
+        chunks: stages per rank, for schedules in which this number is free. Default: 2; for ``zero_bubble`` 1.
+
+    Raises:
+        ArgumentError: the name is unknown, or the counts do not fit the schedule.
+    """
+    key = _key(name) if isinstance(name, str) else ""
+    found = _IN_TORCH.get(key) or next((known for known in NAMES if key == _key(known)), None)
+    raise_faults("named_schedule()", _faults(name, found, chunks))
+    if found in _ONE_STAGE:
+        return _ONE_STAGE[found](ranks, micro_batches)
+    if chunks is None:
+        chunks = 1 if found == "zero_bubble" else 2
+    return _CHUNKED[str(found)](ranks, chunks, micro_batches)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
+
+
+def _faults(name: object, found: str | None, chunks: int | None) -> list[Fault]:
+    faults = []
+    if found is None:
+        keys = {_key(known): known for known in NAMES} | _IN_TORCH
+        close = get_close_matches(_key(str(name)), keys, n=1, cutoff=0.0)
+        faults.append(Fault(f"a schedule is one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]])))
+    elif found in _ONE_STAGE and chunks is not None:
+        works = f"{found!r} without chunks, or 'interleaved_1f1b'"
+        faults.append(Fault(f"{found!r} fixes its number of stages per rank", f"chunks={chunks!r}", works))
+    if chunks is not None:
+        faults.extend(whole("chunks", chunks))
+    return faults

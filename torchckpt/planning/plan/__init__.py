@@ -1,0 +1,24 @@
+"""Planning of a pipeline under a byte budget, without torch: what to keep, what to recompute, and when.
+
+    pipeline          what users call: ``plan_pipeline``, ``plan_bound``
+    every, balance    all schedules side by side; blocks moved between stages
+    solve             the shortest plan, or an error that says why there is none
+    run               plans for steps that are run
+    result, figures, show    the plan: what users get, its figures, its text and picture
+    rules             the usual ways to recompute, for comparison
+    search            what to keep and when to recompute; the bound
+    problem           the input, checked
+
+>>> from torchckpt.planning import Block, Stage, one_f_one_b
+>>> stages = [Stage((Block(boundary_bytes=0.06),) * 8)] * 4
+>>> plan = plan_pipeline(one_f_one_b(4, 8), stages, budget="50%")
+>>> plan.step_seconds, plan.bound_seconds
+(282.0, 282.0)
+"""
+from torchckpt.planning.plan.pipeline import plan_bound, plan_pipeline
+from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.work.block import Block as Block  # where they were before torchckpt.planning had them
+from torchckpt.planning.work.block import Stage as Stage
+from torchckpt.planning.work.choice import Choice as Choice
+
+__all__ = ["PipelinePlan", "plan_bound", "plan_pipeline"]

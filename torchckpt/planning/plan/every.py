@@ -1,0 +1,141 @@
+"""Every: plan all named schedules under the same budget on the same ranks."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
+from torchckpt.planning.budget import DeviceMemory, Limit
+from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.order.orders import whole
+from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedules import NAMES, named_schedule
+from torchckpt.planning.plan.balance import planned_with_moves
+from torchckpt.planning.plan.problem import problem_of
+from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.plan.show.text import units_of
+from torchckpt.planning.plan.solve import planned
+from torchckpt.planning.work.block import NOTHING, Stage
+from torchckpt.planning.work.inputs import Links, per_stage, plannable_faults
+
+__all__ = ["Comparison", "plan_every"]
+
+_CALLER = "plan_every()"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The plans of all named schedules that fit the budget, shortest step first."""
+
+    plans: tuple[PipelinePlan, ...]
+    too_small: tuple[str, ...]
+    """Schedules that need more than the budget."""
+    reference: PipelinePlan
+    """Whose step, if nothing is recomputed, all others are compared with: of the schedules, the first that fits."""
+
+    @property
+    def best(self) -> PipelinePlan:
+        return self.plans[0]
+
+    def overhead(self, seconds: float) -> float:
+        """The share by which a step of so many seconds is longer than the reference's that keeps all."""
+        return seconds / self.reference.keep_all_seconds - 1
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("schedule", "stages", "step", "over", "bound", "recomputed", "peak")]
+        for plan in self.plans:
+            share = self.overhead(plan.bound_seconds)
+            rows.append((
+                plan.schedule.name,
+                str(plan.schedule.stages),
+                f"{plan.step_seconds:.4g}{' s' * bool(units_of(plan).time)}",
+                f"{self.overhead(plan.step_seconds) * 100:+.1f} %",
+                f"{share * 100:+.1f} %",
+                percent(plan.recomputed_share),
+                units_of(plan).of_memory(max(plan.peak_bytes)),
+            ))
+        lines = [aligned(rows), f"over {self.reference.schedule.name} that keeps all"]
+        if self.too_small:
+            lines.append(f"the budget is too small for {', '.join(self.too_small)}")
+        return "\n\n".join(lines)
+
+
+def plan_every(
+    stages: Sequence[Stage],
+    micro_batches: int,
+    budget: Limit,
+    link: Links = 0.0,
+    *,
+    ranks: int | None = None,
+    balance: bool = False,
+) -> Comparison:
+    """Plan each schedule that has a name and fits.
+
+    Schedules with another number of stages get the same blocks in the same order, cut into stages of as many blocks, if
+    there are enough, and if only the first stage has something before its blocks, and the last after.
+
+    Args:
+        budget: as of :func:`~torchckpt.planning.plan.pipeline.plan_pipeline`; a share is one of the reference's peak.
+        ranks: default: as many as stages.
+
+    Raises:
+        ArgumentError: an argument is wrong, or no schedule fits.
+        BudgetInfeasible: the budget is too small for all.
+    """
+    count = len(stages) if ranks is None and isinstance(stages, Sequence) else ranks
+    raise_faults(_CALLER, [*whole("ranks", count), *whole("micro_batches", micro_batches)])
+    listed, wrong = per_stage(stages, len(stages))
+    raise_faults(_CALLER, wrong or plannable_faults(listed))
+    fitting = list(_fitting(stages, micro_batches, count or 1))
+    if not fitting:
+        received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
+        raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
+    schedule, own = fitting[0]
+    limits = None if isinstance(budget, DeviceMemory) else problem_of(_CALLER, schedule, own, budget, link).budget_bytes
+    reference = planned(problem_of(_CALLER, schedule, own, "100%", link))
+    plans, refused = [], []
+    for schedule, own in fitting:
+        try:
+            problem = problem_of(_CALLER, schedule, own, budget if limits is None else "100%", link)
+            problem = problem if limits is None else problem.within(limits)
+            plans.append(planned_with_moves(problem) if balance else planned(problem))
+        except BudgetInfeasible as error:
+            refused.append((schedule.name, error))
+    if not plans:
+        nearest = min((error for _, error in refused), key=lambda error: error.least_bytes)
+        raise nearest
+    plans.sort(key=lambda plan: plan.step_seconds)
+    return Comparison(tuple(plans), tuple(name for name, _ in refused), reference)
+
+
+def _fitting(stages: Sequence[Stage], micro_batches: int, ranks: int) -> Iterator[tuple[Schedule, Sequence[Stage]]]:
+    """The schedules that fit these counts, each with its stages; 1F1B is the first.
+
+    A schedule with several stages on each rank gets as many as ``stages`` has for a rank, but at least two.
+    """
+    per_rank = max(2, len(stages) // ranks)
+    for name in sorted(NAMES, key=lambda one: one != "1f1b"):
+        for chunks in (None, per_rank):
+            try:
+                schedule = named_schedule(name, ranks, micro_batches, chunks)
+            except ArgumentError:
+                continue
+            own = _cut(stages, schedule.stages)
+            if own is not None and (chunks is not None or name not in ("interleaved_1f1b", "looped_bfs")):
+                yield schedule, own
+
+
+def _cut(stages: Sequence[Stage], count: int) -> Sequence[Stage] | None:
+    if len(stages) == count:
+        return stages
+    blocks = [block for stage in stages for block in stage.blocks]
+    inner = [*(stage.after for stage in stages[:-1]), *(stage.before for stage in stages[1:])]
+    if len(blocks) < count or any(part != NOTHING for part in inner):
+        return None
+    few, more = divmod(len(blocks), count)
+    found, rest = [], iter(blocks)
+    for stage in range(count):
+        found.append(Stage(tuple(next(rest) for _ in range(few + (stage < more)))))
+    found[0] = replace(found[0], before=stages[0].before)
+    found[-1] = replace(found[-1], after=stages[-1].after)
+    return found

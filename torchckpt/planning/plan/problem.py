@@ -1,0 +1,111 @@
+"""Problem: the checked input of the planner, and the forms of it that parts of the planner need."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.planning.budget import DeviceMemory, Limit, bytes_per_rank, without_static
+from torchckpt.planning.order.program import Program
+from torchckpt.planning.order.schedule import Kind, Schedule
+from torchckpt.planning.order.validity import check_schedule
+from torchckpt.planning.plan.search.bound import least_seconds
+from torchckpt.planning.plan.search.holding import Holdings
+from torchckpt.planning.plan.search.lane import Lane, lanes_of
+from torchckpt.planning.step.placement import recomputed_early, without
+from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import Link, Stage, restaged
+from torchckpt.planning.work.choice import Choices
+from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage, plannable_faults
+
+__all__ = ["Problem", "problem_of"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A planning problem whose arguments have been checked."""
+
+    schedule: Schedule
+    """The schedule, without recomputes."""
+    stages: tuple[Stage, ...]
+    links: tuple[Link, ...]
+    budget_bytes: tuple[float, ...]
+    """Per rank."""
+    memory: DeviceMemory | None = None
+    """The device memory from which the budgets were computed; None if the user gave budgets."""
+
+    def step(self, choices: Choices, schedule: Schedule | None = None) -> Step:
+        """A step with these choices. Default: of the schedule as it is."""
+        return Step(schedule or self.schedule, self.stages, self.links, choices)
+
+    @cached_property
+    def keep_all(self) -> Step:
+        """The step that keeps every block."""
+        return self.step({})
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of the schedule without weight gradients."""
+        return self.step({}, without(self.schedule, Kind.WEIGHT_GRAD)).program
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        made: dict[Stage, Holdings] = {}
+        holdings = [made.setdefault(stage, Holdings(stage)) for stage in self.stages]
+        return lanes_of(self.schedule, holdings, self.budget_bytes)
+
+    @cached_property
+    def least_bytes(self) -> tuple[float, ...]:
+        """The peak bytes of each rank if it drops every block."""
+        return tuple(max(lane.profile(lane.all_dropped()), default=0.0) for lane in self.lanes)
+
+    @property
+    def too_small(self) -> list[int]:
+        """The ranks whose budget is below their least bytes."""
+        pairs = zip(self.least_bytes, self.lanes)
+        return [rank for rank, (least, lane) in enumerate(pairs) if least > lane.budget_bytes]
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """A lower bound on the step of every plan; infinite if no plan fits."""
+        return math.inf if self.too_small else least_seconds(self.program, self.lanes)
+
+    def within(self, budget_bytes: Sequence[float]) -> Problem:
+        return replace(self, budget_bytes=tuple(budget_bytes), memory=None)
+
+    def restaged(self, counts: Sequence[int]) -> Problem:
+        """The problem with ``counts`` blocks on the stages. Parameters move with their blocks."""
+        stages = restaged(self.stages, counts)
+        if self.memory is None:
+            return replace(self, stages=stages)
+        static = Step(self.schedule, stages, self.links).static_bytes
+        total = self.memory.total_bytes  # a budget below zero is one of a partition that is not planned
+        return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - one) for one in static))
+
+
+def problem_of(caller: str, schedule: Schedule, stages: Stages, budget: Limit, link: Links) -> Problem:
+    """The problem for the arguments of the caller.
+
+    Raises:
+        ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget``.
+    """
+    check_schedule(caller, schedule)
+    links, wrong_links = per_boundary(link, schedule.stages)
+    listed, wrong_stages = per_stage(stages, schedule.stages)
+    wrong_stages = wrong_stages or plannable_faults(listed)
+    raise_faults(caller, [*_recomputes(schedule), *wrong_stages, *wrong_links])
+    keep_all = Step(schedule, tuple(listed), tuple(links))
+    if isinstance(budget, DeviceMemory):
+        limits = without_static(caller, budget, keep_all.static_bytes)
+        return Problem(schedule, keep_all.stages, keep_all.links, limits, budget)
+    limits = bytes_per_rank(caller, budget, len(schedule.ranks), max(keep_all.peak_bytes))
+    return Problem(schedule, keep_all.stages, keep_all.links, limits)
+
+
+def _recomputes(schedule: Schedule) -> list[Fault]:
+    if not recomputed_early(schedule):
+        return []
+    rule = "the plan says what is recomputed, so the schedule has no R yet"
+    return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]

@@ -1,0 +1,131 @@
+"""Extra memory: memory that a step needs in addition to the activations of its regions and stages, for each action.
+
+This memory is gradients, messages in transit, losses, and the temporary memory of operations. It is measured in a step
+that recomputes everything. A step of a plan needs the same, with one exception: a region uses temporary bytes while it
+runs, and a kept region continues to hold most of them.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import Stage
+from torchckpt.planning.work.choice import Choices
+
+__all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peak_bytes"]
+
+
+class ExtraMemory(NamedTuple):
+    """Additional bytes of one action, beyond the activations of regions and stages."""
+
+    rises: float
+    """Bytes from the start of the action to its highest point."""
+    leaves: float
+    """Bytes that the action adds for later actions; negative if it frees bytes."""
+    enters: float = 0.0
+    """As ``rises``, but only until it starts to recompute. A plan may keep more bytes at that moment."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One measured step in which every region was recomputed. Bytes are relative to those alive before the step."""
+
+    schedule: Schedule
+    choices: Choices
+    levels: Mapping[Action, Level]
+
+    def peaks(self) -> list[float]:
+        """The peak bytes of each rank."""
+        return [max((self._level(one).highest for one in order), default=0.0) for order in self.schedule.ranks]
+
+    def least(self, stages: Sequence[Stage]) -> list[float]:
+        """For each rank, by how many bytes its peak was above the peak that ``stages`` predict."""
+        return [max(0.0, peak - own) for peak, own in zip(self.peaks(), self._step(stages).peak_bytes)]
+
+    def beside(self, stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
+        """The extra memory of each action."""
+        step, found = self._step(stages), {}
+        for rank, order in enumerate(self.schedule.ranks):
+            before = held = 0.0
+            for action, said in zip(order, step.levels(rank)):
+                own = self._level(action)
+                left = own.left - said.left
+                enters = max(0.0, own.entered - held - before)
+                found[action] = ExtraMemory(own.highest - said.highest - before, left - before, enters)
+                before, held = left, said.left
+        return found
+
+    def _step(self, stages: Sequence[Stage]) -> Step:
+        return Step(self.schedule, tuple(stages), (), self.choices)
+
+    def _level(self, action: Action) -> Level:
+        return self.levels.get(action, Level(0.0, 0.0))
+
+
+def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
+    """The extra memory of each action: where several of ``steps`` have it, of the first."""
+    found: dict[Action, ExtraMemory] = {}
+    for step in reversed(steps):
+        found |= step.beside(stages)
+    return found
+
+
+def peak_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> float:
+    """The peak bytes of one rank in a planned step."""
+    return max(highest_bytes(step, rank, beside), default=0.0)
+
+
+def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> Iterator[float]:
+    """The most bytes during each action of one rank."""
+    replays: dict[int, float] = {}  # by stage, what an R rises by
+    for (at, kind, _), one in beside.items():
+        if kind is Kind.RECOMPUTE:
+            replays[at] = max(one.rises, replays.get(at, 0.0))
+    before = held = 0.0
+    for action, said in zip(step.schedule.ranks[rank], step.levels(rank)):
+        choice, stage = step.choice((action.stage, action.micro_batch)), step.stages[action.stage]
+        own = _of(action, beside)
+        if action.kind is Kind.FORWARD:
+            own = _less(own, kept := _last_kept(choice.kept, stage))
+            if kept:  # which it takes as its replay does
+                own = own._replace(rises=max(own.rises, own.leaves + replays.get(action.stage, 0.0)))
+        elif action.kind is Kind.RECOMPUTE and not own.rises:  # nothing was replayed then
+            run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
+            last = stage.blocks[min(choice.early)]  # they are replayed from the last one to the first
+            rises = _less(run, last.freed_bytes).rises - run.leaves
+            own = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
+        elif action.kind is Kind.INPUT_GRAD and choice.late:  # they were replayed by an R then
+            own = own._replace(rises=max(own.rises, replays.get(action.stage, 0.0)))
+        yield max(said.highest + before + own.rises, held + before + own.enters)
+        before, held = before + own.leaves, said.left
+
+
+_NOTHING = ExtraMemory(0.0, 0.0)
+
+
+def _of(action: Action, beside: Mapping[Action, ExtraMemory]) -> ExtraMemory:
+    """The extra memory of ``action``. If its backward was measured in two parts, it is that of both together."""
+    if action in beside or action.kind is not Kind.BACKWARD:
+        return beside.get(action, _NOTHING)
+    rises = leaves = 0.0
+    for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):
+        part = beside.get(action._replace(kind=kind), _NOTHING)
+        rises, leaves = max(rises, leaves + part.rises), leaves + part.leaves
+    return ExtraMemory(rises, leaves)
+
+
+def _less(own: ExtraMemory, held: float) -> ExtraMemory:
+    """The extra memory of a forward, without temporary bytes that it now holds afterwards (``held``)."""
+    return ExtraMemory(own.leaves + max(0.0, own.rises - own.leaves - held), own.leaves)
+
+
+def _last_kept(kept: Sequence[int], stage: Stage) -> float:
+    """The bytes of the kept blocks at the end of ``stage``, up to the last one that is dropped."""
+    held, at = 0.0, len(stage.blocks) - 1
+    while at in kept:
+        held, at = held + stage.blocks[at].freed_bytes, at - 1
+    return held

@@ -1,0 +1,184 @@
+"""Fit measured: a plan for a budget that covers all memory of a step, not only the activations.
+
+Measured steps show, for each action, the bytes of gradients, messages in transit, losses, and temporary memory. The
+planner gets the rest of the budget for activations. These bytes are not all alive at once, so how much of a budget is
+left for activations is seen from a plan: a rank that would exceed its budget gets so much less, one that would not use
+all of it so much more, and it is planned again. The shortest plan that fits is returned.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.plan.problem import Problem, problem_of
+from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, beside_of, peak_bytes
+from torchckpt.planning.plan.run.gradient_sums import summed_as_given
+from torchckpt.planning.plan.solve import planned
+from torchckpt.planning.step.placement import without
+from torchckpt.planning.work.block import Link, Stage
+from torchckpt.planning.work.choice import first_blocks
+
+__all__ = ["Fitted", "before_pairs", "fitted"]
+
+_TRIES = 8
+"""How many plans are made at most."""
+_MORE_TRIES = 5
+"""And when one of them fits."""
+_LEAST_STEP = 0.02
+"""Of a budget: tries differ by so much."""
+_ROUNDING = 1e-9
+_LEAST_BYTES = 1.0
+"""A budget is above zero."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan, and the peak bytes of a step of it."""
+
+    plan: PipelinePlan
+    budget_bytes: tuple[float, ...]
+    """The budget of each rank."""
+    peak_bytes: tuple[float, ...]
+    """The peak of each rank, with its extra memory."""
+
+    @property
+    def fits(self) -> bool:
+        return all(peak <= limit * (1 + _ROUNDING) for peak, limit in zip(self.peak_bytes, self.budget_bytes))
+
+
+def fitted(
+    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes,
+    took: Sequence[MeasuredStep], tied: bool = False, pairs: Collection[tuple[Action, Action]] = (),
+) -> Fitted:
+    """The shortest plan found whose step takes at most ``budget`` bytes. A share is a share of the peak of a step that
+    keeps everything.
+
+    Args:
+        took: the steps that were measured, all of which recomputed everything. The first one did whole backwards.
+        tied: whether stages of a rank share parameters. Default: False.
+        pairs: actions that run as one where the second follows the first; no recompute stands between them.
+
+    Raises:
+        ArgumentError: ``budget`` is not a valid budget.
+        BudgetInfeasible: the budget is below the peak of a step that recomputes everything.
+    """
+    beside, reserve = beside_of(took, stages), took[0].least(stages)
+    problem = problem_of(caller, schedule, stages, "100%", links)
+    everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
+    limits = bytes_per_rank(caller, budget, len(schedule.ranks), everything)
+    least = _recomputing_all(problem, [one.schedule for one in took], limits, beside)
+    if not least.fits:
+        raise _too_small(caller, least)
+    best = least
+    tries = _Tries(limits, _at_least(problem, [limit - own for limit, own in zip(limits, reserve)]))
+    left = _TRIES
+    while left:
+        plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
+        found = Fitted(plan, limits, _peaks(plan, beside))
+        if found.fits and plan.step_seconds < best.plan.step_seconds:
+            best = found
+        if found.fits and plan.step_seconds <= problem.keep_all.seconds:
+            break
+        if not tries.go_on(problem, found.peak_bytes):
+            break
+        left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
+    return best
+
+
+def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -> PipelinePlan:
+    """``plan``, with the recomputes that stand inside of a pair before it, as they will run."""
+    ranks = []
+    for order in plan.schedule.ranks if pairs else ():
+        found: list[Action] = []
+        recomputes: list[Action] = []
+        for action in order:
+            if action.kind is Kind.RECOMPUTE:
+                recomputes.append(action)
+                continue
+            at = len(found) - 1 if found and (found[-1], action) in pairs else len(found)
+            found[at:at] = recomputes
+            found.append(action)
+            recomputes = []
+        ranks.append(tuple(found))
+    return replace(plan, schedule=replace(plan.schedule, ranks=tuple(ranks))) if pairs else plan
+
+
+class _Tries:
+    """The bytes for activations that are tried, by rank."""
+
+    def __init__(self, limits: Sequence[float], within: Sequence[float]) -> None:
+        self.within = tuple(within)
+        self._limits = limits
+        self._fitted = [-math.inf] * len(limits)
+        """The most bytes with which a rank was within its budget."""
+        self._exceeded = [math.inf] * len(limits)
+        """The fewest with which it was not."""
+        self._steps = [_LEAST_STEP * limit for limit in limits]
+
+    def go_on(self, problem: Problem, peaks: Sequence[float]) -> bool:
+        """Take the excess from the ranks that exceeded; if none did, give all what they left. Whether that differs."""
+        left = [limit * (1 + _ROUNDING) - peak for limit, peak in zip(self._limits, peaks)]
+        wanted = [
+            self._less(rank, own, -more) if more < 0 else self._more(rank, own, more if min(left) >= 0 else 0.0)
+            for rank, (own, more) in enumerate(zip(self.within, left))
+        ]
+        before, self.within = self.within, _at_least(problem, wanted)
+        return any(abs(one - other) > limit * _LEAST_STEP / 2
+                   for one, other, limit in zip(before, self.within, self._limits))
+
+    def _less(self, rank: int, own: float, excess: float) -> float:
+        self._exceeded[rank] = own
+        taken = max(excess, self._steps[rank])
+        if self._fitted[rank] >= own:
+            self._fitted[rank] = -math.inf  # that was with other choices of other ranks
+            return own - taken
+        self._steps[rank] *= 2  # what is freed may be less than what is taken
+        return max(own - taken, (own + self._fitted[rank]) / 2)
+
+    def _more(self, rank: int, own: float, left: float) -> float:
+        self._fitted[rank] = own
+        if self._exceeded[rank] <= own:
+            self._exceeded[rank] = math.inf  # likewise
+        return min(own + left, (own + self._exceeded[rank]) / 2) if left else own
+
+
+def _at_least(problem: Problem, within: Sequence[float]) -> tuple[float, ...]:
+    """``within``, where that is enough for a rank that recomputes everything."""
+    return tuple(max(_LEAST_BYTES, *pair) for pair in zip(problem.least_bytes, within))
+
+
+def _peaks(plan: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
+    """The peak bytes of each rank in a step of ``plan``."""
+    return tuple(peak_bytes(plan.step, rank, beside) for rank in range(len(plan.schedule.ranks)))
+
+
+def _recomputing_all(
+    problem: Problem, orders: Sequence[Schedule], limits: tuple[float, ...], beside: Mapping[Action, ExtraMemory]
+) -> Fitted:
+    """The plan that recomputes everything inside the backwards, in that of ``orders`` in which it takes least.
+
+    It depends on measured bytes alone, so that what is too small a budget does not differ from run to run.
+    """
+    within = problem.within(_at_least(problem, problem.least_bytes))
+    late = first_blocks(problem.schedule, problem.stages, max(len(stage.blocks) for stage in problem.stages))
+    found = [PipelinePlan.of(within, without(order), late) for order in orders]
+    fits = [Fitted(plan, limits, _peaks(plan, beside)) for plan in found]
+    return min(fits, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
+
+
+def _too_small(caller: str, least: Fitted) -> BudgetInfeasible:
+    limits, peaks = least.budget_bytes, least.peak_bytes
+    rank = max(range(len(limits)), key=lambda one: peaks[one] / limits[one])
+    return BudgetInfeasible(
+        f"{caller}: a budget holds what a step takes that recomputes everything\n"
+        f"  received: {whole(limits[rank])} bytes for rank {rank}, which takes {enough(peaks[rank])}\n"
+        f"  works:    budget={enough(peaks[rank])} or more, or fewer micro-batches in flight, or smaller ones",
+        peaks[rank],
+        least.plan,
+        rank,
+    )

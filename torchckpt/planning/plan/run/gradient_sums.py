@@ -1,0 +1,84 @@
+"""Gradient sums: weight gradients of a stage in the order of the schedule, since rounding depends on that order.
+
+A plan moves weight gradients. Those of one stage are added up. So weight gradients and whole backwards of a stage have
+to stay in the order of the schedule. A weight gradient that comes too late is moved earlier; one that comes too early
+is moved later.
+"""
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.plan.result import PipelinePlan
+
+__all__ = ["done_whole", "summed_as_given"]
+
+_SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+
+
+def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
+    """``plan``, with weight gradients in the order in which its schedule adds them up.
+
+    Args:
+        tied: whether stages of a rank share parameters; their gradients then go into one sum. Default: False.
+    """
+    ranks = _summed(plan.schedule.ranks, plan.problem.schedule, tied)
+    if ranks == plan.schedule.ranks:
+        return plan
+    summed = PipelinePlan.of(plan.problem, replace(plan.schedule, ranks=ranks), plan.choices)
+    return replace(summed, asked=plan.asked, whole_step=plan.whole_step)
+
+
+def done_whole(schedule: Schedule, tied: bool = False) -> Schedule:
+    """``schedule`` with whole backwards in place of split ones, but for those whose sums would change their order."""
+    ranks = tuple(
+        tuple(action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT_GRAD else action
+              for action in order if action.kind is not Kind.WEIGHT_GRAD)
+        for order in schedule.ranks
+    )
+    return replace(schedule, ranks=_summed(ranks, schedule, tied))
+
+
+def _summed(ranks: Sequence[Sequence[Action]], given: Schedule, tied: bool) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(_ordered(*pair, tied)) for pair in zip(ranks, given.ranks))
+
+
+def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> Iterator[Action]:
+    """The actions of one rank, with its weight gradients in the order of ``given``."""
+    turns: defaultdict[int, deque[Visit]] = defaultdict(deque)  # still to be added, by stage unless tied
+    for stage, kind, i in given:
+        if kind in _SUMS:
+            turns[0 if tied else stage].append((stage, i))
+    early: set[Action] = set()  # weight gradients that have to wait for their turn
+    done: set[Action] = set()
+    begun: set[Visit] = set()
+    for action in planned:
+        stage, kind, i = action
+        if kind not in _SUMS:
+            begun |= {(stage, i)} if kind is Kind.INPUT_GRAD else set()
+            yield action
+            continue
+        turn = turns[0 if tied else stage]
+        while kind is Kind.BACKWARD and turn[0] != (stage, i) and turn[0] in begun:
+            yield _weights(turn[0])
+            done.add(_weights(turn.popleft()))
+        if action in done:
+            continue
+        if turn[0] != (stage, i):  # a backward that is yet to come has to be added first
+            if kind is Kind.BACKWARD:
+                yield Action(stage, Kind.INPUT_GRAD, i)
+                begun.add((stage, i))
+            early.add(_weights((stage, i)))
+            continue
+        yield action
+        turn.popleft()
+        while turn and _weights(turn[0]) in early:
+            yield _weights(turn[0])
+            done.add(_weights(turn.popleft()))
+
+
+def _weights(visit: Visit) -> Action:
+    return Action(visit[0], Kind.WEIGHT_GRAD, visit[1])

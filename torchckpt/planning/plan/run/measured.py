@@ -1,0 +1,82 @@
+"""Measured: steps of a plan that were run, beside the plan."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from torchckpt.planning.draw.units import Units, aligned, percent
+from torchckpt.planning.order.schedule import Action
+from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.plan.show.text import by_stage, units_of
+from torchckpt.planning.step.memory import Curve, Level
+from torchckpt.planning.step.timeline import Timeline
+
+__all__ = ["PlannedStep", "with_levels"]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What a plan says of a step, and what was measured. Collections of bytes have one entry per rank."""
+
+    plan: PipelinePlan
+    measured: Timeline
+    """The last step. Its curves of memory are of the step whose bytes were counted."""
+    steps_seconds: tuple[float, ...]
+    """Of the steps that are remembered."""
+    budget_bytes: tuple[float, ...]
+    planned_peak_bytes: tuple[float, ...]
+    """With what a step takes beside the activations, where steps were measured before the plan was made."""
+    measured_peak_bytes: tuple[float, ...] | None
+    """Of one step, the second with this plan, above what was there before it. None before that."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured, the median."""
+        return median(self.steps_seconds)
+
+    @property
+    def deviation(self) -> float:
+        """Measured over planned, less one."""
+        return self.step_seconds / self.plan.step_seconds - 1
+
+    def table(self) -> str:
+        """For people: the step, the peaks of the ranks, and what is recomputed of the stages."""
+        return f"{aligned(self._steps())}\n\n{aligned(self._peaks())}\n\n{by_stage(self.plan, units_of(self.plan))}"
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.plan.summary}"
+
+    def _steps(self) -> list[tuple[str, ...]]:
+        plan, units = self.plan, _UNITS
+        steps = ("planned", plan.step_seconds), ("measured", self.step_seconds), ("bound", plan.bound_seconds)
+        rows: list[tuple[str, ...]] = [("", "step", "over keeping all")]
+        return rows + [(name, units.of_time(seconds), percent(plan.overhead(seconds))) for name, seconds in steps]
+
+    def _peaks(self) -> list[tuple[str, ...]]:
+        measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
+        rows: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
+        for rank, (planned, found) in enumerate(zip(self.planned_peak_bytes, measured)):
+            texts = (_UNITS.of_memory(planned), "-" if found is None else _UNITS.of_memory(found))
+            rows.append((str(rank), *texts, _UNITS.of_memory(self.budget_bytes[rank])))
+        return rows
+
+
+_UNITS = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
+
+
+def with_levels(measured: Timeline, levels: Sequence[Mapping[Action, Level]]) -> Timeline:
+    """``measured``, with the bytes that its actions were measured to hold on each rank."""
+    times: list[dict[Action, tuple[float, float]]] = [{} for _ in measured.schedule.ranks]
+    for event in measured.events:
+        times[event.rank].setdefault(event.action, (event.start_seconds, event.end_seconds))
+    return replace(measured, memory=tuple(map(_curve, times, levels)))
+
+
+def _curve(times: Mapping[Action, tuple[float, float]], taken: Mapping[Action, Level]) -> Curve:
+    """Of one rank: the most that each action takes, from its start on, and what it leaves."""
+    curve = [(0.0, 0.0)]
+    for action, (start, end) in sorted(times.items(), key=lambda pair: pair[1]):
+        if action in taken:
+            curve += [(start, taken[action].highest), (end, taken[action].left)]
+    return tuple(curve)

@@ -1,0 +1,118 @@
+"""Bound: a lower bound on the seconds of a step, for all plans of a schedule under a byte budget.
+
+Plans may differ in the blocks that they keep, in when they recompute the others, and in when weight gradients run. All
+plans have the same order of forwards and backwards on each rank, and the same costs. For any two actions x and y of a
+rank, where x is y or runs before y::
+
+    end(y) >= start(x) + the forwards and backwards from x to y
+                       + the least recomputation from x on for the backwards from x to y
+                       + the weight gradients of backwards from x to y, except those that can wait beyond y
+
+These cannot overlap: they run on one rank, one after the other. Blocks that were recomputed before x have to fit in
+memory at x; see :mod:`window`. Weight gradients that wait beyond y have to fit in memory during y. So each pair (x, y)
+is an edge of a graph, and so is each message. No step is shorter than the longest path through this graph. One pass
+finds the path. It opens a window only after a rank has idled, since any other window gives a lower bound than the one
+before it. It closes a window whose bound can never again be above that of another.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchckpt.planning.order.program import NOTHING, Program
+from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
+from torchckpt.planning.plan.search.window import Capacity, Window
+
+__all__ = ["least_seconds"]
+
+_TINY = 1e-9
+_MOST_WINDOWS, _FEWEST_WINDOWS, _WORK = 100, 6, 20_000
+"""The most windows of a rank at once, and the fewest; in between, ``_WORK`` over the actions and layers of the rank.
+The windows with the lowest bounds are closed first."""
+
+
+def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
+    """A lower bound on the seconds of every plan.
+
+    Args:
+        program: the program of the schedule without its weight gradients.
+        lanes: one for each rank. Each budget is large enough to recompute everything.
+    """
+    ranks = [_Rank(lane) for lane in lanes]
+    arrived = [-1.0] * program.tokens
+    for token in program.given:
+        arrived[token] = 0.0
+    wire_free = [0.0] * program.wires
+    blocked: dict[int, int] = {}
+    ready = list(range(len(ranks)))
+    while ready:
+        at = ready.pop()
+        rank, instructions = ranks[at], program.ranks[at]
+        while rank.place < len(instructions):
+            needs, gives, _, wire, travel = instructions[rank.place]
+            if needs != NOTHING and arrived[needs] < 0.0:
+                blocked[needs] = at
+                break
+            rank.advance(0.0 if needs == NOTHING else arrived[needs])
+            if gives == NOTHING:
+                continue
+            arrived[gives] = rank.end_seconds
+            if wire != NOTHING:
+                arrived[gives] = wire_free[wire] = max(rank.end_seconds, wire_free[wire]) + travel
+            if gives in blocked:
+                ready.append(blocked.pop(gives))
+    return max((rank.last_seconds() for rank in ranks), default=0.0)
+
+
+class _Rank:
+    """The earliest times of one rank, action by action."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane, self.capacity = lane, Capacity(lane)
+        size = max(1, len(lane) * len(self.capacity.gains))
+        self.most_windows = min(_MOST_WINDOWS, max(_FEWEST_WINDOWS, _WORK // size))
+        self.windows: list[Window] = []
+        self.place = 0
+        self.end_seconds = -1.0
+
+    def advance(self, arrival_seconds: float) -> None:
+        """Add one action, whose input arrives at ``arrival_seconds``."""
+        lane, place = self.lane, self.place
+        if arrival_seconds > self.end_seconds * (1 + _TINY):
+            self.windows.append(Window(self.capacity, place, arrival_seconds))
+        visit, kind = lane.visit_at[place], lane.kinds[place]
+        holdings = lane.holdings[visit]
+        seconds, waits = holdings.forward_seconds, 0.0
+        if kind != FORWARD:
+            seconds = holdings.backward_seconds
+        if kind == INPUT_GRAD:
+            seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
+        for window in self.windows:
+            window.plain_seconds += seconds
+            window.wait_seconds += waits
+            window.pass_place(place)
+        deferrable = 0.0
+        if any(window.wait_seconds for window in self.windows):
+            deferrable = self.capacity.deferrable_seconds(place, visit)
+        self.end_seconds = max(window.seconds + max(0.0, window.wait_seconds - deferrable) for window in self.windows)
+        if kind != FORWARD:
+            self._prune()
+        while len(self.windows) > self.most_windows:
+            self.windows.remove(min(self.windows, key=_seconds))
+        self.place += 1
+
+    def _prune(self) -> None:
+        kept: list[Window] = []
+        for window in self.windows:
+            while kept and not kept[-1].covers(window) and window.covers(kept[-1]):
+                kept.pop()
+            if not (kept and kept[-1].covers(window)):
+                kept.append(window)
+        self.windows = kept
+
+    def last_seconds(self) -> float:
+        """The earliest end of the rank's work, weight gradients included."""
+        return max((window.seconds + window.wait_seconds for window in self.windows), default=0.0)
+
+
+def _seconds(window: Window) -> float:
+    return window.seconds

@@ -1,0 +1,297 @@
+"""Dispatch: simulate one step in which each rank decides what to run next, for given choices of kept blocks.
+
+Forwards and backwards run in the order of the schedule. A rank that would idle recomputes blocks of its next backwards,
+if the budget has room for them until then, or runs a pending weight gradient. If its next forward or backward does not
+fit, it runs pending weight gradients first. A split backward that still does not fit runs as a whole one.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+from torchckpt.planning.order.program import NOTHING, Program
+from torchckpt.planning.plan.search.holding import Holding
+from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, Lane
+
+__all__ = ["RECOMPUTE", "WEIGHT_GRAD", "Done", "SimulatedStep", "Strategy", "dispatch"]
+
+WEIGHT_GRAD, RECOMPUTE = range(INPUT_GRAD + 1, INPUT_GRAD + 3)
+
+_LOOK = 4
+"""How many visits with dropped blocks a rank looks at for an early recompute."""
+_NEVER = -1.0
+_LONG = float("inf")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a rank decides what to do when it would idle."""
+
+    all_at_once: bool = False
+    """Start a recompute only when there is room for all of the visit's blocks that can be early."""
+    next_only: bool = False
+    """Recompute only what the very next backward uses."""
+    patience: float = 0.0
+    """Start work only if at least this share of it is done when the next message arrives."""
+    memory_share: float = _LONG
+    """Have weight gradients wait only while the rank holds less than this share of what keeping all blocks takes."""
+
+
+Done: TypeAlias = tuple[int, int, int, float, int]
+"""One action of a rank: its kind, its visit, how many blocks are early, its end, the token that it waited for."""
+Choice: TypeAlias = tuple[int, int, int]
+"""The next action: its kind, its visit, how many blocks are early."""
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A simulated step, with all decisions of its ranks."""
+
+    step_seconds: float
+    done: list[list[Done]]
+    """The actions of each rank."""
+    arrived: list[float]
+    """When each token arrived; negative if it was not sent."""
+    sender: dict[int, tuple[int, int]]
+    """The rank that sent each token, and the place of the sending action in ``done``."""
+
+    @property
+    def sort_key(self) -> tuple[float, float]:
+        """A key to compare steps, smaller is better: the seconds of the step, then how early messages arrive."""
+        return self.step_seconds, sum(self.arrived)
+
+    def critical(self) -> list[tuple[int, int]]:
+        """Rank and visit of each action on one critical path, from the end of the step to its start."""
+        ends = [own[-1][3] if own else _NEVER for own in self.done]
+        rank = max(range(len(ends)), key=ends.__getitem__)
+        place, path = len(self.done[rank]) - 1, []
+        while place >= 0:
+            _, visit, _, _, awaited = self.done[rank][place]
+            path.append((rank, visit))
+            rank, place = self.sender.get(awaited, (rank, place - 1))
+        return path
+
+
+def dispatch(
+    program: Program,
+    lanes: Sequence[Lane],
+    held: Sequence[Sequence[Holding]],
+    strategy: Strategy,
+    expected: Sequence[float] | None,
+    limit_seconds: float,
+) -> SimulatedStep:
+    """Simulate one step.
+
+    Args:
+        program: the program of the schedule without its weight gradients.
+        lanes: one for each rank.
+        held: the holding of each rank and visit.
+        strategy: how ranks decide when they would idle.
+        expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
+        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
+    """
+    ranks = [_Rank(lane, own, strategy) for lane, own in zip(lanes, held)]
+    return _Clock(program, ranks, expected, limit_seconds).run()
+
+
+class _Rank:
+    """The state of one rank, and its next decision."""
+
+    def __init__(self, lane: Lane, held: Sequence[Holding], strategy: Strategy) -> None:
+        self.lane, self.held = lane, held
+        self.all_at_once, self.next_only = strategy.all_at_once, strategy.next_only
+        self.patience = strategy.patience
+        self.budget_bytes = lane.budget_bytes
+        if strategy.memory_share < _LONG:
+            most = max(lane.profile(lane.all_kept()), default=0.0)
+            self.budget_bytes = min(self.budget_bytes, strategy.memory_share * most)
+        self.last = len(lane.kinds)
+        self.profile = lane.profile(held)
+        """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""
+        self.place = 0
+        self.alive_bytes = 0.0
+        self.early = [0] * len(held)
+        self.waiting: list[int] = []
+        """Visits whose weight gradients are still pending."""
+        self.next_use = 0
+        self.done: list[Done] = []
+        self.left_seconds = lane.plain_seconds + sum(own.late_seconds[0] for own in held)
+
+    def next_in_order(self) -> Choice:
+        """The next action of the order, or a weight gradient that makes room for it: kind, visit, early blocks."""
+        lane, waiting = self.lane, self.waiting
+        visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
+        own, early = self.held[visit], self.early[visit]
+        if kind == FORWARD:
+            adds = own.held_bytes
+        elif kind == BACKWARD:
+            adds = own.use_bytes[early] - own.held_bytes - own.early_bytes[early]
+        else:
+            adds = lane.holdings[visit].full_bytes - own.held_bytes - own.early_bytes[early]
+        if self.alive_bytes + adds > self.budget_bytes:
+            if waiting:
+                return WEIGHT_GRAD, waiting[0], 0
+            if kind == INPUT_GRAD:
+                kind = BACKWARD
+        return kind, visit, early
+
+    def while_idle(self, idle_seconds: float) -> Choice | None:
+        """What to do if the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
+        found = self._recompute()
+        if found and idle_seconds >= self.patience * self.held[found[1]].early_seconds[found[2]]:
+            return found
+        if self.waiting:
+            visit = self.waiting[0]
+            if idle_seconds >= self.patience * self.lane.holdings[visit].weight_grad_seconds:
+                return WEIGHT_GRAD, visit, 0
+        return None
+
+    def _recompute(self) -> Choice | None:
+        """The early recompute to start now, of the next visit that has one; None if there is none, or if it waits."""
+        lane, held, begun = self.lane, self.held, self.early
+        backward, forward, place, visits = lane.backward_place, lane.forward_place, self.place, len(held)
+        visit = self.next_use
+        while visit < visits and (backward[visit] < place or begun[visit] or not held[visit].dropped):
+            visit += 1
+        self.next_use, looked = visit, 0
+        while visit < visits and looked < _LOOK and forward[visit] < place:
+            if self.next_only and backward[visit] != place:
+                return None
+            if held[visit].dropped and not begun[visit]:
+                looked += 1
+                early, later = self._room(visit)
+                if later > early and (self.waiting or self.all_at_once):
+                    return None
+                if early:
+                    return RECOMPUTE, visit, early
+            visit += 1
+        return None
+
+    def _room(self, visit: int) -> tuple[int, int]:
+        """How many blocks can be early now, and how many later, when weight gradients are done or at the backward."""
+        own, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
+        high = max(self.profile[place:use]) if use > place else 0.0
+        now = budget - (high if high > self.alive_bytes else self.alive_bytes)
+        later = _LONG if self.all_at_once else budget - high
+        at_use = budget - self.profile[use] + own.use_bytes[0]
+        use_bytes, early_bytes, most = own.use_bytes, own.early_bytes, 0
+        for count in range(len(use_bytes) - 1, 0, -1):
+            if use_bytes[count] <= at_use and early_bytes[count] <= later:
+                most = most or count
+                if early_bytes[count] <= now:
+                    return count, most
+        return 0, most
+
+    def run(self, kind: int, visit: int, early: int) -> float:
+        """Run an action; returns its seconds."""
+        own, lane = self.held[visit], self.lane
+        holdings = lane.holdings[visit]
+        if kind == WEIGHT_GRAD:
+            self.waiting.pop(0)
+            self.alive_bytes -= holdings.full_bytes
+            return holdings.weight_grad_seconds
+        if kind == RECOMPUTE:
+            self._begin(visit, early)
+            return own.early_seconds[early]
+        self.place += 1
+        if kind == FORWARD:
+            self.alive_bytes += own.held_bytes
+            return holdings.forward_seconds
+        self.alive_bytes -= own.held_bytes + own.early_bytes[early]
+        if kind == BACKWARD:
+            return own.late_seconds[early] + holdings.backward_seconds
+        self.alive_bytes += holdings.full_bytes
+        self.waiting.append(visit)
+        return own.late_seconds[early] + holdings.input_grad_seconds
+
+    def _begin(self, visit: int, early: int) -> None:
+        own, use = self.held[visit], self.lane.backward_place[visit]
+        more = own.early_bytes[early]
+        self.early[visit] = early
+        self.alive_bytes += more
+        for place in range(self.place, use):
+            self.profile[place] += more
+        self.profile[use] += own.use_bytes[early] - own.use_bytes[0]
+
+
+class _Clock:
+    """Wakes a rank when its action ends, or when the message arrives that it waits for."""
+
+    def __init__(
+        self, program: Program, ranks: list[_Rank], expected: Sequence[float] | None, limit_seconds: float
+    ) -> None:
+        self.program, self.ranks, self.expected, self.limit_seconds = program, ranks, expected, limit_seconds
+        self.arrived = [_NEVER] * program.tokens
+        for token in program.given:
+            self.arrived[token] = 0.0
+        self.wire_free = [0.0] * program.wires
+        self.sender: dict[int, tuple[int, int]] = {}
+        self.blocked: dict[int, tuple[int, float]] = {}
+        """By token, the rank that waits for it, and since when."""
+        self.agenda = [(0.0, rank) for rank in range(len(ranks))]
+
+    def run(self) -> SimulatedStep:
+        agenda = self.agenda
+        while agenda:
+            now, at = heappop(agenda)
+            if not self._wake(at, now):
+                return SimulatedStep(_LONG, [rank.done for rank in self.ranks], self.arrived, self.sender)
+        step = max((rank.done[-1][3] for rank in self.ranks if rank.done), default=0.0)
+        return SimulatedStep(step, [rank.done for rank in self.ranks], self.arrived, self.sender)
+
+    def _wake(self, at: int, now: float) -> bool:
+        """Run a rank until it waits, or until another rank comes first in time. False if the step exceeds its limit."""
+        rank, instructions = self.ranks[at], self.program.ranks[at]
+        agenda, arrived, last = self.agenda, self.arrived, rank.last
+        while rank.place < last:
+            token, sends, _, wire, travel = instructions[rank.place]
+            there = 0.0 if token == NOTHING else arrived[token]
+            if 0.0 <= there <= now:
+                choice: Choice | None = rank.next_in_order()
+            else:
+                choice = rank.while_idle(self._idle_seconds(token, there, now))
+            if choice is None:
+                self._sleep(at, now, token, there)
+                return True
+            kind, visit, early = choice
+            seconds = rank.run(kind, visit, early)
+            end = now + seconds
+            rank.done.append((kind, visit, early, end, token if there == now else NOTHING))
+            rank.left_seconds -= seconds
+            if end + rank.left_seconds > self.limit_seconds:
+                return False
+            now = end
+            if sends != NOTHING and kind <= INPUT_GRAD:
+                self._send(at, end, sends, wire, travel)
+            if agenda and agenda[0][0] <= now:
+                heappush(agenda, (now, at))
+                return True
+        for visit in list(rank.waiting):
+            now += rank.run(WEIGHT_GRAD, visit, 0)
+            rank.done.append((WEIGHT_GRAD, visit, 0, now, NOTHING))
+        return True
+
+    def _idle_seconds(self, token: int, there: float, now: float) -> float:
+        """How long the rank expects to wait."""
+        if there < 0.0:
+            there = self.expected[token] if self.expected else _NEVER
+        return there - now if there > now else _LONG
+
+    def _sleep(self, at: int, now: float, token: int, there: float) -> None:
+        if there < 0.0:
+            self.blocked[token] = at, now
+        else:
+            heappush(self.agenda, (there, at))
+
+    def _send(self, at: int, end: float, sends: int, wire: int, travel: float) -> None:
+        arrives = end
+        if wire != NOTHING:
+            free = self.wire_free[wire]
+            arrives = self.wire_free[wire] = (free if free > end else end) + travel
+        self.arrived[sends] = arrives
+        self.sender[sends] = at, len(self.ranks[at].done) - 1
+        if sends in self.blocked:
+            waiter, since = self.blocked.pop(sends)
+            heappush(self.agenda, (arrives if arrives > since else since, waiter))

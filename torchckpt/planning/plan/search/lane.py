@@ -1,0 +1,200 @@
+"""Lane: the forwards and backwards of one rank in their order, and the blocks that it keeps under a byte budget.
+
+Each rank decides by bytes alone: a kept block occupies its bytes from the forward to the backward. Where the budget is
+exceeded, a block of a visit that is alive is dropped. A good choice is the visit whose backward comes last (Belady
+1966); for equal blocks it is optimal. A lane has no weight gradients: :mod:`dispatch` decides when they run.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Kind, Schedule
+from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holding, Holdings
+
+__all__ = ["BACKWARD", "CHOICES", "FORWARD", "Lane", "Reserve", "lanes_of"]
+
+FORWARD, BACKWARD, INPUT_GRAD = range(3)
+_KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.INPUT_GRAD: INPUT_GRAD}
+
+CHOICES = ("last", "even", "cheap")
+"""Which block to drop next: one of the visit whose backward comes last (``last``), one of the visit that keeps most
+blocks (``even``), or the block of any visit with the fewest recompute seconds per byte (``cheap``)."""
+
+_ROUNDING = 1e-11
+"""The share of a budget that sums of bytes may exceed it by, due to rounding. Less than a byte of 60 GB."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """How to choose the kept blocks, and how much memory to reserve. One entry per visit, in the order of backwards."""
+
+    early: tuple[int, ...]
+    """The blocks to have in memory when the backward starts, kept or early."""
+    wait: tuple[int, ...]
+    """How many later actions of the rank a weight gradient may wait for."""
+    order: tuple[str, ...]
+    """One of ``DROP_ORDERS``."""
+    drops: tuple[int, ...]
+    """The blocks that are dropped even if they fit."""
+    choice: str = "last"
+    """One of ``CHOICES``."""
+
+
+class Lane:
+    """One rank. Visits are numbered in the order of their backwards; a place is an index of ``kinds``."""
+
+    def __init__(self, rank: int, schedule: Schedule, holdings: Sequence[Holdings], budget_bytes: float) -> None:
+        order = [action for action in schedule.ranks[rank] if action.kind in _KINDS]
+        self.visits: list[Visit] = [(j, i) for j, kind, i in order if kind is not Kind.FORWARD]
+        number = {visit: at for at, visit in enumerate(self.visits)}
+        self.kinds = [_KINDS[kind] for _, kind, _ in order]
+        self.visit_at = [number[j, i] for j, _, i in order]
+        self.forward_place, self.backward_place = [0] * len(self.visits), [0] * len(self.visits)
+        for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
+            (self.backward_place if kind else self.forward_place)[visit] = place
+        self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.backward_place]
+        self.holdings = [holdings[stage] for stage, _ in self.visits]
+        self.plain_seconds = sum(own.forward_seconds + own.backward_seconds for own in self.holdings)
+        self.budget_bytes = budget_bytes * (1 + _ROUNDING)
+        """The budget, with room for rounding."""
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def all_kept(self) -> list[Holding]:
+        return [own.without(()) for own in self.holdings]
+
+    def all_dropped(self) -> list[Holding]:
+        return [own.levels[DROP_ORDERS[0]][-1] for own in self.holdings]
+
+    def profile(self, held: Sequence[Holding]) -> list[float]:
+        """Bytes alive at each place if backwards are whole and recompute all dropped blocks."""
+        found, alive = [0.0] * len(self.kinds), 0.0
+        for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
+            own = held[visit]
+            if kind:
+                found[place] = alive + own.use_bytes[0] - own.held_bytes
+                alive -= own.held_bytes
+            else:
+                alive += own.held_bytes
+                found[place] = alive
+        return found
+
+    def keep(self, reserve: Reserve) -> list[Holding] | None:
+        """The holding of each visit; None if no choice fits the budget."""
+        return _Sweep(self, reserve).run()
+
+    def reserve(self, early: int, wait: int, order: str, choice: str) -> Reserve:
+        """A reserve that is the same for every visit."""
+        blocks = tuple(min(early, own.blocks) for own in self.holdings)
+        waits = tuple(wait if split else 0 for split in self.is_split)
+        visits = len(self.visits)
+        return Reserve(blocks, waits, (order,) * visits, (0,) * visits, choice)
+
+
+def lanes_of(schedule: Schedule, holdings: Sequence[Holdings], budget_bytes: Sequence[float]) -> list[Lane]:
+    return [Lane(rank, schedule, holdings, budget) for rank, budget in enumerate(budget_bytes)]
+
+
+class _Sweep:
+    """Goes through the order of a lane, and drops blocks, one at a time, where an action exceeds the budget."""
+
+    def __init__(self, lane: Lane, reserve: Reserve) -> None:
+        self.lane, self.reserve = lane, reserve
+        pairs = list(zip(lane.holdings, reserve.order))
+        self.levels = [own.levels[order] for own, order in pairs]
+        self.densities = [own.densities[order] for own, order in pairs]
+        self.level = list(reserve.drops)
+        self.is_alive = bytearray(len(pairs))
+        self.alive_bytes = 0.0
+        self.pending: dict[int, float] = {}
+        """Bytes of pending weight gradients, by the place before which they run at the latest."""
+        self.heap: list[tuple[float, int, int]] = []
+        """The visits that may drop a block: a sort key, the negative visit, and its level when it was pushed."""
+
+    def run(self) -> list[Holding] | None:
+        lane = self.lane
+        for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
+            self.alive_bytes -= self.pending.pop(place, 0.0)
+            if not (self._backward(visit, place) if kind else self._forward(visit)):
+                return None
+        return [levels[level] for levels, level in zip(self.levels, self.level)]
+
+    def _forward(self, visit: int) -> bool:
+        self.alive_bytes += self.levels[visit][self.level[visit]].held_bytes
+        self.is_alive[visit] = 1
+        self._push(visit)
+        while self.alive_bytes > self.lane.budget_bytes:
+            if not (self._drop(-1) or self._run_pending()):
+                return False
+        return True
+
+    def _backward(self, visit: int, place: int) -> bool:
+        lane, reserve = self.lane, self.reserve
+        wait = reserve.wait[visit]
+        early = lane.holdings[visit].blocks if wait else reserve.early[visit]
+        own = self.levels[visit][self.level[visit]]
+        while self.alive_bytes + own.reserved_bytes(early) - own.held_bytes > lane.budget_bytes:
+            if self._drop(visit):
+                continue
+            if early > own.kept:
+                early = min(early, own.kept + len(own.dropped)) - 1
+            elif self.level[visit] + 1 < len(self.levels[visit]):
+                self._lower(visit)
+                own = self.levels[visit][self.level[visit]]
+            elif not self._run_pending():
+                return False
+        self.is_alive[visit] = 0
+        self.alive_bytes -= own.held_bytes
+        if wait:
+            full = lane.holdings[visit].full_bytes
+            self.alive_bytes += full
+            self.pending[place + wait + 1] = self.pending.get(place + wait + 1, 0.0) + full
+        return True
+
+    def _drop(self, but: int) -> bool:
+        """Drop one block of a visit other than ``but``; False if there is none."""
+        heap, aside = self.heap, None
+        while heap:
+            entry = heappop(heap)
+            visit = -entry[1]
+            if not self.is_alive[visit] or entry[2] != self.level[visit]:
+                continue
+            if visit == but:
+                aside = entry
+                continue
+            self._lower(visit)
+            self._push(visit)
+            break
+        else:
+            visit = -1
+        if aside:
+            heappush(heap, aside)
+        return visit >= 0
+
+    def _lower(self, visit: int) -> None:
+        levels, level = self.levels[visit], self.level[visit]
+        self.alive_bytes += levels[level + 1].held_bytes - levels[level].held_bytes
+        self.level[visit] = level + 1
+
+    def _push(self, visit: int) -> None:
+        level = self.level[visit]
+        if level + 1 == len(self.levels[visit]):
+            return
+        choice = self.reserve.choice
+        first = float(-visit)
+        if choice == "even":
+            first = float(level + 1 - len(self.levels[visit]))
+        elif choice == "cheap":
+            first = self.densities[visit][level]
+        heappush(self.heap, (first, -visit, level))
+
+    def _run_pending(self) -> bool:
+        """Run the weight gradients that have waited longest now; False if none wait."""
+        if not self.pending:
+            return False
+        self.alive_bytes -= self.pending.pop(min(self.pending))
+        return True

@@ -1,0 +1,346 @@
+"""Window: consecutive actions of one rank, and the least recomputation in them that every plan needs.
+
+A visit is a micro-batch on a stage. When its backward starts, blocks that are kept or were recomputed early are in
+memory, and have to fit beside those of other visits. A window starts with as many blocks in memory as fit; they cost
+nothing. From then on, blocks that do not fit are lost. A lost block is recomputed inside the window or later, before
+its backward or in it. The visit whose backward comes last loses its blocks first: this is the least loss, for every
+end of the window at once (Belady 1966).
+
+The bound is exact for equal blocks. Blocks that differ are relaxed in two ways, and the larger bound counts:
+
+* *layers*: The seconds of a block are its bytes times its density (seconds per byte). Sorted densities cut these
+  seconds into layers. A layer holds the blocks that are at least as dense as its floor. Its cost is the least bytes
+  that these blocks lose, times the difference to the floor below. A capacity counts only as far as a set of blocks can
+  fill it.
+* *groups*, if few blocks are alive: the most seconds of blocks that fit at once, for visits alive at the same moment.
+"""
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from itertools import combinations
+from typing import TypeAlias
+
+from torchckpt.planning.plan.search.holding import Holdings, density
+from torchckpt.planning.plan.search.lane import FORWARD, Lane
+from torchckpt.planning.step.memory import use_bytes
+
+__all__ = ["Capacity", "Window"]
+
+_Front: TypeAlias = list[tuple[float, float]]
+"""Pairs of bytes and the most recompute seconds of blocks that fit in them; both increase."""
+
+_CLASSES = 8
+"""The most layers."""
+_SUMS = 600
+"""The most sums of block sizes. If there are more, a capacity is not rounded down to such a sum."""
+_FEW_BLOCKS, _FEW_ALIVE = 8, 24
+"""The most blocks of a stage, and blocks alive on a rank at once, for which groups are computed."""
+_POINTS = 48
+"""The most points of a front. If there are more, neighbours are merged into a point that is better than both."""
+_TINY = 1e-9
+
+
+class Capacity:
+    """The bytes that are free on a rank at each position of its order, after those that every plan needs there."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        own = list(dict.fromkeys(lane.holdings))
+        blocks = [block for holdings in own for block in holdings.stage.blocks if block.freed_bytes]
+        self.floors = _floors([density(block) for block in blocks])
+        self.gains = [high - low for low, high in zip([0.0, *self.floors], self.floors)]
+        self.is_equal = len({(block.freed_bytes, block.recompute_seconds) for block in blocks}) <= 1
+        self.least = {holdings: holdings.without(range(holdings.blocks)) for holdings in own}
+        self.backward_extra_bytes = {one: least.use_bytes[0] - least.held_bytes for one, least in self.least.items()}
+        """The least bytes that a backward adds to those that its visit holds when it recomputes all blocks."""
+        self._alive_at(own)
+        self._fillings: dict[tuple[int, int], list[float] | float | None] = {}
+        self._too_many: dict[int, list[dict[Holdings, int]]] = {}
+        """By layer, the counts of visits with too many sums. Larger counts have too many, too."""
+        self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
+        self._options: dict[tuple[Holdings, float, bool], _Front] = {}
+        few = max((len(holdings.stage.blocks) for holdings in own), default=0) <= _FEW_BLOCKS
+        self.has_groups = not self.is_equal and few and self.most_alive <= _FEW_ALIVE
+        layers, visits = range(len(self.gains)), range(len(lane.visits))
+        self.totals = [{holdings: sum(self._sizes(layer, holdings)) for holdings in own} for layer in layers]
+        self.full = [[self._full(visit, layer) for visit in visits] for layer in layers]
+        """By layer and visit, the most bytes that can be in memory when the backward starts."""
+
+    def _alive_at(self, own: Sequence[Holdings]) -> None:
+        """Compute for each place the bytes that are left, and how many visits of each stage are alive."""
+        lane = self.lane
+        counts, used_bytes = dict.fromkeys(own, 0), 0.0
+        self.left_bytes: list[float] = []
+        self.alive: list[int] = []
+        """By place, an index of :attr:`counts`."""
+        self.counts: list[dict[Holdings, int]] = []
+        numbers: dict[tuple[int, ...], int] = {}
+        for kind, visit in zip(lane.kinds, lane.visit_at):
+            holdings = lane.holdings[visit]
+            if kind == FORWARD:
+                counts[holdings] += 1
+                used_bytes += self.least[holdings].held_bytes
+            self.left_bytes.append(lane.budget_bytes - used_bytes)
+            number = numbers.setdefault(tuple(counts.values()), len(numbers))
+            if number == len(self.counts):
+                self.counts.append(dict(counts))
+            self.alive.append(number)
+            if kind != FORWARD:
+                counts[holdings] -= 1
+                used_bytes -= self.least[holdings].held_bytes
+        self.most_alive = max((sum(h.blocks * n for h, n in one.items()) for one in self.counts), default=0)
+
+    def _sizes(self, layer: int, holdings: Holdings) -> list[float]:
+        """The bytes of each block of the stage that belongs to the layer."""
+        floor = self.floors[layer] * (1 - _TINY)
+        blocks = [block for block in holdings.stage.blocks if block.freed_bytes]
+        return [one.freed_bytes for one in blocks if density(one) >= floor]
+
+    def _full(self, visit: int, layer: int) -> float:
+        holdings = self.lane.holdings[visit]
+        if self.is_equal or holdings.blocks > _FEW_BLOCKS:
+            return self.totals[layer][holdings]
+        left = self.left_bytes[self.lane.backward_place[visit]]
+        return max((sizes[layer] for _, _, _, sizes in self.allowed(holdings, left)), default=0.0)
+
+    def rounded(self, layer: int, place: int, amount_bytes: float) -> float:
+        """The most of ``amount_bytes`` that blocks of the visits alive at ``place`` can fill."""
+        if amount_bytes <= 0.0:
+            return 0.0
+        key = layer, self.alive[place]
+        if key not in self._fillings:
+            self._fillings[key] = self._sums(layer, self.counts[self.alive[place]])
+        sums = self._fillings[key]
+        if sums is None:
+            return amount_bytes
+        if isinstance(sums, list):
+            return min(amount_bytes, sums[bisect_right(sums, amount_bytes * (1 + _TINY)) - 1])
+        return int(amount_bytes / sums + _TINY) * sums  # _TINY: the division may round a whole number down
+
+    def _sums(self, layer: int, counts: dict[Holdings, int]) -> list[float] | float | None:
+        """The total bytes of every set of blocks, ascending; the size of one if they are equal; None if too many."""
+        many = self._too_many.setdefault(layer, [])
+        if any(all(counts[holdings] >= few for holdings, few in one.items()) for one in many):
+            return None
+        sizes = [size for holdings, count in counts.items() for size in self._sizes(layer, holdings) * count]
+        if sizes and max(sizes) - min(sizes) <= _TINY * max(sizes):
+            return max(sizes)
+        found = {0.0}
+        for size in sizes:
+            found |= {one + size for one in found}
+            if len(found) > _SUMS:
+                many.append(counts)
+                return None
+        return sorted(found)
+
+    def allowed(self, holdings: Holdings, left_bytes: float) -> list[tuple[float, float, float, list[float]]]:
+        """The sets of blocks that can be in memory when the backward starts.
+
+        Returns:
+            for each set, its bytes, the bytes that the peak of the backward adds to the least that a visit holds, its
+            recompute seconds, and its bytes by layer.
+        """
+        key = holdings, round(left_bytes, 9)
+        if key not in self._allowed:
+            self._allowed[key] = [one for one in self._all_sets(holdings) if one[1] <= left_bytes * (1 + _TINY)]
+        return self._allowed[key]
+
+    def options(self, holdings: Holdings, left_bytes: float, starts: bool) -> _Front:
+        """The front of the sets that can be in memory when the backward starts; with its peak bytes if ``starts``."""
+        key = holdings, round(left_bytes, 9), starts
+        if key not in self._options:
+            sets = self.allowed(holdings, left_bytes)
+            self._options[key] = _front([(high if starts else freed, saved) for freed, high, saved, _ in sets])
+        return self._options[key]
+
+    def _all_sets(self, holdings: Holdings) -> list[tuple[float, float, float, list[float]]]:
+        key = holdings, -1.0
+        if key not in self._allowed:
+            stage, every, found = holdings.stage, range(holdings.blocks), []
+            least = self.least[holdings].held_bytes
+            floors = [floor * (1 - _TINY) for floor in self.floors]
+            for there in (chosen for count in range(len(every) + 1) for chosen in combinations(every, count)):
+                blocks = [stage.blocks[at] for at in there]
+                layers = [sum(one.freed_bytes for one in blocks if density(one) >= floor) for floor in floors]
+                highest = use_bytes(stage, set(every) - set(there)) - least
+                freed = sum(block.freed_bytes for block in blocks)
+                found.append((freed, highest, sum(block.recompute_seconds for block in blocks), layers))
+            self._allowed[key] = found
+        return self._allowed[key]
+
+    def deferrable_seconds(self, place: int, visit: int) -> float:
+        """The most seconds of weight gradients that can wait during the action of ``visit`` at ``place``."""
+        lane = self.lane
+        left = self.left_bytes[place]
+        if lane.kinds[place] != FORWARD:
+            left += self.least[lane.holdings[visit]].held_bytes
+        kinds = dict.fromkeys(own for own, split in zip(lane.holdings, lane.is_split) if split)
+        return _most([(own.full_bytes, own.weight_grad_seconds) for own in kinds], left)
+
+
+def _floors(densities: Sequence[float]) -> list[float]:
+    """The distinct densities, ascending. If there are too many, some; another density counts as the next lower one."""
+    found: list[float] = []
+    for one in sorted(densities):
+        if not found or one > found[-1] * (1 + _TINY):
+            found.append(one)
+    if len(found) > _CLASSES:
+        found = [found[len(found) * at // _CLASSES] for at in range(_CLASSES)]
+    return found
+
+
+def _most(kinds: Sequence[tuple[float, float]], left_bytes: float) -> float:
+    """The most seconds of items that fit in ``left_bytes``. Each kind is (bytes, seconds) of an item."""
+    if not all(size for size, _ in kinds):
+        return math.inf  # what holds nothing can wait forever
+    if left_bytes <= 0.0 or not kinds:
+        return 0.0
+    if len(kinds) > 2:
+        return left_bytes * max(seconds / size for size, seconds in kinds)
+    size, seconds = kinds[0]
+    most = int(left_bytes / size + _TINY)
+    if len(kinds) == 1:
+        return most * seconds
+    return max(count * seconds + _most(kinds[1:], left_bytes - count * size) for count in range(most + 1))
+
+
+class Window:
+    """The actions of a rank from the place where the window was opened to the last one that it has passed."""
+
+    __slots__ = ("anchor", "capacity", "front", "group_before", "group_seconds", "group_total", "kept", "kept_bytes",
+                 "layer_seconds", "order", "plain_seconds", "wait_seconds")
+
+    def __init__(self, capacity: Capacity, place: int, start_seconds: float) -> None:
+        lane = capacity.lane
+        self.capacity = capacity
+        self.plain_seconds = start_seconds
+        """The earliest start of the window, plus the seconds of its forwards and backwards."""
+        self.layer_seconds = self.group_seconds = 0.0
+        """The least seconds of recomputation in the window, by the two relaxations."""
+        self.wait_seconds = 0.0
+        """The seconds of weight gradients that belong to backwards in the window."""
+        places = zip(lane.forward_place, lane.backward_place)
+        alive = [visit for visit, (forward, backward) in enumerate(places) if forward < place <= backward]
+        self.kept = [{visit: full[visit] for visit in alive} for full in capacity.full]
+        self.order = [[*alive] for _ in capacity.full]
+        """By layer, the visits that have blocks in memory, in the order of their backwards."""
+        self.kept_bytes = [sum(kept.values()) for kept in self.kept]
+        self.anchor = -1
+        self.group_before = self.group_total = 0.0
+        self.front: _Front = []
+        if capacity.has_groups:
+            self._start_group(place)
+
+    @property
+    def redo_seconds(self) -> float:
+        return max(self.layer_seconds, self.group_seconds)
+
+    @property
+    def seconds(self) -> float:
+        """The earliest end of the window if its weight gradients run later."""
+        return self.plain_seconds + self.redo_seconds
+
+    def pass_place(self, place: int) -> None:
+        lane = self.capacity.lane
+        visit = lane.visit_at[place]
+        is_forward = lane.kinds[place] == FORWARD
+        for layer, gain in enumerate(self.capacity.gains):
+            if is_forward:
+                self._forward(layer, visit, place)
+            else:
+                self.layer_seconds += gain * self._backward(layer, visit, place)
+        if self.capacity.has_groups and not is_forward:
+            self._backward_of_group(visit, place)
+
+    def _forward(self, layer: int, visit: int, place: int) -> None:
+        full = self.capacity.full[layer][visit]
+        self.kept[layer][visit] = full
+        self.kept_bytes[layer] += full
+        insort(self.order[layer], visit)
+        self._lose(layer, self.capacity.rounded(layer, place, self.capacity.left_bytes[place]), -1)
+
+    def _backward(self, layer: int, visit: int, place: int) -> float:
+        """The bytes of ``visit`` that are lost, and have to be recomputed for its backward."""
+        capacity, kept = self.capacity, self.kept[layer]
+        left = capacity.left_bytes[place]
+        extra = capacity.backward_extra_bytes[capacity.lane.holdings[visit]]
+        own, most = kept[visit], capacity.rounded(layer, place, left)
+        if own > most:
+            self._lose(layer, 0.0, visit)
+            self.kept_bytes[layer] += most - own
+            own = most
+        elif own >= extra:
+            self._lose(layer, most - own, visit)
+        else:
+            self._lose(layer, capacity.rounded(layer, place, left - extra), visit)
+        self.kept_bytes[layer] -= own
+        del kept[visit]
+        order = self.order[layer]
+        at = bisect_left(order, visit)
+        if at < len(order) and order[at] == visit:
+            del order[at]
+        return capacity.totals[layer][capacity.lane.holdings[visit]] - own
+
+    def _lose(self, layer: int, most_bytes: float, but: int) -> None:
+        """Lose bytes of visits other than ``but`` until ``most_bytes`` are left, of the last backward first."""
+        kept, order = self.kept[layer], self.order[layer]
+        excess = self.kept_bytes[layer] - kept.get(but, 0.0) - most_bytes
+        while excess > _TINY * most_bytes and order and order[-1] != but:
+            visit = order[-1]
+            lost = min(kept[visit], excess)
+            kept[visit] -= lost
+            self.kept_bytes[layer] -= lost
+            excess -= lost
+            if not kept[visit]:
+                order.pop()
+
+    def _start_group(self, place: int) -> None:
+        """Start a group: the visits that are alive at ``place``."""
+        self.anchor = place
+        self.group_before, self.group_total = self.group_seconds, 0.0
+        self.front = [(0.0, 0.0)]
+
+    def _backward_of_group(self, visit: int, place: int) -> None:
+        capacity, lane = self.capacity, self.capacity.lane
+        if lane.forward_place[visit] > self.anchor:
+            self._start_group(place)
+        holdings = lane.holdings[visit]
+        options = capacity.options(holdings, capacity.left_bytes[place], place == self.anchor)
+        left = capacity.left_bytes[self.anchor] * (1 + _TINY)
+        sums = [(b + more, s + saved) for b, s in self.front for more, saved in options if b + more <= left]
+        self.front = _front(sums)
+        self.group_total += holdings.stage.recompute_seconds
+        self.group_seconds = self.group_before + self.group_total - (self.front[-1][1] if self.front else 0.0)
+
+    def covers(self, other: Window) -> bool:
+        """Whether the bound of ``other`` can never again be above that of this window.
+
+        From now on, ``other`` recomputes at most as many bytes more as this window holds more of, up to any backward.
+        """
+        ahead = self.plain_seconds - other.plain_seconds
+        slack = min(ahead, ahead + self.wait_seconds - other.wait_seconds) + _TINY * self.plain_seconds
+        if self.capacity.has_groups and slack + self.group_seconds - other.group_seconds < 0.0:
+            return False
+        slack += self.layer_seconds - other.layer_seconds
+        for layer, gain in enumerate(self.capacity.gains):
+            if slack < 0.0:
+                return False
+            more = most = 0.0
+            others = other.kept[layer]
+            for visit, amount in sorted(self.kept[layer].items()):
+                more += amount - others[visit]
+                most = max(most, more)
+            slack -= gain * most
+        return slack >= 0.0
+
+
+def _front(points: Sequence[tuple[float, float]]) -> _Front:
+    found: _Front = []
+    for size, seconds in sorted(points):
+        if not found or seconds > found[-1][1]:
+            found.append((size, seconds))
+    while len(found) > _POINTS:
+        found = [(low[0], high[1]) for low, high in zip(found[::2], found[1::2])] + found[len(found) // 2 * 2 :]
+    return found

@@ -1,0 +1,149 @@
+"""Stored: a plan as JSON, and back."""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+from torchckpt.errors import ArgumentError, Fault
+from torchckpt.planning.order.csv_format import from_csv, to_csv
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.validity import check_schedule
+from torchckpt.planning.plan.figures import PlanFigures, WholeStep
+from torchckpt.planning.plan.problem import problem_of
+from torchckpt.planning.step.placement import recomputed_early
+from torchckpt.planning.work.block import Block, Link, Stage, fixed, restaged
+from torchckpt.planning.work.choice import Choice, State
+
+__all__ = ["read", "written"]
+
+_FORMAT = 1
+_CALLER = "PipelinePlan.from_json()"
+
+
+def written(plan: PlanFigures) -> str:
+    """The plan as JSON: the problem, the order of each rank, and the choices for each visit."""
+    problem = plan.problem
+    stored = {
+        "format": _FORMAT,
+        "schedule": problem.schedule.name,
+        "given": to_csv(problem.schedule),
+        "planned": to_csv(plan.schedule),
+        "stages": [_stored_stage(stage) for stage in (plan.asked or problem).stages],
+        "balance": plan.balance,
+        "links": [[link.latency_seconds, link.bandwidth] for link in problem.links],
+        "budget_bytes": problem.budget_bytes,
+        "bound_seconds": plan.bound_seconds,
+        "choices": [_choices_of(plan, stage) for stage in range(len(problem.stages))],
+    }
+    if plan.whole_step is not None:
+        stored["whole_step"] = plan.whole_step
+    return json.dumps(stored)
+
+
+def read(text: str) -> PlanFigures:
+    """Read the JSON of :func:`written`, and count it again. Its bound is that of the problem.
+
+    Raises:
+        ArgumentError: the text has another format, or its parts contradict each other.
+    """
+    try:
+        stored = json.loads(text)
+        if stored["format"] != _FORMAT:
+            _refuse(f"format {stored['format']}")
+        ranks = len(stored["budget_bytes"])
+        given, planned = (_schedule(stored[name], stored["schedule"], ranks) for name in ("given", "planned"))
+        stages = [_stage(one) for one in stored["stages"]]
+        links = [Link(*pair) for pair in stored["links"]]
+        budgets = _amounts(stored["budget_bytes"], ranks)
+        asked = problem_of(_CALLER, given, stages, "100%", links).within(budgets)
+        problem = replace(asked, stages=restaged(stages, stored["balance"]))
+        choices = {
+            (stage, i): Choice(*(tuple(part) for part in one))
+            for stage, own in enumerate(stored["choices"])
+            for i, one in enumerate(own)
+        }
+        whole = stored.get("whole_step")
+        step = None if whole is None else WholeStep(*(_amounts(own, ranks) for own in whole))
+        plan = PlanFigures(problem, planned, choices, None if problem.stages == asked.stages else asked, step)
+        _check(plan)
+        return plan
+    except ArgumentError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        _refuse(f"{type(error).__name__}: {error}")
+
+
+def _refuse(received: str) -> NoReturn:
+    rule = "a plan is read from what to_json() wrote"
+    raise ArgumentError(f"{_CALLER}: {Fault(rule, received, 'plan.to_json()')}")
+
+
+def _choices_of(plan: PlanFigures, stage: int) -> list[tuple[tuple[int, ...], ...]]:
+    own = (plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches))
+    return [tuple(choice.blocks(state) for state in State) for choice in own]
+
+
+def _schedule(text: str, name: str, ranks: int) -> Schedule:
+    """The schedule of a CSV. Last ranks without actions are not in the CSV, and are added."""
+    found = from_csv(text, name)
+    return replace(found, ranks=(*found.ranks, *[()] * (ranks - len(found.ranks))))
+
+
+_FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved_bytes", "static_bytes")
+
+
+def _stored_stage(stage: Stage) -> dict[str, Any]:
+    parts = {name: {key: getattr(part, key) for key in _FIXED} for name, part in _fixed_parts(stage)}
+    blocks = [asdict(block) for block in stage.blocks]
+    return {"blocks": blocks, **parts, "message_bytes": stage.message_bytes}
+
+
+def _fixed_parts(stage: Stage) -> tuple[tuple[str, Block], ...]:
+    return ("before", stage.before), ("after", stage.after)
+
+
+def _stage(stored: dict[str, Any]) -> Stage:
+    before, after = fixed(**stored["before"]), fixed(**stored["after"])
+    return Stage(tuple(Block(**block) for block in stored["blocks"]), before, after, stored["message_bytes"])
+
+
+def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:
+    found = tuple(map(float, stored))  # type: ignore[arg-type]  # what is no number is refused
+    if len(found) != ranks or not all(0 <= one < math.inf for one in found):
+        _refuse(f"{len(found)} amounts of bytes, {stored}")
+    return found
+
+
+def _check(plan: PlanFigures) -> None:
+    """Refuse unless the plan can run: the actions of its problem in their order, choices for every block, an ``R`` for
+    each visit that has early blocks and for no other, and no more bytes than its budget."""
+    problem, planned, choices = plan.problem, plan.schedule, plan.choices
+    if planned.placement != problem.schedule.placement or planned.micro_batches != problem.schedule.micro_batches:
+        _refuse("the planned schedule has other stages, ranks or micro-batches")
+    for rank, orders in enumerate(zip(problem.schedule.ranks, planned.ranks)):
+        given, own = (_whole(order) for order in orders)
+        split = {(stage, i) for stage, kind, i in orders[0] if kind is Kind.INPUT_GRAD}
+        if given != own or not split.issuperset((stage, i) for stage, kind, i in orders[1] if kind is Kind.INPUT_GRAD):
+            _refuse(f"rank {rank} has another order of forwards and backwards than the schedule that was given")
+    replayed = recomputed_early(planned)
+    for stage, own_stage in enumerate(problem.stages):
+        for i in range(planned.micro_batches):
+            choice = choices[stage, i]
+            if not (isinstance(choice, Choice) and choice.is_of(len(own_stage.blocks))):
+                _refuse(f"choices of stage {stage}, micro-batch {i}")
+            if bool(choice.early) != ((stage, i) in replayed):
+                said = f"{len(choice.early)} early blocks, {'an' if (stage, i) in replayed else 'no'} R"
+                _refuse(f"stage {stage}, micro-batch {i}: {said}")
+    check_schedule(_CALLER, planned)
+    for rank in plan.over_budget:
+        held, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]
+        _refuse(f"rank {rank} holds {held:.12g} bytes, its budget is {budget:.12g}")
+
+
+def _whole(order: Sequence[Action]) -> list[Action]:
+    """Forwards and backwards, all of them whole."""
+    kinds = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.INPUT_GRAD: Kind.BACKWARD}
+    return [action._replace(kind=kinds[action.kind]) for action in order if action.kind in kinds]

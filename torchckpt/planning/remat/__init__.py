@@ -1,0 +1,14 @@
+"""Rematerialization without torch: which operations of one training step to run twice, so that it fits a byte budget.
+
+A step is operations that read and write storages (``dataflow``). A schedule is the order in which they run; a repeat
+makes a value again. ``memory`` says, to the byte, what a schedule needs. All else chooses one: ``late`` from values to
+keep, ``select`` from values that separate inputs from outputs, ``planner`` under a budget, ``exact`` with a proof.
+
+    plan              what users get
+    draw              how it is shown
+    search            the search for an order that fits
+    flow              one traced step, as operations on storages, and its memory
+"""
+from __future__ import annotations
+
+__all__: list[str] = []

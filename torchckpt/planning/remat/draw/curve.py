@@ -1,0 +1,123 @@
+"""Curve: the memory of a schedule over time, at the resolution of a picture, and the times of its repeats."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, takewhile
+from operator import itemgetter
+from typing import NamedTuple
+
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.memory import simulate
+
+__all__ = ["Run", "Span", "joined", "kinds", "runs", "spans", "thinned"]
+
+
+class Run(NamedTuple):
+    """One step of a schedule: an operation, from when to when it runs, and the bytes alive meanwhile."""
+
+    operation: int
+    start_seconds: float
+    end_seconds: float
+    bytes: int
+    in_forward: bool
+    is_repeat: bool
+
+    @property
+    def kind(self) -> str:
+        """``F``, ``B``, or ``R`` of a repeat."""
+        return "R" if self.is_repeat else "F" if self.in_forward else "B"
+
+
+class Span(NamedTuple):
+    """Something with a name, from when to when, and for how many of these seconds."""
+
+    name: str
+    start_seconds: float
+    end_seconds: float
+    seconds: float
+
+
+def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
+    """The steps of ``schedule``. Where no operation takes time, each run takes one second.
+
+    Raises:
+        ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
+    """
+    memory, timed = simulate(flow, schedule), flow.seconds > 0
+    found: list[Run] = []
+    seen: set[int] = set()
+    now = 0.0
+    for step, index in enumerate(schedule):
+        again = index in seen
+        operation = flow.operations[index].repeat if again else flow.operations[index]
+        end = now + (operation.seconds if timed else 1.0)
+        found.append(Run(index, now, end, memory.bytes_during[step], step < memory.boundary, again))
+        seen.add(index)
+        now = end
+    return found
+
+
+def thinned(every: Iterable[Run], finest_seconds: float) -> list[list[Run]]:
+    """Neighbours in groups: shorter ones together until they last ``finest_seconds``, longer ones alone.
+
+    A group is in the forward or in the backward. Drawn as high as its highest run, it shows every peak.
+    """
+    groups: list[list[Run]] = []
+    for run in every:
+        last = groups[-1] if groups else [run]
+        short = max(last[-1].end_seconds - last[0].start_seconds, run.end_seconds - run.start_seconds) < finest_seconds
+        if groups and short and last[0].in_forward == run.in_forward:
+            last.append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def kinds(every: Iterable[Run], finest_seconds: float) -> list[Span]:
+    """Which kind runs when. Where kinds alternate faster than ``finest_seconds``, repeats stand before the others."""
+    phases = []
+    for _, same in groupby(every, lambda run: (run.kind, run.in_forward)):
+        own = list(same)
+        phases.append(own[0]._replace(end_seconds=own[-1].end_seconds))
+    found: list[Span] = []
+    for group in thinned(phases, finest_seconds):
+        now = group[0].start_seconds
+        for kind, members in groupby(sorted(group, key=lambda run: not run.is_repeat), lambda run: run.kind):
+            seconds = sum(run.end_seconds - run.start_seconds for run in members)
+            found.append(Span(kind, now, now + seconds, seconds))
+            now += seconds
+    return found
+
+
+def spans(every: Iterable[Run], paths: Sequence[str], depth: int) -> list[Span]:
+    """What is repeated when, named by the first ``depth`` parts of a path; ``paths`` has that of each operation.
+
+    Repeats of one name with no repeat of another in between are one span.
+    """
+    repeats = ((".".join(paths[run.operation].split(".")[:depth]), run) for run in every if run.is_repeat)
+    found = []
+    for name, members in groupby(repeats, itemgetter(0)):
+        own = [run for _, run in members]
+        seconds = sum(run.end_seconds - run.start_seconds for run in own)
+        found.append(Span(name, own[0].start_seconds, own[-1].end_seconds, seconds))
+    return found
+
+
+def joined(parts: Iterable[Span]) -> list[Span]:
+    """Neighbours with nothing in between as one, named after the first and the last: ``layers.3 - 5``."""
+    found: list[list[Span]] = []
+    for span in parts:
+        if found and found[-1][-1].end_seconds == span.start_seconds:
+            found[-1].append(span)
+        else:
+            found.append([span])
+    return [_joined(together) for together in found]
+
+
+def _joined(together: Sequence[Span]) -> Span:
+    name, last = together[0].name, together[-1].name
+    if name != last:
+        parts = zip(name.split("."), last.split("."))
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], parts)))
+        name = " - ".join(filter(None, (name, ".".join(last.split(".")[shared:]))))
+    return Span(name, together[0].start_seconds, together[-1].end_seconds, sum(span.seconds for span in together))

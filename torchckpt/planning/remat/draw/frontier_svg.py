@@ -1,0 +1,191 @@
+"""Draw the frontier as SVG: of each plan, its peak memory and its extra compute, beside those of other tools."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, cycle
+from typing import NamedTuple, TypeAlias
+
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
+from torchckpt.planning.draw.units import Units, number, percent
+from torchckpt.planning.remat.draw.labels import memory_units
+
+__all__ = ["draw_frontier"]
+
+Point: TypeAlias = tuple[int, float]
+"""The peak in bytes, and the recompute as a share of the eager step."""
+
+
+class _Mark(NamedTuple):
+    """How the points of one tool look."""
+
+    colour: str
+    is_round: bool
+    is_turned: bool
+    is_hollow: bool
+
+
+# The rest of Okabe and Ito's palette; shapes differ too, for print without colours.
+_OURS = _Mark("#0072b2", True, False, False)
+_OTHERS = (
+    _Mark("#d55e00", False, False, False),
+    _Mark("#009e73", False, True, False),
+    _Mark("#cc79a7", True, False, True),
+    _Mark("#e69f00", False, False, True),
+    _Mark("#6b7280", False, True, True),
+)
+_STYLE = STYLE + """
+.budgeted{font-size:11px;paint-order:stroke;stroke:#fff;stroke-width:3px}
+.frontier{fill:none;stroke:#0072b2;stroke-width:1.8} .eager{stroke:#6b7280;stroke-width:1.2;stroke-dasharray:2 3}
+"""
+_WIDTH, _LEFT, _RIGHT = 720.0, 76.0, 24.0
+_END = _WIDTH - _RIGHT
+_BUDGET = 11.0  # the size of a budget's font
+_TOP, _BOTTOM = 116.0, 396.0  # of the chart
+_LONGEST_TITLE, _LONGEST_NAME = 56, 40
+
+
+def draw_frontier(
+    points: Sequence[Point],
+    others: Mapping[str, Sequence[Point]] | None = None,
+    *,
+    eager_peak_bytes: int,
+    title: str = "Memory against recompute",
+    name: str = "torchckpt",
+    cost: str = "extra compute",
+    budgets: Mapping[Point, str] | None = None,
+) -> str:
+    """Peak memory across, extra compute up, as a document for a file: down and to the left is better.
+
+    Args:
+        points: of each plan, its peak in bytes and what it recomputes, as a share of the eager step; in any order. The
+            line is the least recompute of all plans that fit into a memory.
+        others: points of other tools by their names, drawn without a line.
+        eager_peak_bytes: the peak of the step that recomputes nothing.
+        title: above the picture; clipped if long.
+        name: of the tool that made ``points``.
+        cost: what the shares are of, such as ``extra FLOPs`` or ``extra time``.
+        budgets: of any point, what its budget was; written beside it where there is room.
+    """
+    picture = _Frontier(tuple(sorted(points)), dict(others or {}), eager_peak_bytes)
+    canvas = Canvas(_WIDTH)
+    facts = picture.facts
+    headed(canvas, _LEFT, clipped(title, _LONGEST_TITLE), facts)
+    _axes(canvas, picture, cost)
+    if picture.line:
+        canvas.steps([(picture.memory(peak), picture.cost(share)) for peak, share in picture.line], class_="frontier")
+    entries = [(name, _OURS), *zip(picture.others, cycle(_OTHERS))]
+    for (_, mark), of_tool in reversed([*zip(entries, (picture.points, *picture.others.values()))]):
+        for peak, share in of_tool:
+            _mark(canvas, picture.memory(peak), picture.cost(share), mark)
+    _budgets(canvas, picture, budgets or {})
+    return canvas.text(_legend(canvas, entries), f"{title}: {facts}", _STYLE)
+
+
+@dataclass(frozen=True)
+class _Frontier:
+    """What is drawn, and its scales."""
+
+    points: tuple[Point, ...]
+    others: Mapping[str, Sequence[Point]]
+    eager_peak_bytes: int
+
+    @property
+    def line(self) -> list[Point]:
+        """The least share up to each peak."""
+        peaks = [peak for peak, _ in self.points]
+        return list(zip(peaks, accumulate((share for _, share in self.points), min)))
+
+    @property
+    def memory(self) -> Axis:
+        peaks = (peak for peak, _ in self.all)
+        return Axis(max((self.eager_peak_bytes, *peaks)) * 1.04, _LEFT, _END)
+
+    @property
+    def cost(self) -> Axis:
+        most = max((share for _, share in self.all), default=0.0)
+        return Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
+
+    @property
+    def units(self) -> Units:
+        return replace(memory_units(self.memory.extent), digits=3)
+
+    @property
+    def facts(self) -> str:
+        facts = f"eager peak {self.units.of_memory(self.eager_peak_bytes)}"
+        if not self.points:
+            return facts
+        peak, share = self.points[0]
+        of_eager = f" ({percent(peak / self.eager_peak_bytes)} of it)" if self.eager_peak_bytes else ""
+        return f"{facts}; the least here {self.units.of_memory(peak)}{of_eager} for +{percent(share)}"
+
+    @property
+    def all(self) -> list[Point]:
+        return [*self.points, *chain.from_iterable(self.others.values())]
+
+
+def _axes(canvas: Canvas, picture: _Frontier, cost: str) -> None:
+    memory, units, eager = picture.memory, picture.units, picture.eager_peak_bytes
+    for tick in picture.cost.ticks(6, 0.01):
+        canvas.line(_LEFT, picture.cost(tick), _END, picture.cost(tick), class_="grid")
+        canvas.words(_LEFT - 8, picture.cost(tick) + 4, f"{number(tick * 100)} %", class_="end")
+    middle = (_TOP + _BOTTOM) / 2
+    canvas.words(20, middle, cost, class_="middle", transform=f"rotate(-90 20 {middle:g})")
+    for tick in memory.ticks(8, units.bytes):
+        canvas.line(memory(tick), _BOTTOM, memory(tick), _BOTTOM + 4, class_="axis")
+        canvas.words(memory(tick), _BOTTOM + 17, number(tick / units.bytes), class_="middle")
+    across = (_LEFT + _END) / 2
+    canvas.words(across, _BOTTOM + 34, f"peak memory, {units.memory}", class_="middle")
+    canvas.words(across, _TOP - 26, "peak memory, % of eager", class_="middle")
+    for share in Axis(memory.extent / eager, 0, 1).ticks(8, 0.01) if eager else ():
+        canvas.line(memory(share * eager), _TOP - 4, memory(share * eager), _TOP, class_="axis")
+        canvas.words(memory(share * eager), _TOP - 9, f"{number(share * 100)} %", class_="middle")
+    canvas.line(_LEFT, _TOP, _END, _TOP, class_="axis")
+    canvas.line(_LEFT, _BOTTOM, _END, _BOTTOM, class_="axis")
+    canvas.words(_LEFT + 8, _BOTTOM - 8, "↙ better")
+    canvas.line(memory(eager), _TOP, memory(eager), _BOTTOM, class_="eager")
+
+
+def _mark(canvas: Canvas, x: float, y: float, mark: _Mark) -> None:
+    look: dict[str, object] = {"fill": "#fff" if mark.is_hollow else mark.colour, "stroke": mark.colour}
+    if mark.is_round:
+        look["rx"] = 4
+    if mark.is_turned:
+        look["transform"] = f"rotate(45 {x:.2f} {y:.2f})"
+    canvas.rectangle(x - 4, y - 4, 8, 8, stroke_width=1.5, **look)
+
+
+def _budgets(canvas: Canvas, picture: _Frontier, budgets: Mapping[Point, str]) -> None:
+    """ExtraMemory a point: of ours to the left, below the line. Left out where another one stands, or a point is."""
+    marks = [(picture.memory(peak), picture.cost(share)) for peak, share in picture.all]
+    taken: list[tuple[float, float, float]] = []  # the middle, the line, and half the length
+    for (peak, share), text in sorted(budgets.items()):
+        x, y, half = picture.memory(peak), picture.cost(share), len(text) * _BUDGET * CHARACTER / 2
+        places = [(x + half + 7, y + 4), (x, y - 8)]
+        if (peak, share) in picture.points:
+            places = [(x - half - 6, y + 12), (x, y - 8)] if y < _BOTTOM - 12 else [(x, y - 8)]
+        for at, line in places:
+            is_free = all(abs(at - other) > half + long + 2 or abs(line - low) >= _BUDGET for other, low, long in taken)
+            if is_free and not any(abs(at - px) < half + 5 and line - _BUDGET - 4 < py < line + 4 for px, py in marks):
+                taken.append((at, line, half))
+                canvas.words(at, line, text, class_="middle budgeted")
+                break
+
+
+def _legend(canvas: Canvas, entries: Sequence[tuple[str, _Mark]]) -> float:
+    """Where it ends."""
+    x, y = _LEFT, _BOTTOM + 60
+    for index, (tool, mark) in enumerate([*entries, ("eager", None)]):
+        text = clipped(tool, _LONGEST_NAME)
+        width = 34 + len(text) * TEXT * 0.58
+        if x + width > _END and x > _LEFT:
+            x, y = _LEFT, y + 18
+        if index == 0:
+            canvas.line(x - 6, y - 4, x + 14, y - 4, class_="frontier")
+        if mark is None:
+            canvas.line(x + 4, y - 10, x + 4, y + 2, class_="eager")
+        else:
+            _mark(canvas, x + 4, y - 4, mark)
+        canvas.words(x + 18, y, text)
+        x += width
+    return y + 16

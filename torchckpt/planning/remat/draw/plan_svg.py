@@ -1,0 +1,345 @@
+"""Plan SVG: the memory of one step as SVG, with and without recompute, and what is recomputed when.
+
+ [1] what recompute buys, in words
+ [2] title, budget, recompute
+ ┌ [3] ─────────────────────────────────┐ [4] eager peak
+ │ bytes alive over time, coloured by   │ [4] budget
+ │ what runs; eager in grey behind      │ [4] planned peak
+ └──────────────────────────────────────┘
+   [5] time
+   [6] forward │ backward
+   [7] recomputed: one box a repeat, the modules' names beneath
+ [8] legend
+"""
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import TypeAlias
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
+from torchckpt.planning.draw.units import Units, number
+from torchckpt.planning.remat.draw.curve import Run, Span, joined, kinds, runs, spans, thinned
+from torchckpt.planning.remat.draw.labels import Label, beside, memory_units, spread
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+
+__all__ = ["draw_plan"]
+
+_STYLE = STYLE + """
+.fill{fill-opacity:.8} .before{fill:#e5e7eb;stroke:#9ca3af;stroke-width:1} .outline{fill:none;stroke:#111827}
+.leader{stroke:#9ca3af;stroke-width:1;stroke-dasharray:1 3} .leader.after{stroke:#111827}
+.red{fill:#c0392b} .bold{font-weight:600;fill:#111827} .small{font-size:12px}
+.dot{fill:#111827} .dot.grey{fill:#6b7280}
+"""
+_KINDS = {"F": "forward", "B": "backward", "R": "recomputed"}
+_WIDTH, _LEFT, _RIGHT = 960.0, 92.0, 158.0
+_END = _WIDTH - _RIGHT
+_TOP, _BOTTOM = 78.0, 338.0  # of the chart
+_LANES = _BOTTOM + 42
+_FINEST, _FINEST_KIND = 1.0, 5.0  # pixels: of the curve, and of stripes of two colours
+_LINE = 14.0  # from one line of text to the next
+_LONGEST_TITLE, _LONGEST_NAME = 60, 24
+_SMALL = 12.0
+_LEAST = 0.02  # of the recomputed time, for a name
+_MOST_NAMES = 8  # of what is recomputed, that which takes longest
+
+
+def draw_plan(
+    flow: Dataflow,
+    schedule: Schedule,
+    *,
+    before: Schedule | None = None,
+    budget_bytes: int | None = None,
+    title: str = "Memory of one training step",
+    paths: Sequence[str] | None = None,
+    units: Units | None = None,
+) -> str:
+    """Bytes alive while ``schedule`` runs, and while ``before`` runs, on one time scale, as a document for a file.
+
+    The picture stays small however long a schedule is: of steps that are shorter than a pixel, the highest is drawn.
+
+    Args:
+        flow: one training step.
+        schedule: what to draw.
+        before: drawn in grey behind; by default the eager step.
+        budget_bytes: where to draw a line across; by default nowhere.
+        title: what the picture is of, below what it shows; clipped if long.
+        paths: of each operation, the module that it belongs to, such as ``layers.3.mlp``: the names of what is
+            recomputed, shortened until they have room. By default the names of the operations.
+        units: how to write times and memory; by default time is in per cent of the eager step, and memory in B, kB,
+            MB or GB.
+
+    Raises:
+        ArgumentError: a schedule is none of this dataflow, or there is not one path for each operation.
+    """
+    named = [operation.name for operation in flow.operations] if paths is None else paths
+    if len(named) != len(flow.operations):
+        rule = f"one path for each of {len(flow.operations)} operations"
+        raise_faults("draw_plan()", [Fault(rule, f"{len(named)} paths", "paths=None")])
+    other = runs(flow, flow.eager if before is None else before)
+    plan = _Plan(flow, runs(flow, schedule), other, before is None, budget_bytes, units)
+    canvas = Canvas(_WIDTH)
+    finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
+    headed(canvas, _LEFT, finding, facts)
+    _axes(canvas, plan)
+    _curves(canvas, plan)
+    _levels(canvas, plan)
+    y = _lanes(canvas, plan)
+    if plan.repeats:
+        y = _names(canvas, plan, [path or flow.operations[index].name for index, path in enumerate(named)], y)
+    return canvas.text(_legend(canvas, plan, y), f"{finding}; {facts}", _STYLE)
+
+_Part: TypeAlias = tuple[float, float, float]
+"""Of a curve, from x to x, at y."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is drawn, and its scales."""
+
+    flow: Dataflow
+    after: list[Run]
+    before: list[Run]
+    before_is_eager: bool
+    budget_bytes: int | None
+    given_units: Units | None
+
+    @cached_property
+    def peak(self) -> Run | None:
+        return max(self.after, key=lambda run: run.bytes, default=None)
+
+    @cached_property
+    def peak_before(self) -> Run | None:
+        return max(self.before, key=lambda run: run.bytes, default=None)
+
+    @cached_property
+    def is_change(self) -> bool:
+        return self.after != self.before
+
+    @cached_property
+    def repeats(self) -> list[Run]:
+        return [run for run in self.after if run.is_repeat]
+
+    @cached_property
+    def time(self) -> Axis:
+        return Axis(max((run.end_seconds for run in (*self.after[-1:], *self.before[-1:])), default=0.0), _LEFT, _END)
+
+    @cached_property
+    def memory(self) -> Axis:
+        levels = (_bytes(self.peak), _bytes(self.peak_before), self.budget_bytes or 0)
+        return Axis(max(levels) * 1.08, _BOTTOM, _TOP)
+
+    @cached_property
+    def units(self) -> Units:
+        eager = self.flow.seconds
+        time, seconds = ("%", eager / 100) if eager > 0 else ("operations", 1.0)
+        return replace(self.given_units or memory_units(self.memory.extent, time, seconds), digits=3)
+
+    @cached_property
+    def kinds(self) -> list[Span]:
+        return kinds(self.after, self.seconds_of(_FINEST_KIND))
+
+    def seconds_of(self, pixels: float) -> float:
+        return self.time.extent * pixels / (_END - _LEFT)
+
+    @property
+    def name_before(self) -> str:
+        return "eager" if self.before_is_eager else "before"
+
+    @property
+    def finding(self) -> str:
+        """[1]"""
+        peak, before = _bytes(self.peak), _bytes(self.peak_before)
+        if not self.is_change:
+            return f"Peak memory {self.units.of_memory(peak)}"
+        change = f" ({(peak / before - 1) * 100:+.1f} %)" if before else ""
+        cost = f", for {self._share}" if self._share else ""
+        return f"Peak memory {self.units.of_memory(peak)} in place of {self.units.of_memory(before)}{change}{cost}"
+
+    @property
+    def facts(self) -> str:
+        """[2]"""
+        peak, facts = _bytes(self.peak), []
+        if self.budget_bytes is not None:
+            over = peak - self.budget_bytes
+            budget = f"budget of {self.units.of_memory(self.budget_bytes)}"
+            facts.append(f"{self.units.of_memory(over)} over the {budget}" if over > 0 else f"within the {budget}")
+        return ", ".join((*facts, self._cost))
+
+    @property
+    def _cost(self) -> str:
+        if not self.repeats:
+            return "nothing is recomputed"
+        return "1 operation recomputed" if len(self.repeats) == 1 else f"{len(self.repeats)} operations recomputed"
+
+    @property
+    def _share(self) -> str:
+        repeated = sum(run.end_seconds - run.start_seconds for run in self.repeats)
+        once = self.after[-1].end_seconds - repeated if self.after else 0.0
+        return f"{repeated / once * 100:.1f} % more time" if repeated and once else ""
+
+
+def _bytes(run: Run | None) -> int:
+    return run.bytes if run else 0
+
+
+def _axes(canvas: Canvas, plan: _Plan) -> None:
+    """[3], [5]"""
+    units = plan.units
+    for tick in plan.memory.ticks(5, units.bytes):
+        y = plan.memory(tick)
+        canvas.line(_LEFT, y, _END, y, class_="grid")
+        canvas.words(_LEFT - 8, y + 4, number(tick / units.bytes), class_="end")
+    middle = (_TOP + _BOTTOM) / 2
+    canvas.words(20, middle, f"memory, {units.memory}", class_="middle", transform=f"rotate(-90 20 {middle:g})")
+    for tick in plan.time.ticks(10, units.seconds):
+        canvas.line(plan.time(tick), _BOTTOM, plan.time(tick), _BOTTOM + 4, class_="axis")
+        canvas.words(plan.time(tick), _BOTTOM + 17, number(tick / units.seconds), class_="middle")
+    unit = "% of the eager step" if units.time == "%" else units.time
+    canvas.words((_LEFT + _END) / 2, _BOTTOM + 33, f"time, {unit}" if unit else "time", class_="middle")
+
+
+def _curves(canvas: Canvas, plan: _Plan) -> None:
+    """[3]"""
+    if plan.is_change and plan.before:
+        canvas.steps(_under(_profile(plan, plan.before)), class_="before")
+    profile = _profile(plan, plan.after)
+    if profile:
+        canvas.steps(_under(profile), class_="paper")
+        for kind in plan.kinds:
+            part = _between(profile, plan.time(kind.start_seconds), plan.time(kind.end_seconds))
+            if part:
+                canvas.steps(_under(part), class_=f"{kind.name} fill")
+        canvas.steps(_under(profile), class_="outline")
+    canvas.line(_LEFT, _BOTTOM, _END, _BOTTOM, class_="axis")
+
+
+def _profile(plan: _Plan, every: Sequence[Run]) -> list[_Part]:
+    return [
+        (plan.time(group[0].start_seconds), plan.time(group[-1].end_seconds), plan.memory(max(r.bytes for r in group)))
+        for group in thinned(every, plan.seconds_of(_FINEST))
+    ]
+
+
+def _between(profile: Sequence[_Part], start: float, end: float) -> list[_Part]:
+    first = bisect_right(profile, start, key=lambda part: part[1])
+    last = bisect_left(profile, end, key=lambda part: part[0])
+    return [(max(x, start), min(to, end), y) for x, to, y in profile[first:last]]
+
+
+def _under(profile: Sequence[_Part]) -> list[tuple[float, float]]:
+    """The corners of the area under a curve."""
+    corners = [(profile[0][0], _BOTTOM), *((x, y) for x, _, y in profile)]
+    return [*corners, (profile[-1][1], corners[-1][1]), (profile[-1][1], _BOTTOM)]
+
+
+def _levels(canvas: Canvas, plan: _Plan) -> None:
+    """[4]"""
+    for (bytes_, text, style), y in _levels_beside(plan):
+        canvas.line(_END, plan.memory(bytes_), _END + 9, y, class_="axis")
+        canvas.words(_END + 12, y + 4, text, class_=style)
+    if plan.is_change:
+        _peak(canvas, plan, plan.peak_before, "grey")
+    if plan.budget_bytes is not None:
+        at = plan.memory(plan.budget_bytes)
+        canvas.line(_LEFT, at, _END, at, class_="budget")
+    _peak(canvas, plan, plan.peak, "after")
+
+
+def _peak(canvas: Canvas, plan: _Plan, peak: Run | None, style: str) -> None:
+    if peak is not None:
+        x, y = plan.time((peak.start_seconds + peak.end_seconds) / 2), plan.memory(peak.bytes)
+        canvas.line(x, y, _END, y, class_=f"leader {style}")
+        canvas.rectangle(x - 3, y - 3, 6, 6, rx=3, class_=f"dot {style}")
+
+
+def _levels_beside(plan: _Plan) -> Iterator[tuple[tuple[int, str, str], float]]:
+    """Bytes, text and style of each level, and where its text stands."""
+    peak, before, units = _bytes(plan.peak), _bytes(plan.peak_before), plan.units
+    levels = [(peak, f"peak {units.of_memory(peak)}", "bold")]
+    if plan.is_change:
+        levels.append((before, f"{plan.name_before} peak {units.of_memory(before)}", ""))
+    if plan.budget_bytes is not None:
+        levels.append((plan.budget_bytes, f"budget {units.of_memory(plan.budget_bytes)}", "red"))
+    levels.sort(key=lambda level: -level[0])
+    return zip(levels, spread([plan.memory(level[0]) for level in levels], _LINE, _BOTTOM))
+
+
+def _lanes(canvas: Canvas, plan: _Plan) -> float:
+    """[6], [7]; where they end."""
+    for is_forward, members in groupby(plan.after, lambda run: run.in_forward):
+        own = list(members)
+        x, end = plan.time(own[0].start_seconds), plan.time(own[-1].end_seconds)
+        kind, name, shade = ("F", "forward", "dark") if is_forward else ("B", "backward", "light")
+        canvas.rectangle(x, _LANES, end - x, 15, class_=f"{kind} phase")
+        if len(name) * TEXT * CHARACTER < end - x:
+            canvas.words((x + end) / 2, _LANES + 11, name, class_=f"middle {shade}")
+    if not plan.repeats:
+        return _LANES + 15
+    y = _LANES + 20
+    canvas.words(_LEFT - 8, y + 12, "recomputed", class_="end")
+    repeated = [(plan.time(kind.start_seconds), plan.time(kind.end_seconds)) for kind in plan.kinds if kind.name == "R"]
+    canvas.boxes(((start, y, end - start, 14) for start, end in repeated), class_="R repeated")
+    return y + 14
+
+
+def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float:
+    """[7], as deep in the modules as leaves most of the recomputed time with a name; where they end."""
+    parts = [paths[run.operation].split(".") for run in plan.repeats]
+    numbered = max(next((place + 1 for place, part in enumerate(path) if part.isdigit()), 1) for path in parts)
+    every = [spans(plan.after, paths, depth) for depth in range(max(map(len, parts)), numbered - 1, -1)]
+    choices = [found for own in every for found in (own, joined(own))]
+    tried = [(_beside(plan, found, flat), len(found), flat) for found in choices for flat in (True, False)]
+    labels, wanted, flat = max(tried, key=lambda names: _worth(plan, names[0]))
+    for label in sorted(labels, key=lambda label: label.place):
+        if flat:
+            canvas.words(label.place, y + 14, label.name, class_="middle small")
+        else:
+            x = label.place + _SMALL * 0.36
+            canvas.words(x, y + 5, label.name, class_="end small", transform=f"rotate(-90 {x:.2f} {y + 5:g})")
+    if len(labels) < wanted:
+        canvas.words(_LEFT - 8, y + 14, f"{len(labels)} of {wanted}", class_="end small")
+        canvas.words(_LEFT - 8, y + 26, "named", class_="end small")
+    return y + (18 if flat else 8 + max(len(label.name) for label in labels) * _SMALL * CHARACTER)
+
+
+def _worth(plan: _Plan, labels: Sequence[Label]) -> tuple[float, int]:
+    """The share of the recomputed time that has a name, to a hundredth; of the same share, the shorter names."""
+    every = sum(run.end_seconds - run.start_seconds for run in plan.repeats)
+    share = sum(label.weight for label in labels) / every if every else 0.0
+    return round(share, 2), -sum(len(label.name) for label in labels)
+
+
+def _beside(plan: _Plan, found: Sequence[Span], flat: bool) -> list[Label]:
+    """The names that have room, lying or standing on end."""
+    labels = []
+    for span in found:
+        name = clipped(span.name, _LONGEST_NAME, tail=True)
+        extent = len(name) * _SMALL * CHARACTER + 6 if flat else _SMALL * 1.1
+        labels.append(Label(name, plan.time((span.start_seconds + span.end_seconds) / 2), extent, span.seconds))
+    every = sum(label.weight for label in labels)
+    long = [label for label in labels if label.weight >= _LEAST * every] or labels
+    return beside(long, _LEFT - 2, _WIDTH)[:_MOST_NAMES]
+
+
+def _legend(canvas: Canvas, plan: _Plan, y: float) -> float:
+    """[8]; where it ends."""
+    x, y = _LEFT, y + 26
+    present = {run.kind for run in plan.after}
+    entries = [(kind, name) for kind, name in _KINDS.items() if kind in present]
+    if plan.is_change:
+        entries.append(("before", "eager: nothing recomputed" if plan.before_is_eager else "before"))
+    if plan.budget_bytes is not None:
+        entries.append(("budget", "budget"))
+    for style, text in entries:
+        if style == "budget":
+            canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
+        else:
+            canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
+        canvas.words(x + 18, y, text)
+        x += 38 + len(text) * TEXT * 0.58
+    return y + 16

@@ -1,0 +1,226 @@
+"""Table: a plan as text, a line per module, rows of like modules as one.
+
+A row of ``layers.0.mlp`` and one of ``layers.1.mlp`` with the same numbers are one row, ``layers.*.mlp`` of two; where
+the numbers differ, the rows say which: ``layers.0-13.mlp``, ``layers.14-23.mlp``. Numbers are of all together.
+"""
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from html import escape
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.planning.draw.canvas import clipped
+from torchckpt.planning.draw.units import aligned, number, percent
+from torchckpt.planning.remat.draw.labels import memory_units, prefix
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.memory import lower_bound_bytes, simulate
+
+__all__ = ["Row", "Summary", "page", "plan_rows", "summary", "table"]
+
+_MOST_ROWS = 28
+_LONGEST_NAME = 40
+_NUMBERS = re.compile(r"[\d,-]+|\*")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module, or ``count`` of them.
+
+    Args:
+        name: a dotted path, such as ``layers.3.mlp``.
+        kept_bytes: what the plan saves of its forward for the backward.
+        dropped_bytes: what the eager step saves of it, and the plan does not.
+        recomputed_count: how many repeats of its operations the plan has.
+        recomputed_flops: what these repeats cost.
+        count: of modules.
+    """
+
+    name: str
+    kept_bytes: int = 0
+    dropped_bytes: int = 0
+    recomputed_count: int = 0
+    recomputed_flops: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A plan in five numbers; ``recompute_share`` is of the eager step's seconds."""
+
+    peak_bytes: int
+    eager_peak_bytes: int
+    lower_bound_bytes: int
+    recompute_share: float
+    budget_bytes: int | None = None
+
+
+def summary(flow: Dataflow, schedule: Schedule, budget_bytes: int | None = None) -> Summary:
+    """The numbers of ``schedule``.
+
+    Raises:
+        ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
+    """
+    peak, eager = simulate(flow, schedule).peak_bytes, simulate(flow, flow.eager).peak_bytes
+    seconds = sum(flow.operations[index].repeat.seconds for index in _repeats(schedule))
+    share = seconds / flow.seconds if flow.seconds else 0.0
+    return Summary(peak, eager, lower_bound_bytes(flow), share, budget_bytes)
+
+
+def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[Row]:
+    """A row per module that saves, drops or recomputes something, in the order of the forward.
+
+    Args:
+        flow: one training step.
+        schedule: what to tell of it.
+        paths: of each operation, the module that it belongs to.
+
+    Raises:
+        ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
+    """
+    if len(paths) != len(flow.operations):
+        rule = f"one path for each of {len(flow.operations)} operations"
+        raise_faults("plan_rows()", [Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]")])
+    saved, eager = simulate(flow, schedule).saved, simulate(flow, flow.eager).saved
+    rows = [Row(paths[flow.writer[storage]], kept_bytes=flow.sizes_bytes[storage]) for storage in saved]
+    dropped = set(eager) - set(saved)
+    rows += [Row(paths[flow.writer[storage]], dropped_bytes=flow.sizes_bytes[storage]) for storage in sorted(dropped)]
+    repeats = ((paths[index], flow.operations[index].repeat.flops) for index in _repeats(schedule))
+    rows += [Row(path, recomputed_count=1, recomputed_flops=flops) for path, flops in repeats]
+    order = {path: place for place, path in reversed([*enumerate(paths)])}
+    return sorted(_merged(rows, [row.name for row in rows], max), key=lambda row: order[row.name])
+
+
+def table(rows: Iterable[Row], summary: Summary) -> str:
+    """``summary`` over ``rows``, at most 100 columns wide and 40 lines long.
+
+    Siblings with the same numbers are one row. Where that leaves too many rows, siblings are one row whatever their
+    numbers; where that does, too, modules are told with the one that holds them; at last, only the largest are.
+    """
+    shown = _shortened(list(rows))
+    total = _sum("total", shown)
+    units = memory_units(max((max(row.kept_bytes, row.dropped_bytes) for row in shown), default=0))
+    letter, flops = prefix(max((row.recomputed_flops for row in shown), default=0))
+    heads = ("module", "", f"saved {units.memory}", f"dropped {units.memory}", "repeats", f"recompute {letter}FLOP")
+    cells = [heads]
+    for row in (*shown, total):
+        name = clipped(row.name, _LONGEST_NAME, tail=True)
+        count = "" if row is total or row.count == 1 else f"x{row.count}"
+        memory = (_or_dash(row.kept_bytes / units.bytes), _or_dash(row.dropped_bytes / units.bytes))
+        cells.append((name, count, *memory, _or_dash(row.recomputed_count), _or_dash(row.recomputed_flops / flops)))
+    return f"{_header(summary)}\n\n{aligned(cells)}"
+
+
+def _header(summary: Summary) -> str:
+    eager = summary.eager_peak_bytes
+    amounts = [("peak", summary.peak_bytes), ("eager peak", eager), ("lower bound", summary.lower_bound_bytes)]
+    if summary.budget_bytes is not None:
+        amounts.insert(1, ("budget", summary.budget_bytes))
+    units = memory_units(max(amount for _, amount in amounts))
+    shares = (_share(amount / eager, "eager") if eager else "" for _, amount in amounts)
+    cells = [(name, units.of_memory(amount), share) for (name, amount), share in zip(amounts, shares)]
+    return aligned([*cells, ("recompute", "", _share(summary.recompute_share, "the eager step's time"))])
+
+
+def _share(share: float, of: str) -> str:
+    return f"{percent(share):>7} of {of}".ljust(34)
+
+
+def _or_dash(value: float) -> str:
+    return number(value) if value else "-"
+
+
+def _repeats(schedule: Schedule) -> list[int]:
+    """The operations that the repeats run."""
+    seen: set[int] = set()
+    found = []
+    for index in schedule:
+        if index in seen:
+            found.append(index)
+        seen.add(index)
+    return found
+
+
+def _shortened(rows: list[Row]) -> list[Row]:
+    """The most telling of the ways to say ``rows`` in few."""
+    deepest = max((row.name.count(".") + 1 for row in rows), default=1)
+    for depth in range(deepest, 0, -1):
+        cut = _merged(rows, [".".join(row.name.split(".")[:depth]) for row in rows], max)
+        for found in (_collapsed(cut), _merged(cut, [_pattern_of(row) for row in cut], sum)):
+            if len(found) <= _MOST_ROWS:
+                return found
+    largest = sorted(found, key=lambda row: (-row.kept_bytes - row.dropped_bytes, -row.recomputed_flops))
+    others = _sum("others", largest[_MOST_ROWS - 1 :])
+    return [*(row for row in found if row in largest[: _MOST_ROWS - 1]), others]
+
+
+def _collapsed(rows: list[Row]) -> list[Row]:
+    """Siblings with the same numbers as one, from the innermost out; then siblings beside one another."""
+    order = {pattern: place for place, pattern in reversed([*enumerate(map(_pattern_of, rows))])}
+    for place in range(max((row.name.count(".") for row in rows), default=0), -1, -1):
+        rows = _collapsed_at(place, rows)
+    return sorted(rows, key=lambda row: order[_pattern_of(row)])
+
+
+def _collapsed_at(place: int, rows: list[Row]) -> list[Row]:
+    like: dict[tuple[object, ...], list[Row]] = {}
+    siblings: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = {}
+    for row in rows:
+        before, own, after = _split(row.name, place)
+        key: tuple[object, ...] = (row.name,)
+        if own.isdecimal():
+            siblings.setdefault((before, _pattern(after)), set()).add(int(own))
+            key = (before, after, *astuple(row)[1:])
+        like.setdefault(key, []).append(row)
+    found = []
+    for group in like.values():
+        before, own, after = _split(group[0].name, place)
+        if len(group) > 1:
+            numbers = {int(_split(row.name, place)[1]) for row in group}
+            own = "*" if numbers == siblings[before, _pattern(after)] else _ranges(numbers)
+        found.append(_sum(".".join((*before, own, *after)) if own else group[0].name, group))
+    return found
+
+
+def _split(name: str, place: int) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    parts = tuple(name.split("."))
+    return parts[:place], "".join(parts[place : place + 1]), parts[place + 1 :]
+
+
+def _pattern(parts: Iterable[str]) -> tuple[str, ...]:
+    return tuple("*" if _NUMBERS.fullmatch(part) else part for part in parts)
+
+
+def _pattern_of(row: Row) -> str:
+    return ".".join(_pattern(row.name.split(".")))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``0-13,20``"""
+    ranges: list[list[int]] = []
+    for one in sorted(numbers):
+        if ranges and ranges[-1][1] == one - 1:
+            ranges[-1][1] = one
+        else:
+            ranges.append([one, one])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def _merged(rows: Iterable[Row], names: Iterable[str], count: Callable[[Iterable[int]], int]) -> list[Row]:
+    by_name: dict[str, list[Row]] = {}
+    for row, name in zip(rows, names):
+        by_name.setdefault(name, []).append(row)
+    return [replace(_sum(name, own), count=count(row.count for row in own)) for name, own in by_name.items()]
+
+
+def _sum(name: str, rows: Sequence[Row]) -> Row:
+    return Row(name, *(sum(column) for column in zip(*(astuple(row)[1:] for row in rows)))) if rows else Row(name)
+
+
+def page(picture: str, title: str, table: str) -> str:
+    """The SVG as an image, since its styles would be those of the whole page; under it the table, folded."""
+    data = b64encode(picture.encode()).decode()
+    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(title)}" style="max-width: 100%"/>'
+    return f"{image}\n<details><summary>{escape(title)}</summary><pre>{escape(table)}</pre></details>"

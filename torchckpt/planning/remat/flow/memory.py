@@ -1,0 +1,142 @@
+"""Memory: simulate the bytes alive while a schedule runs, exactly."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchckpt.errors import ArgumentError, Fault
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
+
+__all__ = ["Memory", "Residence", "lower_bound_bytes", "residences", "simulate"]
+
+
+@dataclass(frozen=True)
+class Residence:
+    """One copy of a storage: alive from the step that writes it through its last use, both included."""
+
+    storage: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes alive during each step of a schedule, above what is given.
+
+    ``boundary`` is the number of steps of the forward; ``saved`` are the storages that cross it because the backward
+    reads them, in ascending order.
+    """
+
+    bytes_during: tuple[int, ...]
+    boundary: int
+    saved: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.bytes_during, default=0)
+
+
+def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
+    """Simulate the memory of ``schedule``.
+
+    While an operation runs, the storages that it reads and writes and its workspace are alive, and all storages that a
+    later step reads. A use reads the newest copy of a storage (of a result, the first copy). A copy is freed after its
+    last use.
+
+    Raises:
+        ArgumentError: the schedule does not fit the dataflow: an operation is missing, reads a storage that is not
+            alive, is repeated although it must run once, or starts the backward before the forward has ended.
+    """
+    boundary = _boundary(flow, schedule)
+    changes = [0] * (len(schedule) + 1)
+    saved = []
+    runs = _runs(flow, schedule)
+    for copy in residences(flow, schedule, boundary):
+        size = flow.sizes_bytes[copy.storage]
+        changes[copy.first] += size
+        changes[copy.last + 1] -= size
+        if copy.first < boundary <= copy.last:
+            saved.append(copy)
+    alive, during = 0, []
+    for step, operation in enumerate(runs):
+        alive += changes[step]
+        during.append(alive + operation.workspace_bytes)
+    read = {storage for operation in runs[boundary:] for storage in operation.reads}
+    return Memory(tuple(during), boundary, tuple(sorted({copy.storage for copy in saved} & read)))
+
+
+def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Residence]:
+    """Every copy of every storage, by the step that writes it, the last first."""
+    runs, results = _runs(flow, schedule), flow.results
+    last_use = dict.fromkeys(results, len(schedule) - 1)
+    firsts = _first_runs(flow, schedule)
+    found = []
+    for step in range(len(schedule) - 1, -1, -1):
+        operation, first = runs[step], firsts[schedule[step]] == step
+        for storage in operation.writes:
+            if storage in results and not first:
+                found.append(Residence(storage, step, step))
+                continue
+            last = last_use.pop(storage, step)
+            if first and storage in flow.forward_results:
+                last = max(last, boundary - 1)
+            found.append(Residence(storage, step, last))
+        for storage in operation.reads:
+            if storage not in flow.given:
+                last_use.setdefault(storage, step)
+    _check(flow, schedule, firsts, boundary, last_use)
+    return found
+
+
+def lower_bound_bytes(flow: Dataflow) -> int:
+    """Bytes that every schedule needs, in any order: the most that one operation reads, writes and uses as workspace.
+
+    An operation of the backward needs the results of the forward beside. The end of the step needs all results.
+    """
+    sizes = flow.sizes_bytes
+    forward = {s for operation in flow.operations[: flow.forward] for s in operation.writes if s in flow.results}
+    bound = sum(sizes[storage] for storage in flow.results if storage in flow.writer)
+    for index, operation in enumerate(flow.operations):
+        touched = {*operation.reads, *operation.writes} - flow.given
+        alive = touched | forward if index >= flow.forward else touched
+        bound = max(bound, sum(sizes[storage] for storage in alive) + operation.workspace_bytes)
+    return bound
+
+
+def _boundary(flow: Dataflow, schedule: Schedule) -> int:
+    """The number of steps up to the last first run of an operation of the forward."""
+    firsts = _first_runs(flow, schedule)
+    return 1 + max((firsts.get(index, -1) for index in range(flow.forward)), default=-1)
+
+
+def _runs(flow: Dataflow, schedule: Schedule) -> list[Operation]:
+    """What each step runs: the operation, or what a repeat runs in its place."""
+    seen: set[int] = set()
+    runs = []
+    for index in schedule:
+        operation = flow.operations[index]
+        runs.append(operation.repeat if index in seen else operation)
+        seen.add(index)
+    return runs
+
+
+def _first_runs(flow: Dataflow, schedule: Schedule) -> dict[int, int]:
+    return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
+
+
+def _check(
+    flow: Dataflow, schedule: Schedule, firsts: dict[int, int], boundary: int, unwritten: dict[int, int]
+) -> None:
+    names = [operation.name for operation in flow.operations]
+    missing = [names[index] for index in flow.eager if index not in firsts]
+    twice = [names[index] for step, index in enumerate(schedule)
+             if not flow.operations[index].repeatable and firsts[index] != step]
+    early = [names[index] for index in schedule[:boundary] if index >= flow.forward]
+    unread = [names[schedule[step]] for step in unwritten.values() if step in range(len(schedule))]
+    for what, found in (
+        ("runs every operation", missing),
+        ("runs an operation that is not repeatable once", twice),
+        ("ends the forward before it starts the backward", early),
+        ("writes a storage before it is read", unread),
+    ):
+        if found:
+            raise ArgumentError(str(Fault(f"a schedule {what}", f"{found[0]} breaks it", "schedule=flow.eager")))

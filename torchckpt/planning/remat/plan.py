@@ -1,0 +1,206 @@
+"""Plan: a schedule of one training step, with the names of its operations and modules; can be printed and stored."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torchckpt.errors import ArgumentError, Fault, raise_faults
+from torchckpt.planning.remat.draw.labels import memory_units
+from torchckpt.planning.remat.draw.plan_svg import draw_plan
+from torchckpt.planning.remat.draw.table import page, plan_rows, summary, table
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
+from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
+
+__all__ = ["Plan"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """One step's operations, in the order in which they run, and what that takes.
+
+    ``print(plan)`` is a table of modules, ``plan.draw("plan.svg")`` its memory over time; a notebook shows both.
+
+    Args:
+        flow: the step as a dataflow.
+        schedule: the operations in the order in which they run.
+        paths: for each operation, the qualified name of its module.
+        names: for each module, the storages that leave it; for each mark, the storages that carry it.
+        budget_bytes: the budget of the schedule; None if no budget was given.
+    """
+
+    flow: Dataflow
+    schedule: tuple[int, ...]
+    paths: tuple[str, ...]
+    names: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    budget_bytes: int | None = None
+
+    @cached_property
+    def memory(self) -> Memory:
+        return simulate(self.flow, self.schedule)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes that the step allocates, above those allocated before the step."""
+        return self.memory.peak_bytes
+
+    @cached_property
+    def eager_peak_bytes(self) -> int:
+        """Peak bytes of the eager step, in which every operation runs once."""
+        return simulate(self.flow, self.flow.eager).peak_bytes
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Bytes that no schedule of the step can do without."""
+        return lower_bound_bytes(self.flow)
+
+    def lowered(self, spare_bytes: int) -> Plan:
+        """The plan with ``spare_bytes`` less in each operation, for a compiler that was seen to need less."""
+        operations = tuple(_lowered(operation, spare_bytes) for operation in self.flow.operations)
+        return replace(self, flow=replace(self.flow, operations=operations))
+
+    @property
+    def recompute_flops(self) -> int:
+        return sum(self.flow.operations[index].repeat.flops for index in self._repeats)
+
+    @property
+    def recompute_share(self) -> float:
+        """Seconds of repeats, as a share of the eager step's."""
+        seconds = sum(self.flow.operations[index].repeat.seconds for index in self._repeats)
+        return seconds / self.flow.seconds if self.flow.seconds else 0.0
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The operations whose outputs cross from the forward to the backward, in the order of the forward."""
+        return tuple(dict.fromkeys(self._name(self.flow.writer[storage]) for storage in self.memory.saved))
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The operations that are repeated, in the order of the repeats."""
+        return tuple(map(self._name, self._repeats))
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Every operation, in the order in which they run."""
+        return tuple(map(self._name, self.schedule))
+
+    @property
+    def boundary(self) -> int:
+        """How many of ``order`` are the forward."""
+        return self.memory.boundary
+
+    def explain(self, name: str) -> str:
+        """Say which outputs of a module, a mark or an operation are saved, and which are recomputed how often.
+
+        Raises:
+            ArgumentError: nothing has this name; the message suggests the nearest name.
+        """
+        inside = [i for i, path in enumerate(self.paths) if name and (path == name or path.startswith(f"{name}."))]
+        operations = inside or sorted({self.flow.writer[storage] for storage in self.names.get(name, ())})
+        operations = operations or [index for index in self.flow.eager if self._name(index) == name]
+        if not operations:
+            known = sorted({*filter(None, self.paths), *self.names, *map(self._name, self.flow.eager)})
+            near = get_close_matches(name, known, 1, 0.3) or known[:1]
+            rule = "a plan explains the modules, marks and operations of the call it was made for"
+            raise_faults("plan.explain()", [Fault(rule, repr(name), f"plan.explain({''.join(near)!r})")])
+        return "\n".join([f"{name}:", *self._told(operations)])
+
+    def draw(self, path: str | PathLike[str] | None = None, title: str = "Memory of one training step") -> str:
+        """The bytes alive over the schedule, as SVG: forward and backward, repeats in a colour of their own, the eager
+        step in grey, the budget as a line. Written to ``path``, if one is given.
+        """
+        text = draw_plan(self.flow, self.schedule, budget_bytes=self.budget_bytes, title=title, paths=self.paths)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.draw()
+
+    def _repr_html_(self) -> str:
+        return page(self.draw(), repr(self).strip("<>"), str(self))
+
+    def to_json(self) -> str:
+        """All of the plan: ``keep=Plan.from_json(text)`` saves the search for a schedule."""
+        flow = asdict(self.flow, dict_factory=_stored) | {name: sorted(getattr(self.flow, name)) for name in _SETS}
+        fields = {"schedule": self.schedule, "paths": self.paths, "names": dict(self.names)}
+        return json.dumps({"format": _FORMAT, "flow": flow, **fields, "budget_bytes": self.budget_bytes})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ArgumentError: the text is none that it wrote.
+        """
+        try:
+            read = json.loads(text)
+            told = {_FORMAT: read}[read["format"]]
+            operations = tuple(_operation(one) for one in told["flow"]["operations"])
+            sets = {name: frozenset(told["flow"][name]) for name in _SETS}
+            flow = Dataflow(operations, tuple(told["flow"]["sizes_bytes"]), told["flow"]["forward"], **sets)
+            names = {name: tuple(storages) for name, storages in told["names"].items()}
+            made = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"])
+            made.memory  # noqa: B018  # there is one if the schedule is one
+            return made
+        except (ValueError, LookupError, TypeError) as error:
+            fault = Fault("a plan is read from what plan.to_json() wrote", f"{text!r:.60} ({error!r})",
+                          "Plan.from_json(plan.to_json())")
+            raise ArgumentError(f"Plan.from_json(): {fault}") from error
+
+    def __str__(self) -> str:
+        rows = plan_rows(self.flow, self.schedule, [path or "(root)" for path in self.paths])
+        return table(rows, summary(self.flow, self.schedule, self.budget_bytes))
+
+    def __repr__(self) -> str:
+        of_memory, share = memory_units(self.eager_peak_bytes).of_memory, self.recompute_share
+        return f"<Plan: {of_memory(self.peak_bytes)} of {of_memory(self.eager_peak_bytes)}, +{share:.1%}>"
+
+    @cached_property
+    def _repeats(self) -> tuple[int, ...]:
+        seen: set[int] = set()
+        return tuple(index for index in self.schedule if index in seen or seen.add(index))  # type: ignore[func-returns-value]
+
+    def _name(self, index: int) -> str:
+        return self.flow.operations[index].name
+
+    def _told(self, operations: list[int]) -> list[str]:
+        of_memory = memory_units(self.eager_peak_bytes).of_memory
+        times = {index: self._repeats.count(index) for index in operations}
+        lines = []
+        for index in operations:
+            sizes = sum(self.flow.sizes_bytes[storage] for storage in self.flow.operations[index].writes)
+            kept = sum(self.flow.sizes_bytes[s] for s in self.flow.operations[index].writes if s in self.memory.saved)
+            part = "saved" if kept == sizes else f"{of_memory(kept)} of it saved, the rest dropped"
+            place = "backward" if index >= self.flow.forward else part if kept else "dropped after its last use"
+            flops = self.flow.operations[index].repeat.flops * times[index]
+            again = f", recomputed {times[index]}x ({flops:.3g} FLOPs)" if times[index] else ""
+            lines.append(f"  {self._name(index)}: {of_memory(sizes)}, {place}{again}")
+        return lines
+
+
+_SETS = ("given", "results", "forward_results")
+
+
+def _stored(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a dataclass as stored plans name them: ``substitute`` is "again"."""
+    return {"again" if name == "substitute" else name: value for name, value in fields}
+
+
+def _operation(told: dict[str, Any]) -> Operation:
+    again = told.pop("again")
+    reads, writes = tuple(told.pop("reads")), tuple(told.pop("writes"))
+    return Operation(reads=reads, writes=writes, substitute=again and _operation(again), **told)
+
+
+def _lowered(operation: Operation, spare_bytes: int) -> Operation:
+    substitute = None if operation.substitute is None else _lowered(operation.substitute, spare_bytes)
+    return replace(operation, workspace_bytes=operation.workspace_bytes - spare_bytes, substitute=substitute)

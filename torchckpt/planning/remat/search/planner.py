@@ -1,0 +1,266 @@
+"""Planner: the fastest schedule under a byte budget.
+
+The problem is NP-hard. An integer programme of it (Checkmate) is too large to solve for hundreds of operations. So:
+
+    eviction        drops storages where memory is over the budget, those cheapest to recompute per byte first; with
+                    several scores, also from schedules that keep evenly spaced separators (Chen et al.)
+    prune           removes repeats whose storages fit
+    ruin            "ruin and recreate": a local search from the best schedules found
+    shortest        exact, for a dozen operations, in place of the local search: Dijkstra's algorithm
+
+All of them count memory exactly as :func:`~torchckpt.planning.remat.flow.memory.simulate` does. Counted work limits the
+effort, and not time: the same dataflow gets the same schedule on every machine.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
+from torchckpt.planning.remat.flow.incremental import Stages
+from torchckpt.planning.remat.flow.late import late, separating_storages
+from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
+from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
+from torchckpt.planning.remat.search.improve import prune, stages_of
+from torchckpt.planning.remat.search.order import hoisted, moved, transplanted
+from torchckpt.planning.remat.search.ruin import RuinAndRecreate
+from torchckpt.planning.remat.search.select import evenly
+from torchckpt.planning.remat.search.shortest import Shortest
+
+__all__ = ["Solution", "fit", "least", "near", "silent", "solution"]
+
+_SCORINGS = (
+    EvictionScore(1.0, 0.5, gradients=False),
+    EvictionScore(1.0, 0.5, put_off=50.0),
+    EvictionScore(1.0, 0.0),
+    EvictionScore(1.0, 1.0, put_off=8.0),
+    EvictionScore(0.5, 0.5, put_off=50.0, gradients=False),
+    EvictionScore(0.5, 0.0, put_off=50.0),
+    EvictionScore(0.5, 1.0),
+)
+_TINY, _SMALL = 16, 200
+_TINY_STATES = 6000
+_MEDIUM, _LARGE = 300, 10_000
+"""Beyond so many operations less is tried: beyond ``_LARGE``, three evictions and no local search."""
+_STARTS = 3
+"""Schedules that the local search starts from; it ends with the best of them."""
+_SEARCH_WORK = 20_000_000
+"""The work of the local search, divided by the number of operations: a change of a larger schedule takes longer."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule, its memory as :func:`simulate` counts it, and the seconds of all its runs, repeats included."""
+
+    schedule: tuple[int, ...]
+    memory: Memory
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+
+def silent(_: str) -> None:
+    """A ``tell`` that ignores progress texts."""
+
+
+def fit(
+    flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = silent
+) -> Solution:
+    """The fastest schedule found whose peak is at most ``budget_bytes``. If none fits, the one of the least peak found.
+
+    A second call with that least peak as its budget finds a schedule that fits.
+
+    Args:
+        pinned: storages that no repeat may write. An operation that writes one of them runs once. Default: none.
+        tell: called now and then with a progress text. Default: no progress is shown.
+
+    Example:
+        >>> from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
+        >>> forward = Operation("a", (0,), (1,), 1.0), Operation("b", (1,), (2,), 1.0)
+        >>> backward = Operation("db", (1, 2), (3,), 1.0), Operation("da", (0, 1, 3), (4,), 1.0)
+        >>> flow = Dataflow((*forward, *backward), (9, 4, 9, 2, 2), 2, frozenset({0}), frozenset({4}))
+        >>> fit(flow, 15).schedule, fit(flow, 15).peak_bytes
+        ((0, 1, 2, 3), 15)
+    """
+    eager = solution(flow, flow.eager)
+    if eager.peak_bytes <= budget_bytes:
+        return eager
+    found = _search(flow, budget_bytes, pinned, tell)
+    return found if found.peak_bytes <= budget_bytes else _lowest(flow, found, pinned, tell)
+
+
+def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[str], None]) -> Solution:
+    """A schedule of low peak, to return if none fits the budget. A search with that peak as its budget finds one, too.
+
+    This is not a matter of course: a search may miss a schedule that a search with a smaller budget has found.
+    """
+    low = _search(flow, lower_bound_bytes(flow), pinned, _after("least memory, ", tell))
+    if low.peak_bytes <= found.peak_bytes:
+        return low
+    again = _search(flow, found.peak_bytes, pinned, _after("least memory again, ", tell))
+    return found if again.peak_bytes <= found.peak_bytes else low
+
+
+def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
+    """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
+    tables = Tables(flow, pinned)
+    again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
+    found = [again, *_candidates(tables, budget_bytes, pinned, _SCORINGS[:2])]
+    best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
+    if tables.count > _LARGE:
+        return solution(flow, best.schedule())
+    return solution(flow, _ruin(best, budget_bytes, _SEARCH_WORK // max(tables.count, 150) // 4).schedule())
+
+
+def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
+    """The schedule of the least peak found. If several have that peak, the fastest."""
+    low, best = lower_bound_bytes(flow), solution(flow, flow.eager)
+    while low < best.peak_bytes * 0.99:
+        middle = (low + best.peak_bytes) // 2
+        found = _first(flow, middle, pinned)
+        best = min(best, found, key=_least_key)
+        if found.peak_bytes > middle:
+            low = middle + 1
+    best = min(best, _search(flow, int(0.97 * best.peak_bytes), pinned), key=_least_key)
+    return min(best, _search(flow, best.peak_bytes, pinned), key=_least_key)
+
+
+def _least_key(one: Solution) -> tuple[int, float]:
+    return one.peak_bytes, one.seconds
+
+
+def solution(flow: Dataflow, schedule: Schedule) -> Solution:
+    """``schedule``, simulated and timed."""
+    seen: set[int] = set()
+    seconds = 0.0
+    for index in schedule:
+        operation = flow.operations[index]
+        seconds += (operation.repeat if index in seen else operation).seconds
+        seen.add(index)
+    return Solution(tuple(schedule), simulate(flow, schedule), seconds)
+
+
+def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
+    """The first schedule found that fits. If there is none, the one of least peak."""
+    tables, tried = Tables(flow, pinned), []
+    for stages in chain(
+        _candidates(tables, budget_bytes, pinned, _SCORINGS[:2], (1.0, 2.0)),
+        (_evicted(Stages(Tables(flow, pinned, hoisted(flow, sink))), budget_bytes) for sink in (False, True)),
+    ):
+        tried.append(stages)
+        if stages.peak_bytes <= budget_bytes:
+            return solution(flow, stages.schedule())
+    if tables.count <= _TINY:
+        shortest = Shortest(tables, budget_bytes, math.inf, _TINY_STATES).run()
+        if shortest:
+            return solution(flow, shortest)
+    return solution(flow, min(tried, key=lambda stages: stages.peak_bytes).schedule())
+
+
+def _after(head: str, tell: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda what: tell(head + what)
+
+
+def _told(stages: Iterator[Stages], what: str, tell: Callable[[str], None]) -> Iterator[Stages]:
+    for number, one in enumerate(stages, start=1):
+        tell(f"{what} {number}")
+        yield one
+
+
+def _search(
+    flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = silent
+) -> Solution:
+    tables = Tables(flow, pinned)
+
+    def key(stages: Stages) -> tuple[int, float]:
+        return max(stages.peak_bytes, budget_bytes), stages.cost
+
+    found = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
+    best = found[0]
+    if tables.count <= _TINY:
+        most = best.cost if best.peak_bytes <= budget_bytes else math.inf
+        shortest = Shortest(tables, budget_bytes, most, _TINY_STATES).run()
+        if shortest or most < math.inf:
+            return solution(flow, shortest or best.schedule())
+    if tables.count > _LARGE:
+        return solution(flow, best.schedule())
+    found = sorted([*found, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
+    work = _SEARCH_WORK // max(tables.count, 150)
+    for stages in _told(iter(found[:_STARTS]), f"search, of {_STARTS + 1} number", tell):
+        _ruin(stages, budget_bytes, work // _STARTS // 2)
+    best = min(found[:_STARTS], key=key)
+    tell(f"search, of {_STARTS + 1} number {_STARTS + 1}")
+    return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
+
+
+def _ruin(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Stages:
+    ruin = RuinAndRecreate(stages, budget_bytes, seed)
+    if stages.peak_bytes > budget_bytes:
+        ruin.lower(work)
+    if stages.peak_bytes <= budget_bytes:
+        ruin.run(work)
+    return stages
+
+
+def _candidates(
+    tables: Tables, budget_bytes: int, pinned: Set[int], scorings: Sequence[EvictionScore] = _SCORINGS,
+    shares: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0),
+) -> Iterator[Stages]:
+    """Schedules by eviction, from the eager one, and from some that keep separating storages.
+
+    Of n separating storages, they keep about sqrt(n) times each of ``shares``.
+    """
+    flow = tables.flow
+    if tables.count > _MEDIUM:
+        scorings, shares = scorings[:4] if tables.count <= _LARGE else scorings[:2], shares[-2:-1]
+    for scoring in scorings:
+        yield _evicted(Stages(tables), budget_bytes, scoring)
+    separating = separating_storages(flow)
+    counts = {round(math.sqrt(len(separating)) * share) for share in shares} - {0}
+    for count in sorted(counts):
+        kept = evenly(flow, separating, count) | pinned
+        yield _evicted(stages_of(flow, late(flow, kept), pinned), budget_bytes)
+
+
+def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[Stages]:
+    """Schedules with other orders of the first runs: the repeats of ``best`` in that order, and evictions from none."""
+    flow = best.tables.flow
+    for sink in (False, True):
+        order = hoisted(flow, sink)
+        if order != best.tables.order:
+            tables = Tables(flow, pinned, order)
+            yield _evicted(transplanted(best, order, tables), budget_bytes)
+            for scoring in _SCORINGS[:2]:
+                yield _evicted(Stages(tables), budget_bytes, scoring)
+
+
+def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
+    """The result of a local search in turns: over the order of the first runs, and over the repeats."""
+    for turn in (1, 2):
+        if best.tables.count <= _SMALL and best.peak_bytes <= budget_bytes:
+            best = _rearranged(best, budget_bytes, pinned)
+        _ruin(best, budget_bytes, work // 2, turn)
+    return best.schedule()
+
+
+def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
+    """``best`` with first runs moved earlier or later, where this makes a repeat unnecessary."""
+    flow = best.tables.flow
+    for order in moved(flow, best.tables.order):
+        if sorted(order) == sorted(best.tables.order):
+            other = transplanted(best, order, Tables(flow, pinned, order))
+            if other.peak_bytes <= budget_bytes:
+                prune(other, budget_bytes)
+                if other.cost < best.cost:
+                    best = other
+    return best
+
+
+def _evicted(stages: Stages, budget_bytes: int, scoring: EvictionScore = _SCORINGS[0]) -> Stages:
+    Eviction(stages, budget_bytes, scoring).run()
+    prune(stages, max(budget_bytes, stages.peak_bytes))
+    return stages

@@ -1,0 +1,131 @@
+"""Ruin and recreate: the local search of Schrimpf et al. (2000), on the repeats of a schedule.
+
+Each round removes some repeats. Evictions then add others until the schedule fits its budget again. Faster schedules
+are kept.
+"""
+from __future__ import annotations
+
+from random import Random
+
+from torchckpt.planning.remat.flow.incremental import Stages
+from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
+from torchckpt.planning.remat.search.improve import prune
+
+__all__ = ["RuinAndRecreate"]
+
+_SLACK = 1.15
+"""The most that a new schedule may cost before it is pruned, as a multiple of the current cost."""
+
+_WARMTH = 0.03
+"""How much slower than the best schedule an accepted one may be at the start of the search."""
+_LOWER = 0.97
+"""The next target for a schedule that does not fit, as a share of its peak."""
+
+
+class RuinAndRecreate:
+    """A local search after Schrimpf et al. (2000).
+
+    At first it also accepts schedules a little slower than the best. It is limited by counted work, and not by time, so
+    its result is the same on every machine.
+    """
+
+    def __init__(self, stages: Stages, budget_bytes: int, seed: int = 0) -> None:
+        self.stages, self.tables, self.budget_bytes = stages, stages.tables, budget_bytes
+        self.random = Random(seed)
+        self.best_cost, self.best = stages.cost, stages.copy()
+        self.rounds = 0
+
+    def run(self, work: int) -> None:
+        """Search from a schedule that fits, until ``work`` is done. Then :attr:`stages` has the fastest one found."""
+        stages = self.stages
+        end = stages.work + work
+        while stages.work < end and any(stages.repeats):
+            self.rounds += 1
+            stages.work += 10
+            self._round(_WARMTH * (end - stages.work) / work)
+        stages.become(self.best)
+
+    def lower(self, work: int) -> None:
+        """Search for a schedule that fits, from one that does not, until ``work`` is done."""
+        stages = self.stages
+        end = stages.work + work
+        while stages.work < end and stages.peak_bytes > self.budget_bytes and any(stages.repeats):
+            self.rounds += 1
+            stages.work += 10
+            self._lower_round()
+        self.best_cost, self.best = stages.cost, stages.copy()
+
+    def _lower_round(self) -> None:
+        stages, peak = self.stages, self.stages.peak_bytes
+        stages.log.clear()
+        target = max(self.budget_bytes, int(peak * _LOWER))
+        kept = self._ruin()
+        Eviction(stages, target, self._random_scoring(), frozenset(kept)).run()
+        if stages.peak_bytes < peak:
+            prune(stages, max(target, stages.peak_bytes))
+        else:
+            stages.back(0)
+
+    def _round(self, warmth: float) -> None:
+        stages, cost = self.stages, self.stages.cost
+        stages.log.clear()
+        kept = self._ruin()
+        fits = Eviction(stages, self.budget_bytes, self._random_scoring(), frozenset(kept)).run(_SLACK * cost)
+        if fits:
+            prune(stages, self.budget_bytes)
+        if not fits or stages.cost > max(cost, self.best_cost * (1 + warmth * self.random.random())):
+            stages.back(0)
+        elif stages.cost < self.best_cost * (1 - 1e-9):
+            self.best_cost, self.best = stages.cost, stages.copy()
+
+    def _ruin(self) -> set[int]:
+        """Remove some repeats. Returns the storages that must not be dropped again in this round."""
+        repeats = [(stage, p) for stage, positions in enumerate(self.stages.repeats) for p in positions]
+        random = self.random
+        kind = random.randrange(4)
+        if kind == 3:
+            return self._disturb(repeats)
+        stage, position = random.choice(repeats)
+        if kind == 0:
+            width = random.choice((0, 1, 3, 8))
+            gone = [repeat for repeat in repeats if abs(repeat[1] - position) <= width]
+        elif kind == 1:
+            width = random.choice((0, 2, 5, 12))
+            gone = [repeat for repeat in repeats if abs(repeat[0] - stage) <= width]
+        else:
+            gone = random.sample(repeats, min(len(repeats), random.choice((1, 2, 3, 5))))
+        kept: set[int] = set()
+        for stage, position in gone:
+            self.stages.remove(stage, position)
+            if random.random() < 0.3:
+                kept.update(self.tables.repeat_writes[position])
+        return kept
+
+    def _disturb(self, repeats: list[tuple[int, int]]) -> set[int]:
+        """Add repeats at random, and remove those that they make unnecessary. Returns no storages."""
+        stages, tables, random = self.stages, self.tables, self.random
+        for _ in range(random.choice((1, 2))):
+            position = random.randrange(tables.count)
+            if tables.repeatable[position]:
+                storage = tables.repeat_writes[position][0]
+                ends = [end for end in stages.touches[storage][1:]
+                        if end not in stages.births[storage] and end >= tables.earliest[position]
+                        and position not in stages.repeats[end]]
+                if ends:
+                    stages.add(random.choice(ends), position)
+        prune(stages, self.budget_bytes)
+        return set()
+
+    def _random_scoring(self) -> EvictionScore:
+        random = self.random
+        amplitude = random.choice((0.0, 0.3, 1.0))
+        noise: dict[int, float] = {}
+
+        def draw(storage: int) -> float:
+            if storage not in noise:
+                noise[storage] = 2 ** random.uniform(-amplitude, amplitude)
+            return noise[storage]
+
+        size, length = random.choice((1.0, 1.0, 0.7, 0.4)), random.choice((0.0, 0.25, 0.5, 1.0))
+        put_off, gradients = random.choice((1.0, 8.0, 50.0)), random.random() < 0.5
+        return EvictionScore(size, length, put_off, gradients, draw if amplitude else None)

@@ -1,0 +1,147 @@
+"""Shortest: the fastest schedule of a tiny dataflow over all orders of its first runs, as a shortest path."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import combinations, count
+from typing import TypeAlias
+
+from torchckpt.planning.remat.flow.dataflow import Tables
+
+__all__ = ["Shortest"]
+
+_Path: TypeAlias = "tuple[int, _Path] | None"
+"""The last position, and the path before it."""
+
+
+class Shortest:
+    """Dijkstra's algorithm. A state has two bit masks: the operations that have run, and the storages that are alive.
+
+    Dropping costs nothing, so storages are dropped only when an operation does not fit, and as few as possible. An edge
+    costs what its repeat costs; a first run costs nothing.
+
+    Args:
+        most_cost: the search ends where the repeats of all paths left cost at least this.
+        most_states: the states to visit before the search gives up.
+    """
+
+    def __init__(self, tables: Tables, budget_bytes: int, most_cost: float, most_states: int) -> None:
+        self.tables, self.budget_bytes = tables, budget_bytes
+        self.most_cost, self.most_states = most_cost, most_states
+        self.forward = (1 << tables.forward) - 1
+        self.all = (1 << tables.count) - 1
+        self.held = _mask(tables.held)
+        self.first = [(_mask(r), _mask(w)) for r, w in zip(tables.first_reads, tables.first_writes)]
+        self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.repeat_reads, tables.repeat_writes)]
+        self.results = [extra - tables.flow.operations[index].workspace_bytes
+                        for extra, index in zip(tables.first_extra_bytes, tables.order)]
+        self.needed = [_writers(tables, index) for index in tables.order]
+        self.useful: dict[int, int] = {}
+        self.sizes: dict[int, int] = {0: 0}
+
+    def run(self) -> tuple[int, ...] | None:
+        """The positions in the order in which they run; None if no schedule was found within the limits."""
+        number = count()
+        queue: list[tuple[float, int, int, int, int, _Path]] = [(0.0, 0, 0, 0, 0, None)]
+        settled: dict[int, list[int]] = {}
+        states = 0
+        while queue:
+            cost, _, _, done, alive, path = heappop(queue)
+            if done == self.all:
+                return _unwound(path)
+            others = settled.setdefault(done, [])
+            if any(not alive & ~other for other in others):
+                continue
+            others.append(alive)
+            states += 1
+            if states > self.most_states:
+                return None
+            for position in range(self.tables.count):
+                again = done >> position & 1
+                after_cost = cost + (self.tables.repeat_cost[position] if again else 0.0)
+                if after_cost >= self.most_cost:
+                    continue
+                after = done | 1 << position
+                for left in self._steps(done, alive, position):
+                    heappush(queue, (after_cost, -after.bit_count(), next(number), after, left, (position, path)))
+        return None
+
+    def _steps(self, done: int, alive: int, position: int) -> Iterator[int]:
+        """The sets of storages that may be alive after ``position`` has run. None could be larger."""
+        tables = self.tables
+        again = done >> position & 1
+        reads, writes = (self.again if again else self.first)[position]
+        if reads & ~alive or not (self._may_repeat if again else self._may_start)(done, position):
+            return
+        extra = (tables.repeat_extra_bytes if again else tables.first_extra_bytes)[position]
+        held = 0 if done & self.forward == self.forward else self.held
+        after = done | 1 << position
+        for left in self._fitting(alive | writes, reads | writes | held, extra + self._results(done)):
+            yield left & self._useful(after)
+
+    def _may_start(self, done: int, position: int) -> bool:
+        if self.needed[position] & ~done:
+            return False
+        return position < self.tables.forward or done & self.forward == self.forward
+
+    def _may_repeat(self, done: int, position: int) -> bool:
+        tables = self.tables
+        return tables.repeatable[position] and (not tables.earliest[position] or done & self.forward == self.forward)
+
+    def _fitting(self, alive: int, fixed: int, extra_bytes: int) -> Iterator[int]:
+        """The largest subsets of ``alive`` that fit beside ``extra_bytes`` and have all of ``fixed``."""
+        over = self._size(alive) + extra_bytes - self.budget_bytes
+        if over <= 0:
+            yield alive
+            return
+        loose = [1 << bit for bit in range(alive.bit_length()) if (alive & ~fixed) >> bit & 1]
+        found: list[int] = []
+        for number in range(1, len(loose) + 1):
+            for chosen in combinations(loose, number):
+                dropped = sum(chosen)
+                if self._size(dropped) >= over and not any(not less & ~dropped for less in found):
+                    found.append(dropped)
+                    yield alive & ~dropped
+
+    def _results(self, done: int) -> int:
+        return sum(bytes_ for position, bytes_ in enumerate(self.results) if done >> position & 1)
+
+    def _size(self, mask: int) -> int:
+        if mask not in self.sizes:
+            low = mask & -mask
+            self.sizes[mask] = self._size(mask ^ low) + self.tables.sizes[low.bit_length() - 1]
+        return self.sizes[mask]
+
+    def _useful(self, done: int) -> int:
+        """The storages that are read by an operation that has yet to run, or by a repeat for it."""
+        if done not in self.useful:
+            found = 0 if done & self.forward == self.forward else self.held
+            wanted = [s for p, reads in enumerate(self.tables.first_reads) if not done >> p & 1 for s in reads]
+            while wanted:
+                storage = wanted.pop()
+                if not found >> storage & 1:
+                    found |= 1 << storage
+                    writer = self.tables.writer[storage]
+                    if done >> writer & 1 and storage in self.tables.recoverable:
+                        wanted.extend(self.tables.repeat_reads[writer])
+            self.useful[done] = found
+        return self.useful[done]
+
+
+def _writers(tables: Tables, index: int) -> int:
+    """The positions that have to run before an operation, since they write results that it reads."""
+    flow = tables.flow
+    writers = {flow.writer[storage] for storage in flow.operations[index].reads if storage in flow.results}
+    return _mask(iter([position for position, other in enumerate(tables.order) if other in writers]))
+
+
+def _mask(storages: Iterator[int] | tuple[int, ...] | frozenset[int]) -> int:
+    return sum(1 << storage for storage in storages)
+
+
+def _unwound(path: _Path) -> tuple[int, ...]:
+    schedule: list[int] = []
+    while path is not None:
+        position, path = path
+        schedule.append(position)
+    return tuple(schedule[::-1])

@@ -1,0 +1,208 @@
+"""Measured: what a real step took, in the types of a simulated one."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+from typing import TypeAlias
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
+from torchckpt.planning.figures import Event, Message
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.program import Run
+from torchckpt.planning.order.schedule import Action, Kind
+from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.step.timeline import Timeline
+from torchckpt.planning.work.block import Link
+
+__all__ = ["Seconds", "Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
+
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of one rank. From ``due_seconds`` on the rank had nothing else to do, at ``start_seconds`` the input
+    was there. All ranks count from the same moment."""
+
+    action: Action
+    due_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+
+Spans: TypeAlias = Sequence[Sequence[Span]]
+"""For each rank the spans of one step, in the order of the schedule."""
+
+_Travels: TypeAlias = "defaultdict[tuple[int, bool], list[float]]"
+"""Per pair of stages, and by whether a rank was waiting when it was sent, what each message took, at most."""
+
+
+def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[Span]:
+    """``spans`` with an ``R``, as long as all that was replayed inside a backward, where that backward began.
+
+    A backward that recomputes region by region goes to and fro between the two; here its replays stand together.
+
+    Args:
+        inside: for each (stage, micro-batch) that was replayed so, the seconds of that.
+    """
+    apart = []
+    for span in spans:
+        stage, kind, i = span.action
+        if kind in _BACKWARDS and (stage, i) in inside:
+            turn = min(span.start_seconds + inside[stage, i], span.end_seconds)
+            apart.append(replace(span, action=Action(stage, Kind.RECOMPUTE, i), end_seconds=turn))
+            apart.append(replace(span, due_seconds=turn, start_seconds=turn))
+        else:
+            apart.append(span)
+    return apart
+
+
+def measured_timeline(step: Step, spans: Spans, in_bytes: bool = False) -> Timeline:
+    """``step`` as it was measured. The timeline begins with its first action.
+
+    Messages are sent when their action ends. If the receiver was waiting by then, it arrived when that went on; if not,
+    after the time of its link, or earlier if the receiver went on earlier.
+
+    Args:
+        step: what was run. Its links say how long messages take, its stages and choices what is held.
+        spans: with an ``R`` for all that was replayed, early and late; see :func:`replays_apart`.
+        in_bytes: the memory of the stages is in bytes, and is written so, however little it is. Default: False.
+    """
+    zero = min((span.start_seconds for own in spans for span in own), default=0.0)
+    events = tuple(
+        Event(rank, span.action, span.start_seconds - zero, span.end_seconds - zero)
+        for rank, own in enumerate(spans)
+        for span in own
+    )
+    travels = step.travel_seconds
+    messages = tuple(
+        Message(sender.action, receiver.action.stage, sender.end_seconds - zero, arrived - zero)
+        for sender, receiver in _messages(step, spans)
+        for arrived in [_arrived(sender, receiver, travels[_boundary(sender, receiver)])]
+    )
+    memory = step.curves(_played(step, spans, zero))
+    return Timeline(step.schedule, events, messages, memory, units=_units(memory, in_bytes))
+
+
+def _units(memory: Sequence[Sequence[tuple[float, float]]], in_bytes: bool) -> Units:
+    most = max((amount for curve in memory for _, amount in curve), default=0.0)
+    return units_of_bytes(most) if in_bytes else units_of_clock(most)
+
+
+def _played(step: Step, spans: Spans, zero: float) -> Run:
+    """The times in the order of the step's program: of two actions that ran at once, either may have ended first."""
+    times: list[defaultdict[Action, list[Span]]] = []
+    for own in spans:
+        times.append(defaultdict(list))
+        for span in own:
+            times[-1][span.action].append(span)
+    pairs = list(zip(times, step.program.actions))
+    missing = [str(action) for own, order in pairs for action in order if action not in own]
+    rule = "every action of the schedule was measured"
+    works = "custom functions of a schedule that call forward_one_chunk() and backward_one_chunk() of its stages"
+    raise_faults("measured_timeline()", [Fault(rule, f"nothing of {', '.join(missing)}", works)] if missing else [])
+    ordered = [[own[action].pop(0) for action in order] for own, order in pairs]
+    starts = [[span.start_seconds - zero for span in own] for own in ordered]
+    return Run(starts, [[span.end_seconds - zero for span in own] for own in ordered], [], [])
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The medians of what a stage took for one micro-batch."""
+
+    forward_seconds: float
+    input_grad_seconds: float
+    weight_grad_seconds: float
+    recompute_seconds: float
+
+
+def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Seconds, ...]:
+    """For each stage, the medians over all micro-batches and steps.
+
+    A backward that ran whole counts half as input, half as weight gradients. What is recomputed early and late of one
+    micro-batch counts together. A stage that is never recomputed would take as long as its forward.
+    """
+    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for spans in measured:
+        replays: defaultdict[Action, float] = defaultdict(float)
+        for span in (span for own in spans for span in own):
+            stage, kind, _ = span.action
+            if kind is Kind.RECOMPUTE:
+                replays[span.action] += span.end_seconds - span.start_seconds
+            else:
+                seconds[stage, kind].append(span.end_seconds - span.start_seconds)
+        for (stage, kind, _), replay in replays.items():
+            seconds[stage, kind].append(replay)
+    return tuple(_seconds_of(stage, seconds) for stage in range(step.schedule.stages))
+
+
+def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> Seconds:
+    def of(kind: Kind, otherwise: float) -> float:
+        return median(seconds[stage, kind]) if seconds.get((stage, kind)) else otherwise
+
+    forward, half = of(Kind.FORWARD, 0.0), of(Kind.BACKWARD, 0.0) / 2
+    weights = of(Kind.WEIGHT_GRAD, half)
+    return Seconds(forward, of(Kind.INPUT_GRAD, half), weights, of(Kind.RECOMPUTE, forward))
+
+
+def measured_links(step: Step, measured: Iterable[Spans]) -> tuple[Link, ...]:
+    """For each pair of neighbouring stages, the fastest quarter of the messages for which a rank was waiting when they
+    were sent; without such, as the slowest other link, unless a message was there sooner."""
+    travels: _Travels = defaultdict(list)
+    for spans in measured:
+        for sender, receiver in _messages(step, spans):
+            seen = max(0.0, receiver.start_seconds - sender.end_seconds)
+            travels[_boundary(sender, receiver), _was_waited_for(sender, receiver)].append(seen)
+    return tuple(Link(_latency(travels, boundary)) for boundary in range(step.schedule.stages - 1))
+
+
+def _latency(travels: _Travels, boundary: int) -> float:
+    known = {at: sorted(seen)[len(seen) // 4] for (at, was_waited_for), seen in travels.items() if was_waited_for}
+    others = travels.get((boundary, False), [])
+    return known.get(boundary, min([max(known.values(), default=inf), *others]) if others else 0.0)
+
+
+def _messages(step: Step, spans: Spans) -> Iterator[tuple[Span, Span]]:
+    """Sender and receiver of everything that went from one rank to another."""
+    placement = step.schedule.placement
+    taken = {awaited: span for own in spans for awaited, span in _takers(step, own)}
+    for span in (span for own in spans for span in own):
+        stage, kind, i = span.action
+        if kind is Kind.FORWARD or kind in _BACKWARDS:
+            receiver = taken.get((stage, kind is Kind.FORWARD, i))
+            if receiver is not None and placement[receiver.action.stage] != placement[stage]:
+                yield span, receiver
+
+
+def _takers(step: Step, spans: Sequence[Span]) -> Iterator[tuple[tuple[int, bool, int], Span]]:
+    """The spans of one rank that take a message, each with the stage that sends it, whether it is an activation, and
+    its micro-batch. A gradient is taken by the late recompute before the backward, if there is one."""
+    before: Span | None = None
+    for span in spans:
+        stage, kind, i = span.action
+        if kind is Kind.FORWARD:
+            yield (stage - 1, True, i), span
+        elif kind in _BACKWARDS:
+            recompute = Action(stage, Kind.RECOMPUTE, i)
+            is_late = before is not None and before.action == recompute and bool(step.choice((stage, i)).late)
+            yield (stage + 1, False, i), before if is_late and before is not None else span
+        before = span
+
+
+def _was_waited_for(sender: Span, receiver: Span) -> bool:
+    return receiver.due_seconds < sender.end_seconds
+
+
+def _boundary(sender: Span, receiver: Span) -> int:
+    """The pair of neighbouring stages that a message goes between, by the first of them."""
+    return min(sender.action.stage, receiver.action.stage)
+
+
+def _arrived(sender: Span, receiver: Span, travel: float) -> float:
+    if _was_waited_for(sender, receiver):
+        return max(sender.end_seconds, receiver.start_seconds)
+    return max(sender.end_seconds, min(receiver.start_seconds, sender.end_seconds + travel))

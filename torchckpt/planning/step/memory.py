@@ -1,0 +1,99 @@
+"""Memory: the bytes that a rank holds at each position of its order. They follow from the order alone, not from times.
+
+A forward allocates what its visit holds until the backward: everything of its kept blocks, the boundary of the others.
+``R`` adds what its early blocks drop. A whole backward counts with its peak from its start to its end, and then frees
+everything. If it is split, ``I`` adds what the late blocks drop and frees nothing; ``W`` frees everything. Static bytes
+do not count.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+from torchckpt.planning.order.schedule import Kind
+from torchckpt.planning.work.block import Stage
+from torchckpt.planning.work.choice import Choice
+
+__all__ = ["Change", "Curve", "Level", "change_of", "curve", "levels_of", "use_bytes"]
+
+Curve: TypeAlias = tuple[tuple[float, float], ...]
+"""The bytes alive on one rank, as (seconds, bytes) at each change."""
+
+
+class Change(NamedTuple):
+    """What one action does to the bytes of its rank."""
+
+    takes: float
+    """Allocated when it starts."""
+    frees: float
+    """Freed when it ends."""
+
+
+class Level(NamedTuple):
+    """Bytes of a rank during one action, and after it."""
+
+    highest: float
+    """The most during the action."""
+    left: float
+    """When the action has ended."""
+    entered: float = 0.0
+    """If measured: during a backward, the most before it recomputes anything."""
+
+
+def change_of(kind: Kind, stage: Stage, choice: Choice) -> Change:
+    """The change by an action of this kind, on a visit of ``stage`` with this choice."""
+    blocks = stage.blocks
+    early = sum(blocks[at].freed_bytes for at in choice.early)
+    late = sum(blocks[at].freed_bytes for at in choice.late)
+    held = stage.saved_bytes - early - late
+    if kind is Kind.FORWARD:
+        return Change(held, 0.0)
+    if kind is Kind.RECOMPUTE:
+        return Change(early, 0.0)
+    if kind is Kind.INPUT_GRAD:
+        return Change(late, 0.0)
+    if kind is Kind.WEIGHT_GRAD:
+        return Change(0.0, stage.saved_bytes)
+    highest = use_bytes(stage, choice.late)
+    return Change(highest - held - early, highest)
+
+
+def use_bytes(stage: Stage, late: Collection[int]) -> float:
+    """The bytes of a visit at the peak of a whole backward that recomputes the blocks ``late``: it goes from the last
+    block to the first, and recomputes each in memory that later ones have freed.
+
+    >>> stage = Stage((Block(boundary_bytes=0.25),) * 2)
+    >>> use_bytes(stage, ()), use_bytes(stage, (0,)), use_bytes(stage, (0, 1))
+    (2.0, 1.25, 1.25)
+    """
+    blocks = stage.blocks
+    start = stage.saved_bytes - sum(blocks[at].freed_bytes for at in late)
+    freed, extra = stage.after.saved_bytes, 0.0
+    for at in range(len(blocks) - 1, -1, -1):
+        if at in late:
+            extra = max(extra, blocks[at].freed_bytes - freed)
+            freed += blocks[at].boundary_bytes
+        else:
+            freed += blocks[at].saved_bytes
+    return start + extra
+
+
+def levels_of(changes: Iterable[Change]) -> Iterator[Level]:
+    """The level of each action of one rank."""
+    alive = 0.0
+    for takes, frees in changes:
+        yield Level(alive + takes, alive + takes - frees)
+        alive = alive + takes - frees
+
+
+def curve(changes: Iterable[Change], starts: Iterable[float], ends: Iterable[float]) -> Curve:
+    """The bytes of one rank over time, for the changes of its actions and when these ran."""
+    alive, points = 0.0, [(0.0, 0.0)]
+    for (takes, frees), start, end in zip(changes, starts, ends):
+        if takes:
+            alive += takes
+            points.append((start, alive))
+        if frees:
+            alive -= frees
+            points.append((end, alive))
+    return tuple(points)

@@ -1,0 +1,150 @@
+"""Quickest placement: try several positions for the recomputes of a step, and take those with the shortest step.
+
+The greedy rule ignores the work that a recompute delays, and "right before the backward" ignores idle time. Neither is
+always better. So several placements are simulated, and the best one is improved by local search: a recompute on the
+critical path moves one position earlier or later as long as that shortens the step.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from torchckpt.planning.figures import Event
+from torchckpt.planning.order.program import Instruction, Program, run
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.step.greedy import greedy_orders
+from torchckpt.planning.step.placement import with_recompute
+from torchckpt.planning.step.simulated import Step, step_of
+from torchckpt.planning.step.timeline import critical_path
+from torchckpt.planning.work.block import Block
+from torchckpt.planning.work.choice import Choices
+from torchckpt.planning.work.inputs import Links, Stages
+
+__all__ = ["quickest", "quickest_of"]
+
+_Orders: TypeAlias = tuple[tuple[Action, ...], ...]
+
+_PATIENCES = (0.0, 0.25, 0.5, 1.0)
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+_WORK = 200_000
+"""Budget of the local search, in simulated actions."""
+_SHORTER = 1e-9
+"""The smallest gain that counts, as a share of the step. Smaller ones may be rounding."""
+
+
+def quickest(
+    schedule: Schedule,
+    choices: Choices,
+    stages: Stages = Block(),  # noqa: B008  # frozen
+    link: Links = 0.0,
+    k: int = 1,
+) -> Schedule:
+    """``schedule`` with an ``R`` for each visit that has early blocks, where the step is shortest.
+
+    As :func:`~torchckpt.planning.step.placement.with_recompute`, with known costs: several placements are simulated.
+    The step is never longer than with each ``R`` right before a backward.
+
+    Args:
+        stages, link: as in :func:`~torchckpt.planning.step.simulated.simulate`.
+        k: a rank recomputes only what one of its next ``k`` backwards needs. Default: 1.
+    """
+    placed = with_recompute(schedule, choices, k)
+    return quickest_of(step_of("quickest()", placed, stages, link, choices), k)
+
+
+def quickest_of(step: Step, k: int) -> Schedule:
+    """The schedule of ``step`` with its recomputes at the best positions that were tried. The step is never longer.
+
+    Args:
+        step: each ``R`` of its schedule runs ``k - 1`` backwards ahead of its own, right before a backward.
+        k: a rank recomputes only what one of its next ``k`` backwards needs.
+    """
+    program = _whole_backwards(step)
+    trial = _Trial(step.schedule, program, k)
+    for patience in _PATIENCES:
+        trial.offer(greedy_orders(step.schedule, program, k, patience))
+    trial.offer(step.schedule.ranks)
+    trial.improve(_WORK // max(1, sum(map(len, step.schedule.ranks))))
+    return replace(step.schedule, ranks=trial.orders)
+
+
+def _whole_backwards(step: Step) -> Program:
+    """The program of ``step``; what a backward recomputes late is part of the backward, as it does not move."""
+    ranks = []
+    for rank, instructions in enumerate(step.program.ranks):
+        whole: list[Instruction] = []
+        late_seconds = 0.0
+        for position, (needs, gives, seconds, wire, travel) in enumerate(instructions):
+            if step.is_late(rank, position):
+                late_seconds = seconds
+                continue
+            whole.append((needs, gives, late_seconds + seconds, wire, travel))
+            late_seconds = 0.0
+        ranks.append(tuple(whole))
+    return replace(step.program, ranks=tuple(ranks), actions=step.schedule.ranks)
+
+
+class _Trial:
+    """Tries orders of the same actions, and remembers the one with the shortest step."""
+
+    def __init__(self, schedule: Schedule, program: Program, k: int) -> None:
+        self.schedule, self.program, self.k = schedule, program, k
+        pairs = zip(program.actions, program.ranks)
+        self.instructions: list[dict[Action, Instruction]] = [dict(zip(*pair)) for pair in pairs]
+        self.orders: _Orders = ()
+        self.step_seconds = float("inf")
+
+    def compiled(self, orders: _Orders) -> Program:
+        ranks = tuple(tuple(own[action] for action in order) for own, order in zip(self.instructions, orders))
+        return replace(self.program, ranks=ranks, actions=orders)
+
+    def offer(self, orders: _Orders) -> bool:
+        """Keep ``orders`` if their step is shorter. Returns whether it is."""
+        seconds = run(self.compiled(orders)).step_seconds
+        if seconds >= self.step_seconds * (1 - _SHORTER):
+            return False
+        self.orders, self.step_seconds = orders, seconds
+        return True
+
+    def improve(self, most: int) -> None:
+        """Move single recomputes on the critical path, with at most ``most`` tries."""
+        tries = iter(range(most))
+        while any(self.offer(orders) for _, orders in zip(tries, self._neighbours())):
+            pass
+
+    def _neighbours(self) -> Iterator[_Orders]:
+        program = self.compiled(self.orders)
+        for event in critical_path(self.schedule, program, run(program)):
+            if isinstance(event, Event) and event.action.kind is Kind.RECOMPUTE:
+                for order in _moved(self.orders[event.rank], event.action, self.k):
+                    yield (*self.orders[: event.rank], order, *self.orders[event.rank + 1 :])
+
+
+def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple[Action, ...]]:
+    """``order`` with ``recompute`` one position later, then one position earlier; only orders that are allowed."""
+    at = order.index(recompute)
+    later = order[at + 1]
+    if later[::2] != recompute[::2]:
+        yield (*order[:at], later, recompute, *order[at + 2 :])
+    if _may_be_earlier(order, at, k):
+        yield (*order[: at - 1], recompute, order[at - 1], *order[at + 1 :])
+
+
+def _may_be_earlier(order: Sequence[Action], at: int, k: int) -> bool:
+    """Whether the recompute at position ``at`` may run before the action in front of it."""
+    earlier, recompute = order[at - 1], order[at]
+    if earlier[::2] == recompute[::2]:
+        return False
+    return earlier.kind not in _BACKWARDS or _backwards_between(order, at) + 1 < k
+
+
+def _backwards_between(order: Sequence[Action], at: int) -> int:
+    """The number of backwards between the recompute at position ``at`` and its own backward."""
+    count = 0
+    for action in order[at + 1 :]:
+        if action.kind in _BACKWARDS:
+            if action[::2] == order[at][::2]:
+                break
+            count += 1
+    return count

@@ -1,0 +1,297 @@
+"""Step: one step of a pipeline: in which order, what work, what becomes of it. Everything else is read from it.
+
+Each rank has one engine, which computes one action at a time and is never taken away from it. Each direction between
+two ranks is a wire, which carries one message at a time, in the order in which they were sent. Everything starts as
+soon as it can: an action when the one before it on its rank has ended and its input is there, a message when its
+sender has ended and the wire is free. What an action waits for stands in
+:class:`~torchckpt.planning.order.schedule.Schedule`.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torchckpt.errors import Fault, brief, raise_faults
+from torchckpt.planning.figures import Event, Message
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.validity import check_order, check_schedule
+from torchckpt.planning.step.memory import Change, Curve, Level, change_of, curve, levels_of
+from torchckpt.planning.step.placement import recomputed_early, with_recompute
+from torchckpt.planning.step.timeline import Timeline, critical_path
+from torchckpt.planning.work.block import Block, Link, Stage
+from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
+from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
+
+__all__ = ["Step", "simulate", "step_of"]
+
+_CALLER = "simulate()"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. Its parts are not checked: :func:`simulate` checks what a user gave.
+
+    >>> schedule = one_f_one_b(4, 8)
+    >>> Step(schedule, (Stage((Block(),)),) * 4, (Link(),) * 3).seconds
+    33.0
+    """
+
+    schedule: Schedule
+    """With an ``R`` for each visit that has early blocks, and no other."""
+    stages: tuple[Stage, ...]
+    links: tuple[Link, ...]
+    choices: Choices = field(default_factory=dict)
+
+    def choice(self, visit: Visit) -> Choice:
+        """What becomes of the blocks of ``visit``."""
+        choice = self.choices.get(visit, State.KEPT)
+        return choice if isinstance(choice, Choice) else self._uniform[visit[0], choice]
+
+    @cached_property
+    def program(self) -> Program:
+        """What the simulation runs."""
+        seconds = {
+            (stage, kind): value
+            for stage, own in enumerate(self.stages)
+            for kind, value in (
+                (Kind.FORWARD, own.forward_seconds),
+                (Kind.BACKWARD, own.input_grad_seconds + own.weight_grad_seconds),
+                (Kind.INPUT_GRAD, own.input_grad_seconds),
+                (Kind.WEIGHT_GRAD, own.weight_grad_seconds),
+            )
+        }
+
+        def seconds_of(action: Action) -> float:
+            stage, kind, i = action
+            if kind is Kind.RECOMPUTE:
+                return self._recompute_seconds(stage, self.choice((stage, i)).early)
+            return seconds[stage, kind]
+
+        late = {visit: self._recompute_seconds(visit[0], self.choice(visit).late) for visit in self._late}
+        return compile_program(self.schedule, seconds_of, self.travel_seconds, late)
+
+    @cached_property
+    def run(self) -> Run:
+        """When each action of :attr:`program` starts and ends."""
+        return run(self.program)
+
+    @property
+    def seconds(self) -> float:
+        return self.run.step_seconds
+
+    @property
+    def travel_seconds(self) -> list[float]:
+        """For each pair of neighbouring stages, the seconds of a message."""
+        return [
+            link.latency_seconds + stage.arriving_bytes / link.bandwidth
+            for link, stage in zip(self.links, self.stages[1:])
+        ]
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes that each rank holds."""
+        return tuple(
+            max((level.highest for level in self.levels(rank)), default=0.0) for rank in range(len(self.schedule.ranks))
+        )
+
+    @property
+    def static_bytes(self) -> tuple[float, ...]:
+        """Parameters, gradients and optimizer state of each rank; no peak counts them."""
+        static = [0.0] * len(self.schedule.ranks)
+        for stage, rank in zip(self.stages, self.schedule.placement):
+            static[rank] += stage.static_bytes
+        return tuple(static)
+
+    def levels(self, rank: int) -> list[Level]:
+        """The bytes of ``rank`` during and after each action of its order."""
+        return list(levels_of(map(self._change, self.schedule.ranks[rank])))
+
+    def curves(self, played: Run) -> tuple[Curve, ...]:
+        """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
+        return tuple(
+            curve(self._changes(rank), played.starts[rank], played.ends[rank])
+            for rank in range(len(self.schedule.ranks))
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When everything happens, and the bytes of each rank."""
+        return Timeline(self.schedule, self.events(self.run), self._messages(), self.curves(self.run))
+
+    def explained(self) -> Timeline:
+        """The timeline, with its critical path, and by how much the recomputation of each stage lengthens it. That runs
+        the step once more for each stage that recomputes."""
+        path = critical_path(self.schedule, self.program, self.run)
+        return replace(self.timeline, exposed_seconds=tuple(self._exposed()), critical_path=path)
+
+    def events(self, played: Run) -> tuple[Event, ...]:
+        """All actions, in the order of ranks, and of actions on each."""
+        events: list[Event] = []
+        for rank, actions in enumerate(self.program.actions):
+            events.extend(map(Event, [rank] * len(actions), actions, played.starts[rank], played.ends[rank]))
+        return tuple(events)
+
+    def is_late(self, rank: int, position: int) -> bool:
+        """Whether the action at a position of :attr:`program` is a late recompute."""
+        action = self.program.actions[rank][position]
+        return action.kind is Kind.RECOMPUTE and self.program.ranks[rank][position][0] != NOTHING
+
+    @property
+    def recomputed(self) -> dict[Visit, float]:
+        """The visits of which something is recomputed, and the seconds of that."""
+        visits = ((visit, self.choice(visit).recomputed) for visit in self.choices)
+        return {visit: self._recompute_seconds(visit[0], blocks) for visit, blocks in visits if blocks}
+
+    @cached_property
+    def _change_by_key(self) -> dict[tuple[Kind, int, int], Change]:
+        """What was counted before: most visits of a stage share their choice."""
+        return {}
+
+    @cached_property
+    def _uniform(self) -> dict[tuple[int, State], Choice]:
+        return {
+            (stage, state): Choice.all(state, len(own.blocks))
+            for stage, own in enumerate(self.stages)
+            for state in State
+        }
+
+    @property
+    def _late(self) -> list[Visit]:
+        return [visit for visit in self.choices if self.choice(visit).late]
+
+    def _recompute_seconds(self, stage: int, blocks: Sequence[int]) -> float:
+        return sum(self.stages[stage].blocks[at].recompute_seconds for at in blocks)
+
+    def _change(self, action: Action) -> Change:
+        stage, kind, i = action
+        choice = self.choice((stage, i))
+        key = kind, stage, id(choice)
+        if key not in self._change_by_key:
+            self._change_by_key[key] = change_of(kind, self.stages[stage], choice)
+        return self._change_by_key[key]
+
+    def _changes(self, rank: int) -> Iterator[Change]:
+        """The changes of each action of :attr:`program`. What a backward takes, its late recompute does."""
+        taken = False
+        for position, action in enumerate(self.program.actions[rank]):
+            if self.is_late(rank, position):
+                backward = self.program.actions[rank][position + 1]
+                yield Change(self._change(backward).takes, 0.0)
+                taken = True
+            else:
+                takes, frees = self._change(action)
+                yield Change(0.0 if taken else takes, frees)
+                taken = False
+
+    def _messages(self) -> tuple[Message, ...]:
+        m, stages = self.schedule.micro_batches, self.schedule.stages
+        sent, arrived = self.run.sent, self.run.arrived
+        messages = []
+        for order in self.schedule.ranks:
+            for action in order:
+                stage, kind, i = action
+                if kind is Kind.FORWARD:
+                    to_stage = stage + 1
+                    token = to_stage * m + i
+                elif kind is Kind.BACKWARD or kind is Kind.INPUT_GRAD:
+                    to_stage = stage - 1
+                    token = (stages + to_stage) * m + i
+                else:
+                    continue
+                if 0 <= to_stage < stages and sent[token] >= 0.0:
+                    messages.append(Message(action, to_stage, sent[token], arrived[token]))
+        return tuple(messages)
+
+    def _exposed(self) -> Iterator[float]:
+        """For each stage: the step, less the same step where the recomputation of that stage takes no time."""
+        recomputing = {stage for stage, _ in self.recomputed}
+        for stage, own in enumerate(self.stages):
+            if stage not in recomputing:
+                yield 0.0
+                continue
+            free = replace(own, blocks=tuple(replace(block, recompute_seconds=0.0) for block in own.blocks))
+            stages = (*self.stages[:stage], free, *self.stages[stage + 1 :])
+            yield self.seconds - replace(self, stages=stages).seconds
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Stages = Block(),  # noqa: B008  # frozen
+    link: Links = 0.0,
+    choices: Choices | None = None,
+    *,
+    exposed: bool = True,
+) -> Timeline:
+    """Run a step on paper.
+
+    >>> plain = one_f_one_b(4, 16)
+    >>> simulate(plain).step_seconds, simulate(plain, choices=ahead(plain)).step_seconds
+    (57.0, 73.0)
+
+    Args:
+        stages: of every stage, or one per stage. A Block stands for a stage of that one block.
+        link: between any two neighbouring stages on different ranks, or one per pair of neighbouring stages: seconds,
+            or a Link. A message is as large as the input of the later stage, both ways.
+        choices: what becomes of the blocks of each visit. Default: what has an ``R`` in ``schedule`` is recomputed
+            early, all else is kept. If the schedule has no ``R``, they are placed by
+            :func:`~torchckpt.planning.step.placement.with_recompute`.
+        exposed: also find the critical path, and by how much each stage's recomputation lengthens the step. Default:
+            True.
+
+    Returns:
+        The timeline. Events are in the order of ranks, and of actions on each; messages in the order of the actions
+        that sent them. For what memory counts, see :mod:`~torchckpt.planning.step.memory`.
+
+    Raises:
+        ArgumentError: seconds or bytes are missing, negative or not numbers; the schedule cannot run; choices are of
+            visits that it does not have, or contradict its ``R``.
+    """
+    step = step_of(_CALLER, schedule, stages, link, choices)
+    return step.explained() if exposed else step.timeline
+
+
+def step_of(caller: str, schedule: Schedule, stages: Stages, link: Links, choices: Choices | None = None) -> Step:
+    """The step for the arguments of :func:`simulate`, checked."""
+    check_order(caller, schedule)
+    listed, wrong_stages = per_stage(stages, schedule.stages)
+    links, wrong_links = per_boundary(link, schedule.stages)
+    raise_faults(caller, [*wrong_stages, *wrong_links])
+    placed = recomputed_early(schedule)
+    if choices is None:
+        choices = dict.fromkeys(placed, State.EARLY)
+    raise_faults(caller, list(_choice_faults(schedule, listed, choices)))
+    step = Step(schedule, tuple(listed), tuple(links), choices)
+    if not placed:
+        step = replace(step, schedule=with_recompute(schedule, {visit: step.choice(visit) for visit in choices}))
+    raise_faults(caller, list(_early_faults(step)))
+    if step.run.stuck:
+        check_schedule(caller, schedule)
+    return step
+
+
+def _choice_faults(schedule: Schedule, stages: Sequence[Stage], choices: object) -> Iterator[Fault]:
+    if not isinstance(choices, Mapping):
+        rule = "choices say for each (stage, micro-batch) what becomes of its blocks"
+        yield Fault(rule, brief(choices), "choices=ahead(schedule)")
+        return
+    wrong = list(visit_faults(schedule, list(choices)))
+    yield from wrong
+    for visit, choice in {} if wrong else choices.items():
+        if isinstance(choice, State):
+            continue
+        blocks = len(stages[visit[0]].blocks)
+        if not (isinstance(choice, Choice) and choice.is_of(blocks)):
+            rule = f"each of the {blocks} blocks of stage {visit[0]} is in one state"
+            yield Fault(rule, f"choices[{visit}]={brief(choice)}", f"Choice.all(State.LATE, {blocks})")
+
+
+def _early_faults(step: Step) -> Iterator[Fault]:
+    placed = recomputed_early(step.schedule)
+    for visit in sorted(placed ^ {visit for visit in step.choices if step.choice(visit).early}):
+        recompute = Action(visit[0], Kind.RECOMPUTE, visit[1])
+        rule = "a visit has an R in the schedule exactly if some of its blocks are recomputed early"
+        parts = (str(recompute), "early block") if visit in placed else (f"early blocks of {visit}", str(recompute))
+        yield Fault(rule, "{}, and no {}".format(*parts), "the schedule without R, which places them")

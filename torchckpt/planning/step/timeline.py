@@ -1,0 +1,121 @@
+"""Timeline: one step that says of itself what it took, as text and as a picture."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchckpt.planning.draw.svg import svg
+from torchckpt.planning.draw.units import Units, aligned, percent, row_name, units_for
+from torchckpt.planning.figures import Event, Message, TimelineFigures
+from torchckpt.planning.order.program import NOTHING, Program, Run
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+
+__all__ = ["Timeline", "critical_path"]
+
+_COLUMNS = (
+    ("forward", (Kind.FORWARD,)),
+    ("backward", (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)),
+    ("recompute", (Kind.RECOMPUTE,)),
+)
+
+
+@dataclass(frozen=True)
+class Timeline(TimelineFigures):
+    """One step, simulated or measured. ``print()`` shows a table, a notebook the picture.
+
+    >>> print(simulate(one_f_one_b(2, 4)))
+    1f1b, 2 stages, 4 micro-batches: step 15
+    <BLANKLINE>
+             forward  backward  recompute    idle  peak
+    stage 0        4         8          0  20.0 %   2 A
+    stage 1        4         8          0  20.0 %   1 A
+    """
+
+    units: Units | None = field(default=None, compare=False, repr=False)
+    """How its times and its memory are written. Default: seconds and bytes where memory is large, else bare numbers."""
+
+    def draw(
+        self,
+        *,
+        budget_bytes: float | Sequence[float] | None = None,
+        units: Units | None = None,
+        copies: bool = False,
+    ) -> str:
+        """An SVG: who does what when, and the memory that it takes.
+
+        >>> text = simulate(one_f_one_b(2, 4)).draw()  # for Path("step.svg").write_text(text, encoding="utf-8")
+
+        Args:
+            budget_bytes, units, copies: as of :func:`~torchckpt.planning.draw.svg.svg`.
+        """
+        return svg(self, budget_bytes=budget_bytes, units=units or self._units, copies=copies)
+
+    def _repr_svg_(self) -> str:
+        """For a notebook."""
+        return self.draw()
+
+    def __str__(self) -> str:
+        schedule, units = self.schedule, self._units
+        has_memory = any(self.memory)
+        rows = [("", *(name for name, _ in _COLUMNS), "idle", *(["peak"] * has_memory))]
+        for rank, idle in enumerate(self.idle_share):
+            times = (units.of_time(self._seconds_of(rank, kinds)) for _, kinds in _COLUMNS)
+            peak = [units.of_memory(self.peak_bytes[rank])] if has_memory else []
+            rows.append((row_name(schedule, rank), *times, percent(idle), *peak))
+        counts = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
+        return f"{schedule.name}, {counts}: step {units.of_time(self.step_seconds)}\n\n{aligned(rows)}"
+
+    @property
+    def _units(self) -> Units:
+        return self.units or units_for(max(self.peak_bytes, default=0.0))
+
+    def _seconds_of(self, rank: int, kinds: Sequence[Kind]) -> float:
+        own = (event for event in self.events if event.rank == rank and event.action.kind in kinds)
+        return sum(event.end_seconds - event.start_seconds for event in own)
+
+
+def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Event | Message, ...]:
+    """The critical path, from the start of the step to its end; each entry begins when the previous entry ends.
+
+    If the rank became free and the input arrived at the same moment, the path follows the rank.
+    """
+    giver = _givers(program)
+    rank = max(range(len(played.ends)), key=lambda rank: played.ends[rank][-1:], default=0)
+    position = len(played.ends[rank]) - 1
+    path: list[Event | Message] = []
+    while position >= 0:
+        start, end = played.starts[rank][position], played.ends[rank][position]
+        path.append(Event(rank, program.actions[rank][position], start, end))
+        if start == 0.0 or (position and played.ends[rank][position - 1] == start):
+            position = position - 1 if start else NOTHING
+            continue
+        token = program.ranks[rank][position][0]
+        rank, position = giver[token]
+        path.append(_message(schedule, program.actions[rank][position], played, token))
+        while played.sent[token] > played.ends[rank][position]:
+            position = _before_on_wire(program, rank, position)
+            token = program.ranks[rank][position][1]
+            path.append(_message(schedule, program.actions[rank][position], played, token))
+    return tuple(reversed(path))
+
+
+def _givers(program: Program) -> list[tuple[int, int]]:
+    """For each token, the rank and the position of the action that produces it."""
+    givers = [(NOTHING, NOTHING)] * program.tokens
+    for rank, instructions in enumerate(program.ranks):
+        for position, (_, gives, _, wire, _) in enumerate(instructions):
+            if wire >= 0:
+                givers[gives] = rank, position
+    return givers
+
+
+def _message(schedule: Schedule, action: Action, played: Run, token: int) -> Message:
+    to_stage = token // schedule.micro_batches % schedule.stages
+    return Message(action, to_stage, played.sent[token], played.arrived[token])
+
+
+def _before_on_wire(program: Program, rank: int, position: int) -> int:
+    """The position of the previous action of this rank that sent on the same wire."""
+    instructions = program.ranks[rank]
+    wire = instructions[position][3]
+    return next(before for before in range(position - 1, NOTHING, -1) if instructions[before][3] == wire)

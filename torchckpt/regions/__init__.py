@@ -1,0 +1,72 @@
+"""One checkpointed call: its activations are dropped in the forward, and computed again for the backward.
+
+The problem. Recomputation frees memory and costs a forward. Where gradients come from another device (a pipeline, an
+all-reduce), this device waits for them. It could recompute while it waits, if something can start the recomputation
+before the gradients arrive.
+
+The standard answers. *Reentrant* checkpointing runs the forward under ``no_grad`` and a nested backward inside the
+backward. It is a node of its own in the graph, which could be placed early, but it breaks ``autograd.grad``,
+``inputs=``, double backward and split backward. *Non-reentrant* checkpointing uses saved-tensor hooks, and works with
+all of these. But the recomputation starts when the backward asks for its first saved tensor, and by then the gradient
+has arrived.
+
+Our answer. Saved-tensor hooks, a frame that can be filled from outside, and a pair of autograd Functions at its ends:
+
+     forward                                                   backward, read upwards
+
+       inputs
+          │
+      Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends.
+          │                                                          frame.fill_slots(); the next replay may run
+          ▼
+       function(*args, **kwargs), in grad mode                   [3] its nodes run, and unpack their slots.
+          │    pack:   drop the tensor, hand out a slot              The first recomputes here, if nobody
+          │    unpack: return the slot's tensor                      has yet: late, never wrong
+          │    keep:   save as autograd does, note the result        The replay hands out what was noted
+          ▼
+        fork ─ ─ phony ─ ─► Recompute                            [2] Recompute.backward: frame.recompute()
+          ▼                     ┆
+         ...                    ┆                                    ... the gradient is on its way here ...
+          ▼                     ▼
+        join ◄ ─ ─ phony ─ ─ ─ ─                                 [1] the backward gets here
+
+``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), and passes data through two deques of one
+element each:
+
+     forward ──► frame.ambient ──► replay ──► frame.recomputed ──► backward
+                 settings and                 what the function saved
+                 random numbers               when it ran again, for the slots
+
+``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
+the first caller does the work. The phonies decide only when the replay runs; the gradients are the same at any time.
+The single call ``checkpoint`` uses neither ``Recompute`` nor ``Checkpoint``: its first unpack starts the replay.
+
+A replay runs under the conditions of the forward. ``boundary`` gives it the same arguments, ``module_state`` the same
+parameters and buffers, ``ambient`` the same settings and random numbers, and ``norms`` throw-away copies of the running
+statistics to update.
+
+    wrap              modules of which every call is a region
+    core              a region: what users call, the pair, the frame
+    kept              what ``keep`` leaves for a replay
+    state             what a replay must find again
+    dependency        fork and join; the tensors that they pass
+    tail              whether a replay ends by itself after the last tensor
+    saved, trees      bytes that autograd keeps; tensors in structures
+    flags, clock      what a thread is doing; when something happened on a device
+    private           private names of torch
+"""
+from torchckpt.regions.core.checkpointing import Checkpointing, checkpoint
+from torchckpt.regions.core.keep import keep
+from torchckpt.regions.flags import is_checkpointing, is_recomputing
+from torchckpt.regions.wrap.layers import checkpoint_layers
+from torchckpt.regions.wrap.module import checkpoint_module
+
+__all__ = [
+    "Checkpointing",
+    "checkpoint",
+    "checkpoint_layers",
+    "checkpoint_module",
+    "is_checkpointing",
+    "is_recomputing",
+    "keep",
+]

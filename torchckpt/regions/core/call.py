@@ -1,0 +1,239 @@
+"""Call: one call of a function, and all that it takes to run it again."""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import ArgumentError, Fault, RecomputationError
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.flags import Replay, thread
+from torchckpt.regions.private import pop_hooks, push_hooks, set_grad_enabled
+from torchckpt.regions.state import norms
+from torchckpt.regions.state.ambient import (
+    Ambient,
+    Generator,
+    RandomState,
+    drawn_since,
+    generators_of,
+    random_state,
+    restore_states,
+    set_states,
+    settings,
+    use_settings,
+)
+from torchckpt.regions.state.boundary import Boundary, generators_among
+from torchckpt.regions.state.compilations import settle
+from torchckpt.regions.state.determinism import name_of
+from torchckpt.regions.state.module_state import ModuleState, modules_lock, record_state, substituted
+from torchckpt.regions.state.reached import norm_layers_of, runs_compiled_code
+from torchckpt.regions.state.streams import SyncPoint, accelerators_among
+from torchckpt.typing import ContextFunction, Function
+
+__all__ = ["Call", "Stop", "comes_of_stop"]
+
+
+Pack: TypeAlias = Callable[[Tensor], Any]
+Unpack: TypeAlias = Callable[[Any], Tensor]
+
+
+_Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any] | None]
+
+
+class Stop(Exception):
+    """The exception by which ``pack`` ends a replay early, inside the function. It is an ``Exception``, so that modules
+    run hooks with ``always_call``."""
+
+
+def comes_of_stop(error: BaseException) -> bool:
+    """Whether the function raised ``error`` because it had caught Stop: after its handler, or ``from`` Stop. What it
+    raised while Stop passed, as in a ``finally``, is an error of its own."""
+    chain: list[BaseException | None] = [error]
+    while (at := chain[-1]) is not None and not isinstance(at, Stop) and at.__context__ not in chain:
+        chain.append(at.__context__)
+    return at is None or all(one is None or one.__cause__ is cause for one, cause in pairwise(chain))
+
+
+class Call:
+    """A function, the boundary of one call of it, and the state of the function's modules at that call.
+
+    ``forward`` runs the function, once; ``replay`` runs it again from the same state. Both restore what they set, in
+    ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
+    """
+
+    __slots__ = (
+        "_boundary",
+        "_contexts",
+        "_entry",
+        "_looked",
+        "_noted",
+        "_options",
+        "_ran",
+        "devices",
+        "function",
+        "means",
+        "module_state",
+        "named",
+    )
+
+    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
+        self.function = function
+        self.devices = accelerators_among(args, kwargs)
+        """The accelerators that the region works on."""
+        self._options = options
+        self._boundary = Boundary(args, kwargs)
+        self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
+        self._entry: SyncPoint | None = None
+        self.module_state: ModuleState | None = None
+        self.named: Sequence[Generator] = ()
+        """The generators that the forward found besides those of devices."""
+        self._looked: norms.Looked = []
+        self.means: dict[int, Tensor | None] = {}
+        """Of the norm layers that need not be noted, while the forward runs."""
+        self._noted: list[nn.Module] = []
+        self._ran: dict[nn.Module, Any] | None = None  # until the forward has ended
+
+    def forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ambient: deque[Ambient],
+        pack: Pack,
+        unpack: Unpack,
+        values: bool,
+    ) -> Any:
+        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
+        numbers that it starts with to ``ambient``. ``values``: those of what is saved will be compared."""
+        function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
+        _, recomputing, replay = before = thread.flags
+        modules = () if self._boundary.spec is None else self._boundary.modules()
+        has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
+        module_state, exclusive = (None, False) if has_none and not modules else record_state(self.function, modules)
+        try:
+            # Lazy modules: the first call makes the weights, which a replay would not.
+            if module_state is not None and module_state.layout.is_lazy:
+                return function(*args, **kwargs)
+            self.module_state = module_state
+            if self.devices:
+                self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
+            ambient.append((settings(), self._random_state(module_state)))
+            layers = norm_layers_of(self.function, None if module_state is None else module_state.layout)
+            if layers:
+                # What is compiled from here on may save what it makes of the buffers.
+                self._looked = norms.look(layers, values or runs_compiled_code(self.function))
+                self.means = norms.means(self._looked)
+            around = thread.norms
+            push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
+            thread.norms, thread.flags = self._noted, (True, recomputing, replay)
+            try:
+                outputs = function(*args, **kwargs)
+            finally:
+                thread.flags = before
+                pop_hooks()
+                thread.norms = around
+                self.means = {}
+                self._ran = norms.ran(self._looked, self._noted) if layers or self._noted else {}
+                if self._ran and around is not None:
+                    around.extend(self._ran)
+                if module_state is not None:
+                    module_state.note_changes()
+        finally:
+            if exclusive:
+                modules_lock.release()
+        if self.devices:  # their backwards run in several threads, which share the CPU's generator, random[0]
+            then, random = ambient.pop()
+            ambient.append((then, drawn_since(random[:1]) + random[1:]))
+        return outputs
+
+    def _take_context(self) -> AbstractContextManager[Any]:
+        assert self._contexts is not None
+        context = self._contexts[1]
+        if context is None:
+            raise RecomputationError(
+                "the context of a replay is entered once\n"
+                f"  received: a second replay of region {name_of(self.function)}, whose first one raised\n"
+                "  works:    a new forward; or context_fn=None"
+            )
+        self._contexts = self._contexts[0], None
+        return context
+
+    def _random_state(self, module_state: ModuleState | None) -> RandomState:
+        named = self._options.generators
+        if not self._options.preserve_rng_state:
+            return []
+        if module_state is not None and (owned := module_state.layout.generators()):
+            named = [*named, *owned]
+        if self._boundary.spec is not None:
+            named = [*named, *self._boundary.generators()]
+        if isinstance(self.function, partial):
+            held = pytree.tree_leaves((self.function.args, self.function.keywords))
+            named = [*named, *generators_among(held)]
+        self.named = named
+        return random_state(generators_of(self.devices, named))
+
+    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> None:
+        """Run the function again under the hooks, to its end or until ``pack`` raises Stop."""
+        # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
+        args, kwargs, tensors = self._boundary.arguments()
+        if self._entry is not None:
+            state = () if self.module_state is None else self.module_state.tensors()
+            self._entry.wait_before_using([*tensors, *state])
+        function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
+        substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
+        if substitutes is not None:
+            function = _inside(substituted(substitutes, self.function), function)
+        then, random = ambient
+        if then != settings():
+            function = _inside(use_settings(then), function)
+        replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
+        before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
+        random_after: RandomState = []
+        push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
+        try:
+            random_after = set_states(random)
+            set_grad_enabled(True)
+            thread.flags, thread.scope = (False, True, replay), None  # regions inside run as in the forward
+            try:
+                if replay.ran:
+                    norms.lend(replay, runs_compiled_code(self.function))
+                function(*args, **kwargs)
+            finally:
+                if replay.ran:
+                    norms.take_back(replay)
+        except Stop:
+            pass
+        finally:
+            thread.flags, thread.scope = before, scope
+            set_grad_enabled(graded)
+            pop_hooks()
+            if not replay.compiles:
+                settle(self.function)
+            restore_states(random_after)
+
+
+def _inside(context: AbstractContextManager[Any], function: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    made = make()
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(c, AbstractContextManager) for c in made):
+        return made
+    fault = Fault(
+        "context_fn must return two context managers, one around the forward and one around the replay",
+        repr(made),
+        "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())",
+    )
+    raise ArgumentError(f"checkpoint: {fault}")

@@ -1,0 +1,322 @@
+"""``checkpoint`` and ``Checkpointing``: run a region in one call, or step by step."""
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, RegionError, TransformError
+from torchckpt.regions.core.checkpoint import checkpoint as checkpoint_input
+from torchckpt.regions.core.checkpoint import held_by
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import DEFAULT, Options, check_options
+from torchckpt.regions.core.recompute import recompute
+from torchckpt.regions.core.selective import heeding
+from torchckpt.regions.dependency import fork, join
+from torchckpt.regions.flags import thread
+from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo
+from torchckpt.regions.trees import tensors_of
+from torchckpt.typing import ContextFunction, DeterminismCheck, Function
+
+__all__ = ["Checkpointing", "checkpoint", "keep_outside_graph", "outside", "outside_graph", "refuse_transforms", "run"]
+
+_DEBUG = Fault(
+    "debug must be False: errors name the tensor that differs without a trace of operators",
+    "debug=True",
+    'checkpoint(function, x, determinism_check="values")',
+)
+
+
+def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region."""
+    if is_exporting():  # an exported graph has no backward, and torch.export supports no regions
+        return function(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
+        return in_graph(function, args, kwargs, options)
+    if options is not DEFAULT or not callable(function):
+        check_options("checkpoint", function, options)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    refuse_transforms()
+    if thread.scope is not None:
+        return thread.scope.run(function, args, kwargs, options)[0]
+    return Frame(options).forward(function, args, kwargs)
+
+
+def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Inside a graph that Dynamo traces: call :func:`torch.utils.checkpoint.checkpoint`, which Dynamo supports."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    # type(): Dynamo of torch 2.15 traces no isinstance() of a tensor with a class that has a check of its own.
+    if options.generators or any(type(leaf) is torch.Generator for leaf in leaves):
+        return outside(run, function, args, kwargs, options)
+    if options.context_fn is not None:
+        kwargs = {**kwargs, "context_fn": options.context_fn}
+    # By name: Dynamo knows the operator by what stands there, also if a user has put our function there. This line is
+    # traced and never run as Python (see the end of this file), so it does not call itself.
+    return torch.utils.checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=options.preserve_rng_state,
+        determinism_check="none" if options.determinism_check == "none" else "default",
+        **kwargs,
+    )
+
+
+def outside(call: Function, *args: Any) -> Any:
+    """``call(*args)`` outside the graph that Dynamo is tracing."""
+    from torchckpt.regions.core.checkpointing import outside_graph
+
+    return outside_graph(call, *args)
+
+
+def refuse_transforms() -> None:
+    """Raise ``TransformError`` inside a transform that regions do not support."""
+    # autograd would not raise here: torch.func.grad silently ignores the saved-tensor hooks.
+    if functorch_is_active() or forward_ad._current_level >= 0:
+        raise TransformError(
+            "a region cannot be entered under vmap, jvp, torch.func.grad or forward-mode AD\n"
+            "  received: a call inside such a transform\n"
+            "  works:    block(x) itself inside the transform; or torch.autograd.grad, double backward included, "
+            "through checkpoint(block, x)"
+        )
+
+
+def checkpoint(
+    function: Function | None = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    generators: Sequence[torch.Generator] = (),
+    determinism_check: DeterminismCheck = "default",
+    context_fn: ContextFunction | None = None,
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` without keeping its activations; the backward computes them again.
+
+    A drop-in replacement for :func:`torch.utils.checkpoint.checkpoint`. Outputs and gradients are equal to the bit to
+    those of the plain call. This holds with dropout, double backward, ``torch.autograd.grad`` and all else in autograd.
+
+    >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
+    >>> y = torchckpt.checkpoint(block, torch.randn(4, 8))
+    >>> y.sum().backward()
+
+    Args:
+        function: any callable. It may close over tensors. The replay repeats changes that the function makes to its own
+            state: guard them with ``if not torchckpt.is_recomputing():``. torch's norm layers need no guard. Left out:
+            the call returns a decorator, ``@checkpoint(early_stop=False)``, each call of whose function is a region.
+        *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. Only the tensors
+            among them stay in memory until the backward.
+        use_reentrant: accepted for code written for torch's function. There is no reentrant mode: True warns, once in a
+            process, and is run as False.
+        preserve_rng_state: replay with the random numbers of the forward, on the CPU and on every accelerator among the
+            arguments. False saves the time of the snapshot, for functions that draw no random numbers.
+        generators: further ``torch.Generator`` objects that the function draws from. Those among its arguments, and
+            attributes of its modules, need not be named.
+        determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with
+            those of the forward. ``"values"`` also compares the bits, by a checksum. It costs a pass over each saved
+            tensor and, on an accelerator, a synchronisation. ``"none"`` compares nothing.
+        context_fn: returns two context managers, one for the forward, one for the replay, as
+            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them. Each is entered once, so a
+            backward whose replay raised cannot be run again.
+        debug: False; accepted for code written for torch's function. Use ``determinism_check="values"`` instead.
+        early_stop: end the replay after the last tensor that the backward needs. False runs the function to its end.
+        respect_saved_tensors_hooks: True lets saved-tensor hooks around the call see what torch's selective contexts
+            keep, too; from torch 2.15 on. Without such a ``context_fn`` it changes nothing.
+
+    Returns:
+        The outputs of ``function``. Under ``no_grad`` and ``inference_mode`` the call is the plain call.
+
+    Raises:
+        ArgumentError: an argument is wrong. The message lists every wrong argument.
+        TransformError: under ``vmap``, ``jvp`` or ``torch.func.grad``.
+        RecomputationError: at backward, when the replay does not do what the forward did.
+
+    The saved-tensor hooks are those of non-reentrant checkpointing in torch; the idea is Chen et al., "Training Deep
+    Nets with Sublinear Memory Cost", 2016.
+    """
+    options = DEFAULT
+    if respect_saved_tensors_hooks is not None:
+        context_fn = heeding(context_fn, respect_saved_tensors_hooks)
+    if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
+        options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    if debug:
+        check_options("checkpoint", function, options, [_DEBUG])
+    if use_reentrant and not torch.compiler.is_dynamo_compiling():
+        _warn_of_reentrant()
+    if function is None and not args:
+        return _decorator(options, kwargs)
+    return run(function, args, kwargs, options)  # type: ignore[arg-type]  # what is not callable is refused there
+
+
+@functools.cache
+def _warn_of_reentrant() -> None:
+    warnings.warn(
+        "torchckpt.checkpoint: use_reentrant=True is run as use_reentrant=False: nothing has to require a gradient, "
+        "and keywords, autograd.grad, inputs= and double backward work, too",
+        stacklevel=3,
+    )
+
+
+def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function], Function]:
+    """What ``checkpoint`` returns where it got options alone."""
+    rule, works = "a decorator takes options alone", "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
+    check_options("checkpoint", run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
+
+    def decorate(function: Function) -> Function:
+        check_options("checkpoint", function, options)
+
+        @functools.wraps(function, updated=())  # without the attributes: those of a module are its tables
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return run(function, args, kwargs, options)
+
+        return checkpointed
+
+    return decorate
+
+
+class Checkpointing:
+    """One region, step by step: the caller chooses when its forward and its replay run.
+
+    >>> region = torchckpt.Checkpointing(block, x)
+    >>> y = region.checkpoint()       # forward; the activations are dropped
+    >>> y = region.recompute(y)       # backward recomputes when it gets to this point, before it goes on
+    >>> region.prefetch()             # or: recompute now, before there is any gradient
+    >>> y.sum().backward()
+
+    Takes the arguments of :func:`checkpoint`. Make a new object for each forward. The object keeps the region's inputs
+    in memory until the replay is done.
+
+    It puts two autograd Functions into the graph: ``Checkpoint`` at the region's inputs, and ``Recompute`` where
+    :meth:`recompute` is called. Both come from torchgpipe (Kim et al., 2020). The function gets an alias of each input
+    that is not a leaf and requires grad. It gets the input itself if that is a leaf, if the function closes over it, or
+    if it is an attribute of the function's module: there the function could tell the alias from the tensor.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        *args: Any,
+        preserve_rng_state: bool = True,
+        generators: Sequence[torch.Generator] = (),
+        determinism_check: DeterminismCheck = "default",
+        context_fn: ContextFunction | None = None,
+        early_stop: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+        check_options("Checkpointing", function, self._options)
+        self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
+        self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
+
+    def checkpoint(self) -> Any:
+        """Run the forward, drop the activations, and return the outputs of the function. Call it once."""
+        if torch.compiler.is_dynamo_compiling():
+            return outside(self.checkpoint)
+        if self._call is None:
+            raise RegionError(
+                "a region runs its forward once\n  received: a second checkpoint()\n"
+                "  works:    torchckpt.Checkpointing(function, *args).checkpoint(), a new region for each forward"
+            )
+        (function, args, kwargs), self._call = self._call, None
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        refuse_transforms()
+        if thread.scope is not None:
+            outputs, self._frame = thread.scope.run(function, args, kwargs, self._options)
+            return outputs
+        frame = Frame(self._options)
+        outputs = frame.forward(function, *_passed(frame, function, args, kwargs))
+        self._frame = frame
+        return outputs
+
+    def recompute(self, outputs: Any) -> Any:
+        """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes on to the region.
+
+        Args:
+            outputs: what :meth:`checkpoint` returned, or what was made from it: a tensor or a pytree.
+
+        Returns:
+            The same structure. Each tensor that requires grad is replaced by one whose backward starts the replay.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return outside(self.recompute, outputs)
+        self._must_have_run("recompute(outputs)")
+        if self._frame is None:
+            return outputs
+        leaves, spec = pytree.tree_flatten(outputs)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                # One node for each tensor: with a common node, the loss of one output would run the backward of all.
+                forked, edge = fork(leaf)
+                leaves[place] = join(forked, recompute(self._frame, edge))
+        return pytree.tree_unflatten(leaves, spec)
+
+    def prefetch(self) -> None:
+        """Recompute now, on this thread and its current stream. A second call does nothing.
+
+        The stream waits for the forward's inputs, and a backward on another stream waits for the recomputation. On a
+        stream other than the forward's, keep the tensors that the function closes over until that stream is done.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            outside(self.prefetch)
+            return
+        self._must_have_run("prefetch()")
+        if self._frame is not None:
+            self._frame.recompute()
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the replay is done, or there was nothing to replay."""
+        return self._call is None if self._frame is None else self._frame.is_recomputed
+
+    def _must_have_run(self, call: str) -> None:
+        if self._call is not None:
+            raise RegionError(
+                f"a region must run its forward first\n  received: {call} before checkpoint()\n"
+                "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
+            )
+
+
+def _passed(
+    frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf."""
+    tensors, put_back = tensors_of((args, kwargs))
+    held = {id(tensor) for tensor in held_by(function)}
+    inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]
+    return put_back([checkpoint_input(frame, t) if is_inner else t for t, is_inner in zip(tensors, inner)])  # type: ignore[no-any-return]
+
+
+# Where Dynamo cannot trace a region, its graph ends before the call, which then runs as Python. Dynamo must not begin
+# again inside: a replay, which a backward starts, runs outside of compiled code.
+keep_from_dynamo(run, checkpoint)
+
+
+# disable(), not only a graph break: otherwise the forward would run compiled code, and the replay eager code.
+@torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
+    reason="a region by hand is run outside compiled graphs, and so are a region with generators= and a Pipe; compile "
+    "the block inside it instead: Checkpointing(torch.compile(block), x), or drop fullgraph=True. checkpoint(block, x) "
+    "and checkpoint_module(block) work inside of graphs"
+)
+def outside_graph(run: Callable[..., Any], *args: Any) -> Any:
+    """Run ``run(*args)`` after a graph break. With ``fullgraph=True`` Dynamo raises an error with the reason above."""
+    return run(*args)
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
+    reason="what torchckpt.keep keeps is outside of compiled graphs: drop fullgraph=True, and the graph ends before it "
+    "and begins again after it; or compile what is kept, keep(torch.compile(router), x)"
+)
+def keep_outside_graph(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As ``outside_graph``, for ``keep``."""
+    return run(*args, **kwargs)

@@ -1,0 +1,264 @@
+"""Frame: the state that the forward of a region and its replay share.
+
+The forward hands every tensor that autograd saves to the frame, which drops it and leaves the graph node a slot. The
+replay runs the function again and fills the slots. A slot belongs to its node, so a recomputed tensor lives as long as
+a saved tensor does in eager: it is freed with the node in a plain backward, and kept while the graph is kept
+(``retain_graph``, a backward split into input and weight). So a frame is filled only once, for any number of backwards.
+"""
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from torchckpt.errors import RecomputationError
+from torchckpt.regions.core.call import Call, Stop, comes_of_stop
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.core.slots import Slot, describe
+from torchckpt.regions.flags import thread
+from torchckpt.regions.kept.hooks import hooks_entered
+from torchckpt.regions.kept.record import KeptCalls
+from torchckpt.regions.private import dispatch_modes_are_active, keep_from_dynamo, look_through, mutation_is_allowed
+from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
+from torchckpt.regions.state.compilations import compilations, is_settled
+from torchckpt.regions.state.determinism import compiled_anew, differs, name_of
+from torchckpt.regions.state.module_state import ModuleState
+from torchckpt.regions.state.norms import is_in_call, note_caller
+from torchckpt.regions.state.streams import SyncPoint
+from torchckpt.regions.tail import ends_with
+from torchckpt.typing import Function
+
+__all__ = ["Around", "Frame", "SavedTensors", "observers"]
+
+observers: list[Callable[[str], object]] = []
+"""Functions that are called with the name of a region after its replay (``torchckpt.testing`` adds one)."""
+
+SavedTensors: TypeAlias = list[tuple[Tensor, int]]
+"""Saved tensors in the order of their slots, each with its version when it was saved."""
+
+Around: TypeAlias = Callable[["deque[SavedTensors]"], AbstractContextManager[None]]
+
+_REPLAY = Call.replay.__code__
+
+_RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
+
+
+class Frame:
+    """One region in one forward. ``forward()`` is called once, ``recompute()`` by whoever comes first.
+
+    The nodes of the region's graph hold the frame, through their hooks. The frame holds the call and the slots until
+    the slots are filled, and then neither.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_compilations",
+        "_in_norm",
+        "_lock",
+        "_options",
+        "_returned",
+        "_slots",
+        "_sync_point",
+        "_values",
+        "ambient",
+        "around",
+        "kept",
+        "recomputed",
+    )
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._values = options.determinism_check == "values"
+        """Whether slots have checksums."""
+        self._call: Call | None = None
+        self._slots: list[Slot] = []
+        self._in_norm = False
+        """Whether what was saved last is of a norm layer that is known. The input of the next has more dimensions."""
+        self._returned = False  # whether the forward has returned: no slots will be added
+        self._sync_point: SyncPoint | None = None
+        self._lock = _RLock()
+        self.ambient: deque[Ambient] = deque()
+        """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
+        self.recomputed: deque[SavedTensors] = deque()
+        """At most one element, passed from replay to backward: the tensors that the replay saved."""
+        self.around: Around | None = None
+        """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
+        self.kept: KeptCalls | None = None
+        """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.checks and not is_settled(function) and not dispatch_modes_are_active():
+            self._values = True
+        self._compilations = compilations()
+        call = self._call = Call(function, args, kwargs, self._options)
+        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
+        self._returned = True
+        if call.named:
+            _tell_outer_regions(self.ambient[0][1])
+        if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
+            self._call, self._slots, self.kept = None, [], None
+            self.ambient.clear()
+        return outputs
+
+    @property
+    def saved(self) -> int:
+        """How many tensors the forward has saved so far."""
+        return len(self._slots)
+
+    @property
+    def module_state(self) -> ModuleState | None:
+        """The parameters and buffers that the call found on its modules."""
+        return None if self._call is None else self._call.module_state
+
+    @property
+    def generators(self) -> list[Generator]:
+        """The generators whose states a replay sets."""
+        return [generator for generator, _ in self.ambient[0][1]]
+
+    def replays(self, generator: Generator, _: Tensor) -> bool:
+        """Whether the running replay has set the state of ``generator``."""
+        return any(generator is replayed for replayed in self.generators)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the replay is compared with the forward."""
+        return self._options.determinism_check != "none"
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the replay is done, or there is nothing to replay."""
+        return self._returned and self._call is None
+
+    @property
+    def function(self) -> Function | None:
+        """The function that the replay will run; None when the replay is done."""
+        return None if self._call is None else self._call.function
+
+    def recompute(self) -> None:
+        """Run the replay. Idempotent: the first caller does the work, others wait for it and find it done."""
+        with self._lock:
+            call, slots = self._call, self._slots
+            if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
+                return
+            if self.around is None:
+                self.recomputed.append(self._replay(call, slots))
+            else:
+                with self.around(self.recomputed):
+                    self.recomputed.append(self._replay(call, slots))
+            if call.devices:
+                self._sync_point = SyncPoint(call.devices)  # before slots are filled, which are read without the lock
+            if self._returned:
+                self._call = self.kept = None
+                self.ambient.clear()
+            for observer in observers:
+                observer(name_of(call.function))
+
+    def fill_slots(self) -> None:
+        """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
+        with self._lock:
+            if not self.recomputed:
+                return
+            for slot, (tensor, version) in zip(self._slots, self.recomputed.popleft()):
+                if slot.tensor is None:
+                    slot.version, slot.tensor = version, tensor
+            if self._call is None:
+                self._slots = []
+
+    def _pack(self, tensor: Tensor) -> Slot:
+        if tensor.dim() != 1:
+            self._in_norm = False
+        elif not self._in_norm and not tensor.requires_grad:  # it may be a running mean
+            known, caller = {} if self._call is None else self._call.means, sys._getframe().f_back
+            if caller is not None:  # None where the engine calls, in a backward that keeps its graph
+                self._in_norm = (id(tensor) in known and is_in_call(caller)) or note_caller(caller)
+        if compilations() != self._compilations and self.checks:
+            self._values = True
+        slot = Slot(tensor, self._values)
+        self._slots.append(slot)
+        return slot
+
+    def _unpack(self, slot: Slot) -> Tensor:
+        if slot.tensor is None:
+            self.recompute()
+            self.fill_slots()
+        tensor = slot.unpack()
+        if self._sync_point is not None:
+            self._sync_point.wait_before_using((tensor,))
+        return tensor
+
+    def _unpack_in_replay(self, tensor: Tensor) -> Tensor:
+        # A method, so that nesting.py finds the frame from the hooks in force.
+        return tensor
+
+    def _replay(self, call: Call, slots: list[Slot]) -> SavedTensors:
+        """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions.
+
+        The last is followed by Stop, unless it is what the function returns: the exception would take longer.
+        """
+        total = len(slots)
+        checked, by_values = self.checks, self._options.determinism_check == "values"
+        copies = mutation_is_allowed()  # the function may change what it has saved
+        # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
+        stops = self._options.early_stop or not self._returned
+        fresh: SavedTensors = []
+        different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = len(fresh)
+            if place < total:
+                # detach(): the tensor would keep the graph of the replay alive.
+                saved = tensor.detach().clone() if copies else tensor if tensor.is_leaf else tensor.detach()
+                compiles = checked and (replay := thread.flags[2]) is not None and replay.compiles
+                if compiles and not self._values:
+                    raise compiled_anew(call.function)
+                if checked and not slots[place].accepts(tensor, by_values or compiles):
+                    different.append(slots[place].compare(tensor))
+                    raise _error(call, slots, place, different)
+                fresh.append((saved, saved._version))
+                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function, _REPLAY):
+                    return saved
+            elif checked and not stops:
+                different.append(describe(tensor))
+                raise _error(call, slots, place, different)
+            raise Stop
+
+        look_through(pack)
+        if self.kept is not None:
+            self.kept.begin(fresh)
+        try:
+            call.replay(self.ambient[0], pack, self._unpack_in_replay)
+        except Exception as error:
+            if different or len(fresh) < total or not stops or not comes_of_stop(error):
+                if self.kept is not None:
+                    self.kept.begin(None)
+                raise
+        if self.kept is not None and not different:
+            self.kept.end(call.function, checked)
+        if different or len(fresh) < total:  # the function caught the error, or ended before its time
+            raise _error(call, slots, len(fresh), different)
+        return fresh
+
+
+def _tell_outer_regions(states: RandomState) -> None:
+    """Their replays come by here, too, and know only the generators that they were given themselves."""
+    for _, unpack in hooks_entered():
+        outer = getattr(unpack, "__self__", None)
+        if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
+            known = [id(generator) for generator in outer.generators]
+            outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
+
+
+def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> RecomputationError:
+    nothing = "nothing, it had ended"
+    forward = describe(slots[place]) if place < len(slots) else nothing
+    return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
+
+
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)
+look_through(Frame._pack)

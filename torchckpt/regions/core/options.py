@@ -1,0 +1,61 @@
+"""Options: the settings of a region, checked in one place, with every fault in one error."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from torchckpt.errors import Fault, raise_faults
+from torchckpt.regions.state.ambient import Generator
+from torchckpt.typing import ContextFunction, DeterminismCheck
+
+__all__ = ["DEFAULT", "Options", "check_options", "shown"]
+
+_CHECKS: tuple[str, ...] = get_args(DeterminismCheck)
+
+
+class Options(NamedTuple):
+    preserve_rng_state: bool = True
+    generators: Sequence[Generator] = ()
+    determinism_check: DeterminismCheck = "default"
+    context_fn: ContextFunction | None = None
+    early_stop: bool = True
+
+
+DEFAULT = Options()
+
+
+def check_options(caller: str, function: object, options: Options, others: Iterable[Fault] = ()) -> None:
+    """Raise ``ArgumentError`` if ``options`` or ``function`` break a rule, or if ``others`` has faults."""
+    raise_faults(caller, [*others, *_faults(function, options)])
+
+
+def _faults(function: object, options: Options) -> Iterator[Fault]:
+    if not callable(function):
+        works = "checkpoint(block, x), not checkpoint(block(x))"
+        yield Fault("the function must be callable", shown(function), works)
+    for name, value in (("preserve_rng_state", options.preserve_rng_state), ("early_stop", options.early_stop)):
+        if not isinstance(value, bool):
+            yield Fault(f"{name} must be a bool", shown(value), f"{name}=False")
+    if not _are_generators(options.generators):
+        works = "generators=(generator,)"
+        yield Fault("generators must be a sequence of torch.Generator", shown(options.generators), works)
+    if options.determinism_check not in _CHECKS:
+        received, works = shown(options.determinism_check), 'determinism_check="values"'
+        yield Fault(f"determinism_check must be one of {_CHECKS}", received, works)
+    if options.context_fn is not None and not callable(options.context_fn):
+        works = "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
+        yield Fault("context_fn must be callable, and return two context managers", shown(options.context_fn), works)
+
+
+def _are_generators(given: Any) -> bool:
+    return isinstance(given, Sequence) and all(isinstance(generator, torch.Generator) for generator in given)
+
+
+def shown(value: object) -> str:
+    """``value`` as text for a message, at most about 80 characters."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -1,0 +1,123 @@
+"""Scope: how a schedule controls the regions that one forward of a stage enters."""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.flags import thread
+from torchckpt.regions.kept.torch_region import TorchRegion, torch_region
+from torchckpt.regions.state.boundary import Hooks
+from torchckpt.typing import Function
+
+__all__ = ["AroundRegion", "Keep", "Level", "Region", "Scope", "level_of"]
+
+Keep: TypeAlias = "bool | Collection[int]"
+"""Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
+these numbers. Regions nested inside a numbered one stay regions, and are recomputed in the backward."""
+
+AroundRegion: TypeAlias = Callable[[int, "deque[SavedTensors]"], AbstractContextManager[None]]
+
+
+class Scope:
+    """Collects the frames of the outermost regions, or lets regions keep their activations (``keep``).
+
+    Outermost regions are numbered from 0, in the order of their forwards.
+
+    >>> scope = Scope()
+    >>> with scope.entered():
+    ...     y = stage(x)
+    >>> for frame in reversed(scope.frames):
+    ...     frame.recompute()
+    """
+
+    def __init__(self, keep: Keep = False, around: AroundRegion | None = None) -> None:
+        self.keep = keep
+        self.around = around
+        """A context entered around each replay of a collected frame. Gets the region number and the deque it fills."""
+        self.frames: list[Frame] = []
+        self.numbers: list[int] = []
+        """The region numbers of ``frames``, in the same order."""
+        self.regions = 0
+        """How many outermost regions were entered so far."""
+        self._is_inside_kept = False
+
+    def run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> tuple[Any, Frame | None]:
+        """Run ``function(*args, **kwargs)`` as a region, or as a plain call if ``keep`` selects it."""
+        if self._is_inside_kept and self.keep is True:
+            return function(*args, **kwargs), None
+        is_outermost = not self._is_inside_kept and not any(thread.flags[:2])
+        number = self.regions
+        if is_outermost:
+            self.regions += 1
+            if self._keeps(number):
+                return self._kept(function, args, kwargs), None
+        frame = Frame(options)
+        outputs = frame.forward(function, args, kwargs)
+        if is_outermost:
+            frame.around = None if self.around is None else partial(self.around, number)
+            self.frames.append(frame)
+            self.numbers.append(number)
+        return outputs, frame
+
+    def _keeps(self, number: int) -> bool:
+        return self.keep if isinstance(self.keep, bool) else number in self.keep
+
+    def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_inside_kept = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_inside_kept = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside the block, the regions that this thread enters belong to this scope."""
+        before, thread.scope = thread.scope, self
+        try:
+            yield
+        finally:
+            thread.scope = before
+
+
+Region: TypeAlias = Frame | TorchRegion
+
+
+class Level(NamedTuple):
+    recording: list[Region]
+    """The regions whose forward is under way, from the innermost on."""
+    replayed: Region | None
+    """The one that is replayed around them."""
+    around: Sequence[Hooks]
+    """The hooks around all of them."""
+    others: Sequence[Hooks]
+    """All hooks but those of regions."""
+
+
+def level_of(stack: Sequence[Hooks]) -> Level:
+    """Where a call is that has entered ``stack``, the outermost pair first."""
+    found = list(map(_region_of, stack))
+    others = [hooks for hooks, one in zip(stack, found) if one is None]
+    recording: list[Region] = []
+    around = stack
+    for place, one in reversed(list(enumerate(found))):
+        if one is not None:
+            region, is_replayed = one
+            around = stack[:place]
+            if is_replayed:
+                return Level(recording, region, around, others)
+            recording.append(region)
+    return Level(recording, None, around, others)
+
+
+def _region_of(hooks: Hooks) -> tuple[Region, bool] | None:
+    """The region that has entered ``hooks``, and whether it is replayed."""
+    pack, unpack = hooks
+    owner = getattr(unpack, "__self__", None)
+    return (owner, unpack == owner._unpack_in_replay) if isinstance(owner, Frame) else torch_region(pack)

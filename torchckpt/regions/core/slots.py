@@ -1,0 +1,97 @@
+"""Slot: the placeholder that a graph node of a region holds in place of its saved tensor."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchckpt.errors import RecomputationError
+from torchckpt.regions.state.ambient import is_made_here
+from torchckpt.regions.state.norms import is_statistic
+
+__all__ = ["Slot", "describe", "fingerprint"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**20
+
+
+class Slot:
+    """The placeholder of one saved tensor, with the properties that the replay's tensor must have.
+
+    The graph node that saved the tensor owns the slot, so a recomputed tensor lives as long as a saved tensor in eager.
+    """
+
+    __slots__ = ("device", "dtype", "fingerprint", "shape", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, values: bool) -> None:
+        self.tensor: Tensor | None = None
+        self.version = tensor._version  # when it was saved, in the forward and in the replay alike
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.fingerprint = fingerprint(tensor) if values else None
+
+    def unpack(self) -> Tensor:
+        """Return the tensor. Raises, as eager autograd does, if it was changed in place after it was saved."""
+        tensor = self.tensor
+        if tensor is None:
+            raise RecomputationError("a slot is empty after the replay of its region: this is a bug of torchckpt")
+        if tensor._version != self.version:
+            raise RecomputationError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"the {describe(self)}, saved inside a region, is at version {tensor._version}; expected version "
+                f"{self.version} instead\n"
+                "  works:    the operation out of place, such as h = h + 1 instead of h.add_(1)"
+            )
+        return tensor
+
+    def accepts(self, tensor: Tensor, values: bool) -> bool:
+        """Whether ``tensor``, saved by the replay, matches the one that the forward saved here; also its values?"""
+        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
+            return False
+        values = values and self.fingerprint is not None
+        if tensor._version == self.version and not values:
+            return True
+        # A norm layer's buffers have moved on since the forward; its gradients do not depend on them.
+        return is_statistic(tensor) or (
+            (tensor._version == self.version or is_made_here(tensor))
+            and (not values or self.fingerprint == fingerprint(tensor))
+        )
+
+    def compare(self, tensor: Tensor) -> str:
+        """Describe ``tensor`` and how it differs from this slot, for an error message."""
+        words = describe(tensor)
+        if words != describe(self):
+            return words
+        if tensor._version == self.version:
+            return f"{words}, with other values"
+        return (
+            f"{words}, modified by an inplace operation: it is at version {tensor._version}; expected version "
+            f"{self.version}"
+        )
+
+
+def describe(tensor: Tensor | Slot) -> str:
+    """Dtype, shape and device in words, such as ``float32 (4, 8) on cpu``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def fingerprint(tensor: Tensor) -> int | None:
+    """A checksum of the bits of ``tensor`` and of their positions; None if its bits cannot be read.
+
+    The checksum is a sum modulo 2**64 with one term for each element. The term mixes the bits of the element, read as
+    an integer, with its position, so that a change of any bit of either can change every bit of the term.
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.resolve_neg().contiguous().flatten()
+    integers = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, flat.numel(), _CHUNK):  # in chunks: the temporaries are several times as large as the chunk
+        bits = integers[first : first + _CHUNK].to(torch.int64)
+        bits = bits + torch.arange(first, first + bits.numel(), device=bits.device) * 0x1E3779B97F4A7C15
+        for _ in range(2):  # the steps of MurmurHash3's finalizer: shift, exclusive or, multiply
+            bits ^= bits >> 33
+            bits *= 0x7F51AFD7ED558CCD
+        total += (bits ^ (bits >> 33)).sum()
+    return int(total)

@@ -1,0 +1,239 @@
+"""Private: every private name of torch that regions use, each with its public counterpart or the reason.
+
+The public wrappers call these names. Without the wrappers a region of tiny operations costs a fifth less. One test
+searches the package for private names in other files; another compares each name here with its public counterpart.
+"""
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import Function
+
+from torchckpt.errors import CheckpointError
+from torchckpt.features import warn_of_newer_torch
+from torchckpt.modules import is_compiled_function
+
+__all__ = [
+    "DeviceContext",
+    "DispatchMode",
+    "alive",
+    "apply_of",
+    "batch_norm_layer",
+    "caching_mode",
+    "compiler_of",
+    "compiler_stance",
+    "dispatch_modes_are_active",
+    "forward_ad",
+    "frame_of_torch",
+    "function_modes",
+    "functorch_is_active",
+    "heeds_hooks",
+    "hooks_in_force",
+    "is_exporting",
+    "is_of_newest_node",
+    "keep_from_dynamo",
+    "look_through",
+    "modes_are_active",
+    "mutation_is_allowed",
+    "norm_layer",
+    "pop_hooks",
+    "profiler_is_on",
+    "push_hooks",
+    "set_grad_enabled",
+    "set_version",
+    "storage_key",
+    "use_stance",
+    "without_selective_modes",
+]
+
+try:
+    from torch._C import (
+        _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
+    )
+    from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
+    from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
+    from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
+    from torch._C._autograd import _get_sequence_nr as _next_node  # no public form
+    from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
+    from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
+    from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
+    from torch._C._autograd import _unsafe_set_version_counter as _set_versions
+    from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
+    from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
+    from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
+    from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
+    from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # public in all but its module
+except ImportError as missing:
+    raise CheckpointError(
+        f"torchckpt needs a torch from 2.11 on that has all of torchckpt/regions/private.py\n  received: {missing}\n"
+        "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
+    ) from missing
+
+try:
+    from torch._C._autograd import _profiler_enabled as profiler_is_on  # in this thread; no public form
+except ImportError:
+
+    def profiler_is_on() -> bool:
+        return True  # profiler ranges are then made even if no profiler runs
+
+
+warn_of_newer_torch(torch.__version__)
+
+
+def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+    """The tensor, if it is still alive: what calling a ``torch.utils.weak.TensorWeakRef`` does."""
+    tensor = reference()
+    if tensor is not None:
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return tensor
+
+
+def set_version(tensor: Tensor, version: int) -> Tensor:
+    """``tensor``, whose counter of changes in place now says ``version``; no public form."""
+    if tensor._version != version:
+        _set_versions((tensor,), (version,))
+    return tensor
+
+
+def is_of_newest_node(tensor: Tensor) -> bool:
+    """Whether the node that made ``tensor`` is the last that this thread has made; no public form."""
+    node: Any = tensor.grad_fn
+    return node is not None and node._sequence_nr() + 1 == _next_node()
+
+
+def apply_of(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` without its check for functorch transforms, which regions refuse when they are entered."""
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]  # untyped in torch
+    return apply
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """The key of the tensor's storage: equal for two live tensors that share memory. None for a sparse tensor, which
+    has no storage. A ``StorageWeakRef`` compares the same address, but takes four times as long to make."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which is true in every graph that Dynamo of torch 2.11 traces."""
+    return torch.compiler._is_exporting_flag
+
+
+def mutation_is_allowed() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is entered. No public form."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The compiler that made ``compiled``, with the arguments given to ``torch.compile``; None if it is not found. No
+    public form."""
+    closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
+    compiler: Callable[..., Any] | None = closure.get("self")
+    return compiler if is_compiled_function(compiled) and callable(compiler) else None
+
+
+def compiler_stance() -> Any:
+    """What ``torch.compiler.set_stance`` has set; None where Dynamo was not imported. Public code can set it alone."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return None if dynamo is None else getattr(dynamo, "_stance", None)
+
+
+def use_stance(stance: Any) -> AbstractContextManager[None]:
+    """From now to the end of the block, the stance of ``torch.compiler`` is ``stance``, in all threads."""
+    skips = stance.skip_guard_eval_unsafe
+    return torch.compiler.set_stance(stance.stance, skip_guard_eval_unsafe=skips, force_backend=stance.backend)  # type: ignore[no-any-return]
+
+
+_FRAMES = {
+    "_checkpoint_hook.__init__.<locals>.pack_hook": ("frame", False),
+    "_recomputation_hook.__init__.<locals>.pack_hook": ("target_frame_ref", True),
+}
+
+
+def frame_of_torch(pack: Callable[..., Any]) -> tuple[Any, bool] | None:
+    """For a hook ``pack`` of torch's non-reentrant checkpointing: its frame, and whether it is replaying now. None for
+    other hooks. No public form: the frame is in the hook's closure."""
+    if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
+        return None
+    pack = inspect.unwrap(pack)
+    name, is_replayed = _FRAMES.get(pack.__qualname__, ("", False))
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
+    found = cells[name].cell_contents if name in cells else None
+    frame = found() if is_replayed and found is not None else found
+    return None if frame is None else (frame, is_replayed)
+
+
+_SELECTIVE: tuple[type, ...] = tuple(
+    getattr(torch.utils.checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(torch.utils.checkpoint, name)
+)
+
+
+@contextmanager
+def without_selective_modes() -> Iterator[None]:
+    """Inside the block, torch's selective contexts see (and count) no operators; other modes do. No public form."""
+    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    first = next((place for place, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
+    above = modes[first:]
+    others = [mode for mode in above if not isinstance(mode, _SELECTIVE)]
+    _exchange_modes(above, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, above)
+
+
+def _exchange_modes(old: list[Any], new: list[Any]) -> None:
+    for _ in old:
+        _pop_torch_dispatch_stack(None)
+    for mode in new:
+        _push_on_torch_dispatch_stack(mode)
+
+
+def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
+    """Make Dynamo skip ``functions``, the functions defined inside them, and all that they call.
+
+    Autograd and modules call these functions from compiled code, where Dynamo would compile them.
+    ``torch.compiler.disable`` does the same, but imports Dynamo.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # Dynamo then compiles them too, in a region around compiled code
+        return
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    codes = [function.__code__ for function in functions]
+    for code in codes:
+        set_code_exec_strategy(code, skip)
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+_ASKS_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
+
+
+def look_through(*packs: Callable[..., Any], users: object = None) -> None:
+    """Mark hooks as internal, so that torch does not take them for saved-tensor hooks of the user, which are ``users``.
+
+    From torch 2.14 on, selective contexts warn of the user's hooks, because the tensors that they keep do not pass
+    through such hooks. No public form.
+    """
+    if _ASKS_FOR_HOOKS:
+        for pack in packs:
+            pack.__dict__.update(_checkpoint_internal=True, _user_hooks=users)
+
+
+caching_mode: type[Any] = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", type(None))
+"""The context of a selective forward; no public form."""
+
+heeds_hooks = "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+"""Whether selective contexts can pass what they keep through the user's hooks."""

@@ -1,0 +1,73 @@
+"""Saved: counts the bytes that autograd keeps from a forward for its backward."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.regions.private import look_through
+
+__all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
+
+
+class SavedBytes:
+    """``total``: the bytes that autograd keeps from a forward for its backward."""
+
+    def __init__(self) -> None:
+        self._storages: dict[StorageWeakRef, int] = {}  # not by address: a freed address may be used again
+
+    def __repr__(self) -> str:
+        return f"<SavedBytes: {self.total}>"
+
+    @property
+    def total(self) -> int:
+        return sum(self._storages.values())
+
+    @property
+    def storages(self) -> Set[StorageWeakRef]:
+        return self._storages.keys()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        if not isinstance(whole, nn.Parameter):
+            self._storages.update(storage_of(tensor))
+        return tensor if tensor.is_leaf else tensor.detach()
+
+
+look_through(SavedBytes._pack)
+
+
+@contextmanager
+def saved_bytes() -> Iterator[SavedBytes]:
+    """Count the bytes of the storages that autograd saves in this thread until the end of the block.
+
+    Each storage counts once, in full. Inputs count, even if the caller holds them too. Parameters and their views do
+    not count, and sparse tensors do not. Of a region only its boundary counts, and what ``torchckpt.keep`` keeps, with
+    its results. Tensors that a selective policy (``context_fn``) keeps are no saved tensors, and do not count.
+    """
+    saved = SavedBytes()
+    with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
+        yield saved
+
+
+def bytes_of(
+    tensors: Iterable[Tensor], but: Iterable[Tensor] = (), but_storages: Set[StorageWeakRef] = frozenset()
+) -> int:
+    """The bytes of the storages of ``tensors``, each counted once, without those of ``but`` and ``but_storages``."""
+    storages: dict[StorageWeakRef, int] = {}
+    for tensor in tensors:
+        storages.update(storage_of(tensor))
+    without = {*but_storages, *(storage for tensor in but for storage in storage_of(tensor))}
+    return sum(size for storage, size in storages.items() if storage not in without)
+
+
+def storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
+    """The storage of ``tensor`` and its bytes; empty for a sparse tensor, which has no storage."""
+    if tensor.layout != torch.strided:
+        return {}
+    storage = tensor.untyped_storage()
+    return {StorageWeakRef(storage): storage.nbytes()}  # type: ignore[no-untyped-call]  # in torch

@@ -1,0 +1,225 @@
+"""Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
+
+The *settings* are autocast, the default dtype and device, inference mode, and the compiler's stance. A replay enters
+only those that differ from the settings of its own thread. The *random numbers* are states of generators. A replay sets
+them, and puts the states that it found back at its end.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import (
+    Tensor,
+    get_autocast_dtype,
+    get_default_device,
+    get_default_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    is_inference_mode_enabled,
+)
+
+from torchckpt.regions.flags import thread
+from torchckpt.regions.private import (
+    DispatchMode,
+    compiler_stance,
+    dispatch_modes_are_active,
+    modes_are_active,
+    storage_key,
+    use_stance,
+)
+from torchckpt.tensors import tensors_in
+
+__all__ = [
+    "Ambient",
+    "Generator",
+    "RandomState",
+    "Settings",
+    "accelerator_type",
+    "drawn_since",
+    "generators_of",
+    "is_made_here",
+    "random_state",
+    "restore_states",
+    "set_states",
+    "settings",
+    "use_settings",
+]
+
+
+@functools.cache
+def accelerator_type() -> str | None:
+    """The type of this machine's accelerator, such as ``"cuda"``; None where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
+# settings -----------------------------------------------------------------------------------------------------------
+
+
+Settings: TypeAlias = tuple[
+    torch.dtype | None,  # autocast's dtype on the CPU; None: off
+    torch.dtype | None,  # autocast's dtype on the accelerator; None: off
+    bool,  # autocast's cache of weights
+    torch.dtype,  # the default dtype
+    torch.device | None,  # the default device; None: never set
+    bool,  # inference mode
+    bool,  # whether a dispatch mode sees the operators; composite ones then work in place less often
+    Any,  # the stance of torch.compiler: in another one, code that is compiled may run in eager mode
+]
+
+
+def settings() -> Settings:
+    """The settings of this thread, now."""
+    accelerator = accelerator_type()
+    return (
+        get_autocast_dtype("cpu") if is_autocast_enabled("cpu") else None,
+        get_autocast_dtype(accelerator) if accelerator and is_autocast_enabled(accelerator) else None,
+        is_autocast_cache_enabled(),
+        get_default_dtype(),
+        get_default_device() if modes_are_active() else None,
+        is_inference_mode_enabled(),
+        dispatch_modes_are_active() > 0,
+        compiler_stance(),
+    )
+
+
+@contextmanager
+def use_settings(then: Settings) -> Iterator[None]:
+    """Inside the block, the settings of this thread are ``then``. Enters only what differs from the current ones."""
+    cpu, accelerator, cache, dtype, device, inference, watched, stance = then
+    now = settings()
+    with ExitStack() as stack:
+        if inference != now[5]:
+            stack.enter_context(torch.inference_mode(inference))
+        if dtype != now[3]:
+            stack.enter_context(_default_dtype(dtype))
+        if device != now[4]:
+            stack.enter_context(device or torch.device("cpu"))
+        for device_type, autocast, before in (("cpu", cpu, now[0]), (accelerator_type(), accelerator, now[1])):
+            if device_type and (autocast, cache) != (before, now[2]):
+                enabled = autocast is not None
+                stack.enter_context(torch.autocast(device_type, autocast, enabled=enabled, cache_enabled=cache))
+        if watched != now[6]:
+            stack.enter_context(_Watch())
+        if stance is not None and stance != now[7]:
+            stack.enter_context(use_stance(stance))
+        yield
+
+
+class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Changes nothing. In a replay that other modes see and its forward not, it notes what the replay makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: set[int | None] = set()
+        if dispatch_modes_are_active() and thread.flags[2] is not None:
+            thread.flags[2].made = self._made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        self._made.update(key for tensor in tensors_in(result) if (key := storage_key(tensor)) not in given)
+        return result
+
+
+def is_made_here(tensor: Tensor) -> bool:
+    """Whether the running replay is known to have made ``tensor``, whose version then tells nothing of the forward."""
+    return storage_key(tensor) in getattr(thread.flags[2], "made", ())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# random numbers -----------------------------------------------------------------------------------------------------
+
+
+class Generator(Protocol):
+    """An object that gets and sets a random state, such as a :class:`torch.Generator`."""
+
+    def get_state(self) -> Tensor: ...
+    def set_state(self, state: Tensor, /) -> Any: ...
+
+
+_CPU = (torch.default_generator,)
+
+
+class _ModuleGenerator:
+    # For a device whose module has get_rng_state and set_rng_state, but no ``default_generators``.
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = () if device.type == "mps" else (device,)  # there is one MPS device, and no argument for it
+
+    def get_state(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state(*self._device)
+        return state
+
+    def set_state(self, state: Tensor, /) -> None:
+        self._module.set_rng_state(state, *self._device)
+
+
+def _device_generator(device: torch.device) -> Generator:
+    generators: Sequence[Generator] = getattr(torch.get_device_module(device), "default_generators", ())
+    index = device.index or 0
+    return generators[index] if index < len(generators) else _ModuleGenerator(device)
+
+
+def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
+    """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
+    if not devices and not named:
+        return _CPU
+    return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
+
+
+RandomState: TypeAlias = list[tuple[Generator, Tensor]]
+"""Generators, each with a state."""
+
+
+def random_state(generators: Iterable[Generator]) -> RandomState:
+    """The states of ``generators``, now."""
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def drawn_since(then: RandomState) -> RandomState:
+    """The part of ``then`` whose generators have drawn since.
+
+    The replay will not draw from the other generators either. If it left out none, replays in several threads would set
+    generators that the threads share. Under a dispatch mode, such as that of a trace, states cannot be compared, and
+    all of ``then`` is returned.
+    """
+    if dispatch_modes_are_active():
+        return then
+    return [(generator, state) for generator, state in then if not torch.equal(state, generator.get_state())]
+
+
+Ambient: TypeAlias = tuple[Settings, RandomState]
+"""The ambient state of one call."""
+
+
+def set_states(then: RandomState) -> RandomState:
+    """Set the states of ``then``, and return the states before. If a generator raises, all states stay as before."""
+    now: RandomState = []
+    try:
+        for generator, state in then:
+            now.append((generator, generator.get_state()))
+            generator.set_state(state)
+    except BaseException:
+        restore_states(now)
+        raise
+    return now
+
+
+def restore_states(then: RandomState) -> None:
+    """Set every generator of ``then`` to its state."""
+    for generator, state in then:
+        generator.set_state(state)

@@ -1,0 +1,308 @@
+"""Layout: where the modules of a region's function keep their parameters, buffers and generators."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, takewhile
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
+from torchckpt.regions.private import norm_layer, set_version
+from torchckpt.regions.state.norms import updates
+from torchckpt.typing import Function
+
+__all__ = [
+    "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
+    "version_of",
+]
+
+_NUMBERS = (bool, int, float, complex)
+_OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
+
+Key: TypeAlias = tuple[int, str]
+"""A buffer: the index of its module in the layout, and its name in that module."""
+
+
+class Copy:
+    """A copy of a buffer at one version. ``values`` is None if the copy was too large to keep."""
+
+    __slots__ = ("_buffer", "values", "version")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = weakref.ref(buffer)
+        self.version = version_of(buffer)
+        self.values: Tensor | None = buffer.detach().clone()
+
+    def clone(self) -> Tensor:
+        """A new tensor with the buffer's old values and version, which a replay may change."""
+        assert self.values is not None
+        return set_version(self.values.clone(), self.version)
+
+    def is_of(self, buffer: Tensor) -> bool:
+        """Whether ``buffer`` has not changed since."""
+        return self._buffer() is buffer and self.version == version_of(buffer)
+
+
+class Modules(tuple[nn.Module, ...]):
+    """The modules that a function uses which is no module."""
+
+    layout: Layout | None = None
+    """The layout that an earlier call made."""
+
+
+class NamesModules:
+    """A function that names the modules that it uses. The class says so: a mock or a proxy answers any attribute."""
+
+    region_modules: Modules
+
+
+class _End:
+    """A sentinel after the values of one kind. An added value shifts it, so a comparison sees it."""
+
+    _version = 0
+
+
+class Layout:
+    """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
+
+    Buffers that torch's norm layers are updating are left out: ``norms.py`` handles them. Scripted modules are left
+    out, because their parameters and buffers are not in Python dictionaries.
+    """
+
+    def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
+        found = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
+        modules = [module for module in found if not isinstance(module, torch.jit.ScriptModule)]
+        self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
+        self.dicts = [vars(module) for module in modules]
+        self.lengths = lengths_of(self.dicts)
+        """The lengths of ``dicts``. An attribute that is added later changes them, and makes a new layout necessary."""
+        self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
+        self.copies: dict[Key, Copy] = {}
+        self.changing: set[Key] = set()
+        """Buffers that a forward has changed in place or replaced, and ``changing_parameters``."""
+        limited = ((place, module) for place, module in enumerate(modules) if vars(module).get("max_norm") is not None)
+        self.changing_parameters: set[Key] = {(place, "weight") for place, m in limited if "weight" in m._parameters}
+        """The parameters that a forward has changed in place. An embedding with ``max_norm`` will."""
+        self.changing |= self.changing_parameters
+        self.unversioned: set[Key] = set()
+        """The ``changing`` buffers that change without their version counter, as by ``.data``."""
+        inside: list[dict[str, Any]] = [module._modules for module in modules]
+        end: dict[str, Any] = {"": _End()}
+        self.children = values_of([*inside, end])
+        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
+        norms = ((place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m))
+        self.norms = {place: weakref.ref(norm) for place, norm in norms}
+        others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
+        self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
+        """What each call compares: children, parameters, and the buffers of modules other than norm layers."""
+        self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
+        named = enumerate(map(partial(_names_of, Tensor), modules), start=len(modules))
+        self._attributes = [(place, name) for place, names in named for name in names]
+        numbers = enumerate(map(_numbers_of, modules), start=len(modules))
+        self._numbers = [(place, name) for place, names in numbers for name in names]
+        self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
+        self.is_simple = not self.norms and not self._attributes
+        """Whether ``tables`` has every tensor: there are no norm layers, and no tensors that are plain attributes."""
+        self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
+        """Whether a parameter or buffer has no shape yet: the first call gives it one."""
+        self._generators = [(vars(module), name) for module in modules for name in _names_of(torch.Generator, module)]
+
+    def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
+        """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
+        for place, buffers in enumerate(self._buffers):
+            if buffers and not (place in self.norms and updates(self.norms[place]())):
+                for name, tensor in buffers.items():
+                    yield (place, name), tensor
+        for key in self._attributes:
+            value = self.dict_of(key).get(key[1])
+            if value is None or isinstance(value, Tensor):
+                yield key, value
+
+    def added_attributes(self) -> Iterator[Key]:
+        """The tensors that were added as attributes, under new names, since this layout was made."""
+        if self.lengths != lengths_of(self.dicts):
+            for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
+                for name, value in attributes.items():
+                    if isinstance(value, Tensor) and (place, name) not in self._attributes:
+                        yield place, name
+
+    def dict_of(self, key: Key) -> dict[str, Any]:
+        """The dictionary that holds the buffer or attribute of ``key``."""
+        place = key[0]
+        return self._buffers[place] if place < len(self._buffers) else self.dicts[place - len(self._buffers)]
+
+    def generators(self) -> list[torch.Generator]:
+        """The generators that modules hold as attributes."""
+        found = (attributes.get(name) for attributes, name in self._generators)
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+    def flags(self) -> list[Any]:
+        """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""
+        found = [attributes.get(name) for attributes, name in self._flags]
+        for key, value in zip(self._numbers, found[len(self.dicts) :]):
+            if isinstance(value, Tensor) and key not in self._attributes:
+                self._attributes.append(key)
+                self.is_simple = False
+        return found
+
+    def other_flags(self, then: list[Any], now: list[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """What to put back so that ``flags()`` is as it was. A number that is another number stays: functions count."""
+        for (attributes, name), value, now_is in zip(self._flags, then, now):
+            is_mode = name == "training"
+            if now_is is not value and (is_mode or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))):
+                yield attributes, name, value
+
+    def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
+        """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
+        first, end = len(self.children), self.children[-1]
+        found = list(takewhile(lambda value: value is not end, values[first:]))
+        keys = [(place, name) for place, parameters in enumerate(self.parameters) for name in parameters]
+        return dict(zip(keys, found)) if len(keys) == len(found) else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a module is compiled, in place or by ``torch.compile(module)``."""
+        return any(is_compiled(module) for owner in self.live_owners() for module in owner.modules())
+
+    def live_owners(self) -> list[nn.Module]:
+        """The owners that have not been freed."""
+        return [owner for reference in self.owners if (owner := reference()) is not None]
+
+    def path_of(self, tensor: Tensor) -> str:
+        """The name of a parameter or buffer, with the class of the module."""
+        for owner in self.live_owners():
+            for name, candidate in chain(owner.named_parameters(), owner.named_buffers()):
+                if candidate is tensor:
+                    return f"{type(owner).__name__}.{name}"
+        return "a tensor of its modules"
+
+
+class Known:
+    """What is known of a module: by its keys each layout whose first owner it is, and its tree (``reached.py``).
+
+    The module itself holds this, at a place that is no attribute of its own. A table here would keep each module for
+    ever that is held from inside, as by a hook of a child that is a method of its parent: the layout holds children.
+    Copies and pickles of the module hold None instead.
+    """
+
+    __slots__ = ("layouts", "tree")
+
+    def __init__(self) -> None:
+        self.layouts: dict[int | tuple[int, ...], Layout] = {}
+        self.tree: Any = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+_KNOWN = "_torchckpt_known"
+
+
+def known_of(module: nn.Module) -> Known:
+    """What is known of ``module``; new and empty if nothing is."""
+    held: dict[str, Any] = getattr(vars(module).get("_forward_hooks"), "__dict__", {})  # of an OrderedDict
+    known = held.get(_KNOWN)
+    if known is None:
+        known = held[_KNOWN] = Known()
+    return known
+
+
+def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, list[Any]] | None:
+    """The layout of the modules of ``function`` and the values of its tables; None if there are no such modules.
+
+    The modules are: ``function`` itself if it is one, the module that it is a method of, those that it names
+    (``NamesModules``), and those among its arguments; also through partials. Modules that a function closes over are
+    not seen. The layout is made at the first call, and again when the modules inside have changed.
+    """
+    owner = function.__self__ if type(function) is MethodType else function
+    layout, modules = known_of(owner).layouts.get(id(owner)) if is_module(owner) else None, None
+    if layout is None and isinstance(owner, NamesModules):
+        modules = owner.region_modules
+        layout = modules.layout
+    if layout is None or args or (modules is None and layout.owners[0]() is not owner):
+        owners = _owners(function, args)
+        if not owners:
+            return None
+        layout = _known(owners)
+        if modules is not None and not (args or layout.is_lazy):
+            modules.layout = layout
+    values = values_of(layout.tables)
+    # Modules compare by identity, so == is enough.
+    if values[: len(layout.children)] == layout.children and lengths_of(layout.dicts) == layout.lengths:
+        return layout, values
+    layout = _made(layout.live_owners())
+    if modules is not None and not (args or layout.is_lazy):
+        modules.layout = layout
+    return layout, values_of(layout.tables)
+
+
+def _known(owners: Sequence[nn.Module]) -> Layout:
+    layout = known_of(owners[0]).layouts.get(_key(owners))
+    if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
+        return _made(owners)
+    return layout
+
+
+def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
+    return id(owners[0]) if len(owners) == 1 else tuple(map(id, owners))
+
+
+def _made(owners: Sequence[nn.Module]) -> Layout:
+    key, layouts = _key(owners), known_of(owners[0]).layouts
+    forget = layouts.pop
+    layout = Layout(owners, lambda _: forget(key, None))  # with the module, and not with the next garbage collection
+    if not layout.is_lazy:
+        layouts[key] = layout
+    return layout
+
+
+def _owners(function: Function, args: Sequence[Any]) -> list[nn.Module]:
+    owners = [arg for arg in args if is_module(arg)]
+    if isinstance(function, NamesModules):
+        return [*function.region_modules, *owners]
+    if isinstance(function, partial):
+        return _owners(function.func, [*function.args, *function.keywords.values(), *owners])
+    owner = module_of(uncompiled(function))
+    return owners if owner is None else [owner, *owners]
+
+
+def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
+    """All values of ``tables``, in order."""
+    return list(chain.from_iterable(map(_VALUES, tables)))
+
+
+_VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+
+
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
+    return list(map(len, tables))
+
+
+def _numbers_of(module: nn.Module) -> list[str]:
+    if _is_of_torch(module):
+        return []
+    return [name for name, value in vars(module).items() if type(value) in _NUMBERS and name not in _OF_EVERY_MODULE]
+
+
+def _names_of(kind: type, module: nn.Module) -> list[str]:
+    """The names of attributes that hold a ``kind`` now; in layers that are not torch's, also those that hold None."""
+    may_come = not _is_of_torch(module)
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, kind) or (value is None and may_come and name not in OF_EVERY_MODULE)
+    ]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")

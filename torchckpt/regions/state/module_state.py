@@ -1,0 +1,360 @@
+"""Module state: a replay finds the parameters and buffers of the forward on its modules, which are restored after it.
+
+Before a replay, the parameters and buffers of the region's modules (``layout.py`` says which) are compared with those
+of the forward. Where they differ, the module holds a substitute while the replay runs. For a parameter that was
+replaced, as by ``functional_call``, it is the parameter of the forward. For a buffer that changed, in the forward
+itself (``spectral_norm``, an observer) or after it, and for a parameter that forwards change in place (an embedding
+with ``max_norm``), it is a copy of its old values. Reading a tensor that was changed in place and has no substitute is
+an error, as in eager autograd.
+
+A buffer is copied when a forward first sees it, and again after it has changed. All calls share the copy until then, so
+a buffer that never changes is copied once. A large copy of such a buffer is not kept. A parameter is copied from the
+second forward on that changes it.
+"""
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import RecomputationError
+from torchckpt.regions.private import alive, set_version, storage_key
+from torchckpt.regions.state.determinism import name_of
+from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
+from torchckpt.regions.trees import copy_attributes
+from torchckpt.typing import Function
+
+__all__ = ["ModuleState", "Substitutes", "modules_lock", "record_state", "substituted"]
+
+modules_lock = threading.RLock()
+"""Held while modules hold substitutes, and by forwards that change buffers, so that none changes a substitute."""
+
+_LOCK_TIMEOUT_SECONDS = 300
+
+_SMALL_BYTES = 2**12
+"""Up to this size the copy of a buffer is kept although no forward has changed it."""
+
+
+class Substitutes(NamedTuple):
+    """What a replay finds on modules in place of what is there now."""
+
+    values: list[tuple[dict[str, Any], str, Any]]
+    """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
+    changed: dict[int, tuple[Tensor, str]]
+    """By ``id()``: a tensor that the replay must not read, because it was changed in place, and its path."""
+    late: dict[int, Late]
+    """By ``id()``: a substitute for a parameter that a forward has changed for the first time. Nobody has a copy."""
+
+
+class Late:
+    """A parameter as the forward left it. It will do if a replay changes it before it reads it, and to what it is."""
+
+    def __init__(self, parameter: Tensor, path: str) -> None:
+        self.parameter, self.path, self.is_changed = parameter, path, False
+
+    def allows(self, substitute: Tensor, version: int) -> bool:
+        """Whether a replay may call what it called on ``substitute``, which was at ``version``."""
+        if substitute._version == version:
+            return self.is_changed
+        self.is_changed = True
+        return torch.equal(substitute, self.parameter)
+
+
+_NOTHING: Any = object()
+_EMPTY: dict[Any, Any] = {}
+
+
+class ModuleState:
+    """The parameters, buffers and modes that one forward found on its modules."""
+
+    __slots__ = (
+        "_after",
+        "_buffers",
+        "_flags",
+        "_new_copies",
+        "_non_leaves",
+        "_parameters",
+        "_values",
+        "_versions",
+        "layout",
+    )
+
+    def __init__(self, layout: Layout, values: list[Any]) -> None:
+        self.layout, self._values = layout, values
+        self._versions = _versions(values, len(layout.children))
+        self._flags = layout.flags()
+        self._after: dict[Key, int] = _EMPTY
+        """The versions of the parameters that this forward has changed in place, after it."""
+        self._parameters: dict[Key, Copy] = _EMPTY
+        """Those that forwards are known to change, as they are before this one."""
+        if layout.changing_parameters:
+            found = layout.parameters_of(values) or {}
+            known = [(key, one) for key in layout.changing_parameters if (one := found.get(key)) is not None]
+            self._parameters = {key: Copy(one) for key, one in known if not _is_sharded(one)}
+        self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
+        self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
+        """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
+        if not layout.is_simple or len(values) > layout.without_buffers:
+            self._new_copies: list[Key] = []  # the copies that this call made
+            for key, tensor in layout.buffers():
+                if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
+                    self._buffers[key] = tensor.detach().requires_grad_(), None
+                    self._non_leaves[key] = weakref.ref(tensor)
+                else:
+                    self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
+
+    def _copy(self, key: Key, tensor: Tensor) -> Copy:
+        copy = self.layout.copies.get(key)
+        if tensor.is_inference():
+            self.layout.unversioned.add(key)
+        if copy is None or not copy.is_of(tensor) or key in self.layout.unversioned:
+            copy = self.layout.copies[key] = Copy(tensor)
+            self._new_copies.append(key)
+        return copy
+
+    def tensors(self) -> list[Tensor]:
+        """Buffers and their copies: what a replay may read, and maybe nothing else holds. Without sharded and sparse
+        ones, whose memory is not theirs to record."""
+        found = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
+        return [one for one in found if type(one) is Tensor and one.layout == torch.strided]
+
+    def note_changes(self) -> None:
+        """After the forward: note what it has changed, and drop large copies of other buffers."""
+        layout = self.layout
+        versions = _versions(self._values, len(layout.children))
+        if versions != self._versions:
+            found = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
+            self._after = {key: now for (key, one), then, now in found if then != now and not _is_sharded(one)}
+            layout.changing_parameters |= self._after.keys()
+            layout.changing |= self._after.keys()
+        if not self._buffers:
+            return
+        layout.changing.update(key for key in self._buffers if not self._is_unchanged(key))
+        for key in self._new_copies:
+            tensor, copy = self._buffers[key]
+            if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
+                continue
+            if tensor.layout != torch.strided or tensor.nbytes > _SMALL_BYTES:
+                copy.values = None
+            elif not _equal(copy.values, tensor):
+                layout.changing.add(key)
+                layout.unversioned.add(key)
+
+    def _is_unchanged(self, key: Key) -> bool:
+        """Whether the buffer on the module is the one that the forward found, with the same values."""
+        tensor, copy = self._buffers[key]
+        found = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
+        if self.layout.dict_of(key).get(key[1], _NOTHING) is not found:
+            return False
+        return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
+
+    def substitutes(self, function: Function) -> Substitutes | None:
+        """The substitutes for a replay of ``function``; None if all is as the forward found it."""
+        layout, then = self.layout, self._values
+        now, first = values_of(layout.tables), len(layout.children)
+        same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
+        flags = layout.flags()
+        same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
+        if same and layout.is_simple and not layout.unversioned:
+            return None
+        if now[:first] != layout.children:
+            raise _other_modules(function, "modules")
+        substitutes = Substitutes([], {}, {})
+        self._substitute_parameters(substitutes, function)
+        self._substitute_buffers(substitutes)
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
+        substitutes.values.extend(layout.other_flags(self._flags, flags))
+        if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
+            raise _first_error(substitutes, function)
+        return substitutes if substitutes.values or substitutes.changed else None
+
+    def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
+        then = self.layout.parameters_of(self._values)
+        if then is None:
+            raise _other_modules(function, "parameters")
+        twins: dict[int, nn.Parameter] = {}
+        for (key, tensor), version in zip(then.items(), self._versions):
+            parameters, name = self.layout.parameters[key[0]], key[1]
+            now, twin = parameters[name], tensor
+            if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 swaps them, and keeps their values right
+                continue
+            if tensor is not None and version_of(tensor) != version:
+                if id(tensor) not in twins:
+                    twins[id(tensor)] = self._twin(substitutes, key, tensor, version)
+                twin = twins[id(tensor)]
+            if now is not twin:
+                substitutes.values.append((parameters, name, twin))
+
+    def _twin(self, substitutes: Substitutes, key: Key, tensor: nn.Parameter, version: int) -> nn.Parameter:
+        """What stands in for a parameter that was at ``version``, and has been changed in place since."""
+        copy, path = self._parameters.get(key), self.layout.path_of(tensor)
+        if copy is None and self._after.get(key) != tensor._version:
+            substitutes.changed[id(tensor)] = tensor, path
+            return tensor
+        values = tensor.detach().clone() if copy is None else copy.clone()
+        twin = nn.Parameter(values, tensor.requires_grad)
+        copy_attributes(tensor, twin)
+        if copy is None:
+            substitutes.late[id(twin)] = Late(tensor, path)
+        set_version(twin, version)
+        return twin
+
+    def _substitute_buffers(self, substitutes: Substitutes) -> None:
+        twins: dict[int, Tensor] = {}  # one tensor stays one tensor
+        memory: dict[int | None, int] = {}
+        for key, (tensor, copy) in self._buffers.items():
+            if self._is_unchanged(key):
+                continue
+            original = alive(self._non_leaves[key]) if key in self._non_leaves else None
+            twin = tensor if original is None else original
+            if tensor is not None and copy is not None:
+                is_alone = memory.setdefault(storage_key(tensor), id(tensor)) == id(tensor)
+                if copy.values is not None and not tensor.requires_grad and is_alone:
+                    if id(tensor) not in twins:
+                        twins[id(tensor)] = copy.clone()
+                    twin = twins[id(tensor)]
+                elif not copy.is_of(tensor):
+                    substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+            substitutes.values.append((self.layout.dict_of(key), key[1], twin))
+        layout = self.layout
+        added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in added)
+
+
+def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleState | None, bool]:
+    """Record the modules of ``function`` before it is called on ``args``.
+
+    The bool says whether its calls are known to change buffers. If so, ``modules_lock`` is held, and the caller
+    releases it after the call."""
+    found = layout_of(function, args)
+    if found is None:
+        return None, False
+    layout, values = found
+    if not layout.changing:
+        return ModuleState(layout, values), False
+    modules_lock.acquire()
+    try:
+        return ModuleState(layout, values_of(layout.tables)), True
+    except BaseException:
+        modules_lock.release()
+        raise
+
+
+@contextmanager
+def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
+    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
+    _acquire_lock(function)
+    own: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        own += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
+        _put(substitutes.values)
+        with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
+            yield
+    finally:
+        _put(own)
+        modules_lock.release()
+
+
+def _acquire_lock(function: Function) -> None:
+    if not modules_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+        raise RecomputationError(
+            f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
+            f"may change. That forward has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
+            "backward\n"
+            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
+        )
+
+
+def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    for dictionary, name, value in values:
+        if value is _NOTHING:
+            dictionary.pop(name, None)
+        else:
+            dictionary[name] = value
+
+
+_GRADIENT: Any = getattr(Tensor, "grad").__get__  # noqa: B009  # a descriptor, unknown to torch's stubs
+
+
+class _ForbidReads(TorchFunctionMode):
+    """Raises when a function of torch gets a tensor that was changed in place since the forward."""
+
+    def __init__(self, substitutes: Substitutes, function: Function) -> None:
+        super().__init__()
+        self._changed, self._late, self._function = substitutes.changed, substitutes.late, function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        found = [leaf for leaf in leaves if id(leaf) in self._changed]
+        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._late]
+        is_look = bool(found or late) and getattr(func, "__name__", "") == "__get__"
+        result = func(*args, **(kwargs or {})) if is_look or not found else None
+        # Reading a shape or a gradient does not read the values; reading a view does.
+        if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
+            return result
+        if found:
+            raise _changed(self._function, *self._changed[id(found[0])])
+        for leaf, version in late:
+            if not self._late[id(leaf)].allows(leaf, version):
+                raise _changed_late(self._function, self._late[id(leaf)])
+        return result
+
+
+def _versions(values: Sequence[Any], first: int) -> list[int]:
+    """The version counters of the tensors from ``first`` on."""
+    try:
+        return [0 if tensor is None else tensor._version for tensor in values[first:]]
+    except RuntimeError:  # an inference tensor is among them
+        return [version_of(value) if isinstance(value, Tensor) else 0 for value in values[first:]]
+
+
+def _is_sharded(tensor: Tensor | None) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _equal(values: Tensor | None, tensor: Tensor) -> bool:
+    if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
+        return True  # the values cannot be compared
+    return torch.equal(values, tensor)
+
+
+def _first_error(substitutes: Substitutes, function: Function) -> RecomputationError:
+    if substitutes.changed:
+        return _changed(function, *next(iter(substitutes.changed.values())))
+    return _changed_late(function, next(iter(substitutes.late.values())))
+
+
+def _changed(function: Function, tensor: Tensor, path: str) -> RecomputationError:
+    return RecomputationError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: the replay of "
+        f"region {name_of(function)} reads {path}, [{tensor.type()} {list(tensor.shape)}], which was changed in place "
+        "after the forward\n"
+        "  works:    optimizer.step(), or another change of weights and buffers, after the backward"
+    )
+
+
+def _changed_late(function: Function, late: Late) -> RecomputationError:
+    return RecomputationError(
+        f"the forward of region {name_of(function)} changed {late.path} in place, for the first time, after it had "
+        "read it, or so that it changes again in a replay, which cannot find its old values\n"
+        "  works:    the change before the region; or the step once more, since later forwards keep the old values"
+    )
+
+
+def _other_modules(function: Function, what: str) -> RecomputationError:
+    return RecomputationError(
+        f"the {what} of region {name_of(function)} are not those that its forward started with: some were added, "
+        "removed or replaced since\n"
+        "  works:    if the first call of a module creates them, make that call outside a region, under torch.no_grad()"
+    )

@@ -1,0 +1,254 @@
+"""Running statistics: norm layers update their buffers once per forward, and not a second time in the replay.
+
+A forward notes which norm layers it ran. In its replay they update copies of their buffers. The output of a layer in
+training does not depend on these buffers, so it is the same to the bit. What ran is known by the versions of buffers,
+before and after. A layer that ``reached.py`` does not find is on the stack when autograd saves its running mean. No
+hook is alive where compiled code runs: Dynamo would trace another graph in the replay than in the forward.
+
+A caller that updates the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
+"""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchckpt.regions.flags import Replay, thread
+from torchckpt.regions.private import batch_norm_layer, keep_from_dynamo, norm_layer, storage_key
+
+__all__ = [
+    "is_in_call",
+    "is_statistic",
+    "lend",
+    "look",
+    "means",
+    "note_caller",
+    "on_copies",
+    "own_buffers",
+    "ran",
+    "take_back",
+    "updates",
+]
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+_lock = threading.Lock()
+_copied: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
+"""The layers that hold copies now: how many users the copies have, and the layer's own buffers."""
+
+_watched: dict[nn.Module, int] = {}
+"""The layers that have hooks now: for how many replays."""
+
+_Values: TypeAlias = Mapping[str, Tensor]
+_NOTHING: _Values = {}
+
+
+Looked: TypeAlias = "list[tuple[nn.Module, tuple[int, int] | None, _Values]]"
+"""Layers as a forward finds them: the versions of the buffers of those that are not in training, and copies of buffers,
+or nothing."""
+
+
+def look(layers: Iterable[nn.Module], values: bool) -> Looked:
+    """How ``layers`` are before a forward. With ``values``, their buffers are copied: an InstanceNorm makes from them
+    what autograd saves."""
+    return [
+        (layer, None if updates(layer) else _versions(layer), _copies(layer) if values else _NOTHING)
+        for layer in layers
+    ]
+
+
+def means(looked: Looked) -> dict[int, Tensor | None]:
+    """The running means that tell nothing new when autograd saves them, by their ``id``."""
+    return {id(mean := layer._buffers.get("running_mean")): mean for layer, versions, _ in looked if versions is None}
+
+
+def ran(looked: Looked, noted: Iterable[nn.Module]) -> dict[nn.Module, _Values]:
+    """Those that would update their buffers, or have done so since, and those that were ``noted``."""
+    found: dict[nn.Module, _Values] = dict.fromkeys(noted, _NOTHING)
+    for layer, versions, values in looked:
+        if versions is None or layer in found or updates(layer) or _versions(layer) != versions:
+            found[layer] = values
+    return found
+
+
+def lend(replay: Replay, is_compiled: bool) -> None:
+    """Until ``take_back``: the layers of ``replay`` update copies of their buffers in this thread.
+
+    Each layer has the copies during its calls alone, by hooks of its own, since other threads may call it meanwhile.
+    If there is compiled code, or its forward alone is called, which no hook sees, it has them until the end.
+    """
+    whole = is_compiled or any(layer in _bare for layer in replay.ran)
+    for layer, values in replay.ran.items():
+        if whole:
+            _use_copies(layer, values)
+            replay.append(layer)
+        else:
+            _watch(layer)
+            replay.watched.append(layer)
+
+
+def take_back(replay: Replay) -> None:
+    """End ``lend``, and take the copies back from layers whose call raised."""
+    while replay.watched:
+        _unwatch(replay.watched.pop())
+    while replay:
+        _restore_buffers(replay.pop())
+
+
+def note_caller(frame: FrameType) -> bool:
+    """Whether autograd saves a tensor in the call of a norm layer, which is noted then. ``frame``: where it does so;
+    between it and the layer there are at most those of modes."""
+    if frame.f_code not in _OF_NORMS or thread.norms is None:
+        return False
+    outer = frame.f_back
+    for _ in range(_DEEPEST):
+        if outer is None:
+            break
+        layer: Any = outer.f_locals.get("self")
+        if issubclass(type(layer), norm_layer):
+            thread.norms.append(layer)
+            if not _is_of_call(outer, layer):
+                _bare.add(layer)
+            break
+        outer = outer.f_back
+    return True
+
+
+def is_in_call(frame: FrameType) -> bool:
+    """Whether ``frame``, that of a function for normalisation, is that of a layer whose module is called, surely."""
+    layer = frame.f_back
+    return layer is not None and (call := layer.f_back) is not None and call.f_code.co_filename == _CALLS
+
+
+def _is_of_call(frame: FrameType, layer: nn.Module) -> bool:
+    """Whether ``frame``, in which ``layer`` works, comes of a call of the module, and not of its bare forward."""
+    at: FrameType | None = frame.f_back
+    while at is not None and at.f_code.co_filename != _CALLS and at.f_locals.get("self") is layer:
+        at = at.f_back  # a forward may call that of its base
+    return at is not None and at.f_code.co_filename == _CALLS
+
+
+_CALLS = nn.Module.__call__.__code__.co_filename
+
+_bare: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The layers whose forward was called without a call of the module: no hook of theirs is run."""
+
+_OF_NORMS = frozenset({F.batch_norm.__code__, F.instance_norm.__code__})
+
+_DEEPEST = 8
+
+
+def is_statistic(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a copy of a buffer that a norm layer holds in this thread's replay."""
+    replay = thread.flags[2]
+    if not replay or tensor.requires_grad:
+        return False
+    key = storage_key(tensor)
+    if any(key == storage_key(copy) for layer in replay for copy in _own(layer).values()):
+        return True
+    # An InstanceNorm saves repetitions of its copies. With hooks, a layer has copies during its call alone.
+    return bool(replay.watched) and tensor.dim() == 1 and not all(isinstance(one, batch_norm_layer) for one in replay)
+
+
+def updates(layer: nn.Module | None) -> bool:
+    """Whether a call of ``layer`` would update its buffers."""
+    return isinstance(layer, norm_layer) and layer.training and layer.track_running_stats
+
+
+@contextmanager
+def on_copies(layer: nn.Module) -> Iterator[None]:
+    """Inside, ``layer`` updates copies of its buffers, as it will in the replays of regions around."""
+    if thread.norms is not None:
+        thread.norms.append(layer)
+    _use_copies(layer, _NOTHING)
+    try:
+        yield
+    finally:
+        _restore_buffers(layer)
+
+
+def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of ``layer`` itself, even while it holds copies."""
+    with _lock:
+        return {**layer._buffers, **_copied.get(layer, (0, {}))[1]}
+
+
+def _use_copies(layer: nn.Module, values: _Values) -> None:
+    """Give ``layer`` copies of its buffers, or of ``values``. All that use copies at the same time share them."""
+    with _lock:
+        users, own = _copied.get(layer, (0, {}))
+        if not users:
+            own = _own(layer)
+            layer._buffers.update({name: values.get(name, buffer).clone() for name, buffer in own.items()})
+        _copied[layer] = users + 1, own
+
+
+def _restore_buffers(layer: nn.Module) -> None:
+    """Put back the own buffers of ``layer``, once nobody else uses the copies."""
+    with _lock:
+        users, own = _copied.pop(layer)
+        if users > 1:
+            _copied[layer] = users - 1, own
+        else:
+            layer._buffers.update(own)
+
+
+def _watch(layer: nn.Module) -> None:
+    with _lock:
+        _watched[layer] = users = _watched.get(layer, 0) + 1
+        if users == 1:
+            layer._forward_pre_hooks[_KEY], layer._forward_hooks[_KEY] = _before_call, _after_call
+            if len(layer._forward_hooks) > 1:  # hooks of others come later
+                layer._forward_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
+
+
+def _unwatch(layer: nn.Module) -> None:
+    with _lock:
+        _watched[layer] -= 1
+        if not _watched[layer]:
+            del _watched[layer], layer._forward_pre_hooks[_KEY], layer._forward_hooks[_KEY]
+
+
+def _before_call(layer: nn.Module, _: Any) -> None:
+    replay = thread.flags[2]
+    if replay is not None and layer in replay.ran and layer not in replay and updates(layer):
+        _use_copies(layer, replay.ran[layer])
+        replay.append(layer)
+        if thread.norms is not None:  # a forward inside of the replay; the versions of the own buffers do not tell
+            thread.norms.append(layer)
+
+
+def _after_call(layer: nn.Module, _: Any, __: Any) -> None:
+    replay = thread.flags[2]
+    if replay is not None and layer in replay:
+        replay.remove(layer)
+        _restore_buffers(layer)
+
+
+_KEY = id(_before_call)
+
+
+def _own(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
+
+
+def _copies(layer: nn.Module) -> _Values:
+    return {name: buffer.detach().clone() for name, buffer in _own(layer).items()}
+
+
+def _versions(layer: nn.Module) -> tuple[int, int]:
+    """Of the buffers that torch's layers change by a counted operation: BatchNorm the last one, InstanceNorm others."""
+    mean, count = layer._buffers.get("running_mean"), layer._buffers.get("num_batches_tracked")
+    try:
+        return 0 if mean is None else mean._version, 0 if count is None else count._version
+    except RuntimeError:  # inference tensors have no versions
+        return 0, 0
+
+
+keep_from_dynamo(_before_call, _after_call)

@@ -1,0 +1,194 @@
+"""Reached: the norm layers that a function can call, in the modules that it holds or names, or comes to by either."""
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ReferenceType
+
+from torch import Tensor, nn
+
+from torchckpt.modules import is_compiled, is_compiled_function, is_module
+from torchckpt.regions.private import norm_layer
+from torchckpt.regions.state.layout import Layout, known_of, values_of
+from torchckpt.typing import Function
+
+__all__ = ["norm_layers_of", "runs_compiled_code"]
+
+_MOST = 1000
+"""The most objects that are looked at, and the most values of one container."""
+
+
+def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module]:
+    """Those inside of the modules of ``layout``, which are the function's own, and of those that it reaches otherwise.
+    There may be others (``norms.note_caller``)."""
+    own: list[nn.Module] = []
+    if layout is not None and layout.norms:
+        own = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
+    if _is_of_module(function) or (type(function) is FunctionType and not _names_anything(function)):
+        return own
+    reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
+    return dict.fromkeys([*own, *reached]) if own else reached
+
+
+def runs_compiled_code(function: Function) -> bool:
+    """Whether a norm layer that ``function`` reaches may be called in compiled code, or without a call of its module:
+    in a module or a function that was compiled, or by a bound forward."""
+    if type(function) is MethodType and isinstance(function.__self__, norm_layer):
+        return True
+    if "torch._dynamo" not in sys.modules:
+        return False
+    walk = _Walk(function)
+    modules = chain.from_iterable(_tree_of(module).modules() for module in walk.modules)
+    return any(map(is_compiled_function, walk.functions)) or any(map(_holds_compiled_code, modules))
+
+
+def _holds_compiled_code(module: nn.Module) -> bool:
+    values = vars(module).values()
+    # Most modules hold no function, and map() finds that out fast. A model may have thousands.
+    return is_compiled(module) or (FunctionType in map(type, values) and any(map(is_compiled_function, values)))
+
+
+def _is_of_module(function: Function) -> bool:
+    called = function.__self__ if type(function) is MethodType else function
+    return issubclass(type(called), nn.Module)
+
+
+def _names_anything(function: FunctionType) -> bool:
+    """Whether ``function`` can reach more than its arguments; false of many, and cheap to find out."""
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+        return True
+    known = function.__globals__
+    return any(name in known for name in _names_in(function.__code__))
+
+
+class _Walk:
+    """The modules and functions that a function reaches, nearest first.
+
+    An object refers to what the garbage collector finds in it, so no code of the user's runs. Globals, classes and
+    Python modules hold too much: of these, what the functions found so far name counts.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.functions: list[FunctionType] = []
+        self.modules: list[nn.Module] = []
+        self._names: dict[str, None] = {}
+        self._spaces: list[Mapping[str, Any]] = []
+        self._next: list[Any] = [function]
+        seen: set[int] = set()
+        for value in self._next:  # which grows meanwhile
+            kind = type(value)
+            if kind in _LEAVES or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if len(seen) > _MOST:
+                break
+            if issubclass(kind, nn.Module):
+                if is_module(value):
+                    self.modules.append(value)
+            elif kind is FunctionType:
+                self._function(value)
+            elif issubclass(kind, (type, ModuleType)):
+                is_class = issubclass(kind, type)
+                self._enter(vars(value), "__module__" if is_class else "__name__")
+                self._next.extend(value.__bases__ if is_class else ())
+            elif issubclass(kind, ReferenceType):
+                self._next.append(value())
+            elif len(self._next) < 4 * _MOST:
+                self._next.extend(_inside(value, kind))
+
+    def _function(self, function: FunctionType) -> None:
+        self.functions.append(function)
+        for cell in function.__closure__ or ():
+            try:
+                self._next.append(cell.cell_contents)
+            except ValueError:  # nothing is in it yet
+                continue
+        self._next += function.__defaults__ or ()
+        self._next += (function.__kwdefaults__ or {}).values()
+        self._next += function.__dict__.values()
+        known, names = function.__globals__, _names_in(function.__code__)
+        if names and not _is_of_others(known.get("__name__")):
+            new = [name for name in names if name not in self._names]
+            self._names.update(dict.fromkeys(new))
+            self._look_up(new, self._spaces)
+            if not any(known is space for space in self._spaces):
+                self._enter(known, "__name__")
+
+    def _enter(self, space: Mapping[str, Any], owner: str) -> None:
+        """Look up the names in ``space``, which tells its owner by the key ``owner``; those found later, too."""
+        if not _is_of_others(space.get(owner)):
+            self._spaces.append(space)
+            self._look_up(self._names, [space])
+
+    def _look_up(self, names: Iterable[str], spaces: Iterable[Mapping[str, Any]]) -> None:
+        self._next.extend(space[name] for space in spaces for name in names if name in space)
+
+
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
+_LEAVES = frozenset({*_NUMBERS, CodeType, BuiltinFunctionType, Tensor, nn.Parameter})
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "torchckpt", "numpy"}) - {"__main__"}
+
+
+def _is_of_others(module: object) -> bool:
+    return type(module) is str and module.partition(".")[0] in _OTHERS
+
+
+def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
+    for container in _CONTAINERS:
+        if issubclass(kind, container) and container.__len__(value) > _MOST:
+            return ()
+    if issubclass(kind, Tensor) or (kind is dict and "__builtins__" in value):  # globals, by a frame
+        return ()
+    return gc.get_referents(value)
+
+
+_names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
+
+
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """The global names, and those of attributes, in ``code`` and in the functions defined in it."""
+    found = _names.get(id(code))
+    if found is None:
+        key, forget = id(code), _names.pop
+        inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+        names = tuple(dict.fromkeys([*code.co_names, *inside]))
+        found = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
+    return found[1]
+
+
+class _Tree:
+    """The modules inside of one module, which is one of them, and the norm layers among them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._own = module._modules
+        # Those of scripted modules are no dictionaries, and do not change.
+        self._inside = [table for one in modules if isinstance(table := one._modules, dict)]
+        self._children = values_of(self._inside)
+        self._modules = list(map(weakref.ref, modules))
+        self._layers = [weakref.ref(one) for one in modules if isinstance(one, norm_layer)]
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the one, and not its shallow copy, and has the same modules inside."""
+        return self._own is module._modules and values_of(self._inside) == self._children
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for reference in self._modules if (module := reference()) is not None)
+
+    def layers(self) -> Iterator[nn.Module]:
+        return (layer for reference in self._layers if (layer := reference()) is not None)
+
+
+def _tree_of(module: nn.Module) -> _Tree:
+    known = known_of(module)
+    tree: _Tree | None = known.tree
+    if tree is None or not tree.is_of(module):
+        tree = known.tree = _Tree(module)
+    return tree

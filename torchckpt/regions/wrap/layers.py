@@ -1,0 +1,240 @@
+"""``checkpoint_layers``: the layers of a model that are regions, chosen by class, by name, or by a function."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from types import UnionType
+from typing import Any, TypeAlias, TypeGuard, Union, get_origin
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from torchckpt.errors import Fault, kind, raise_faults
+from torchckpt.regions.core.options import Options, check_options, shown
+from torchckpt.regions.wrap.module import checkpoint_module, module_faults
+from torchckpt.typing import ContextFunction, DeterminismCheck
+
+__all__ = ["LayersHandle", "checkpoint_layers"]
+
+_CALLER = "checkpoint_layers"
+_WORKS = 'checkpoint_layers(model, Block); or checkpoint_layers(model, "layers.*")'
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]"
+"""A name or a pattern of names, a class, or a function that says of a module whether it is one."""
+_Named: TypeAlias = "dict[str, nn.Module]"
+
+
+class LayersHandle:
+    """Undoes one :func:`checkpoint_layers`. Also a context manager, which undoes it at its end.
+
+    ``names`` are those of the modules, in the order of the model. ``repr`` lists them, and ``print`` their classes too.
+    """
+
+    def __init__(self, layers: _Named, undo: ExitStack) -> None:
+        self.names = tuple(layers)
+        self._classes = [type(layer).__name__ for layer in layers.values()]
+        self._undo: ExitStack | None = undo
+
+    def remove(self) -> None:
+        """Make all the modules plain again. A second call does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{_CALLER}: {self._count()}: {', '.join(self.names)}>"
+
+    def __str__(self) -> str:
+        width = max(map(len, self.names))
+        rows = (f"  {name:<{width}}  {of}" for name, of in zip(self.names, self._classes))
+        return "\n".join([f"{_CALLER}: {self._count()}", *rows])
+
+    def _count(self) -> str:
+        noun = "module" if len(self.names) == 1 else "modules"
+        return f"{len(self.names)} {noun}{', removed' if self._undo is None else ''}"
+
+
+def checkpoint_layers(
+    model: nn.Module,
+    layers: Selector | Sequence[Selector] | Set[Selector],
+    *,
+    every: int = 1,
+    preserve_rng_state: bool = True,
+    generators: Sequence[torch.Generator] = (),
+    determinism_check: DeterminismCheck = "default",
+    context_fn: ContextFunction | None = None,
+    early_stop: bool = True,
+) -> LayersHandle:
+    """From now on, run every call of the chosen layers of ``model`` as a region: :func:`checkpoint_module` for each.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+    >>> handle = torchckpt.checkpoint_layers(model, torch.nn.Sequential, every=2)
+    >>> handle
+    <checkpoint_layers: 2 modules: 0, 2>
+    >>> handle.remove()
+    >>> with torchckpt.checkpoint_layers(model, ["0", "[12]"]) as handle:
+    ...     print(handle)
+    checkpoint_layers: 3 modules
+      0  Sequential
+      1  Sequential
+      2  Sequential
+
+    Args:
+        model: the module whose submodules are chosen. It is never chosen itself.
+        layers: a class; a name as in ``model.named_modules()``, in which ``*``, ``?`` and ``[...]`` stand for parts
+            of what is between two dots, and ``**`` for any number of such parts, none included; a function that is
+            called with each submodule and says whether it is one; or several of these, in a list, a tuple or a set.
+            Each of them must choose something. A module that stands in several places, or is chosen twice, is one.
+        every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
+            with ``every=2`` the 1st, the 3rd, the 5th.
+        preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
+
+    Returns:
+        A handle with ``names`` and ``remove()``; as a context manager it removes at its end.
+
+    Raises:
+        ArgumentError: all faults of the call in one message: what chooses nothing, one layer inside of another, a
+            ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
+    """
+    options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    selectors = _listed(layers)
+    call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every)]
+    if not selectors:
+        call_faults.append(Fault("layers must choose something", f"layers={layers!r}", _WORKS))
+    each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
+    check_options(_CALLER, checkpoint_layers, options, each_once)
+    chosen = _chosen(model, selectors)
+    raise_faults(_CALLER, _layer_faults(chosen))
+    taken = dict(list(chosen.items())[::every])
+    with ExitStack() as undo:
+        for layer in taken.values():
+            undo.enter_context(checkpoint_module(layer, **options._asdict()))
+        return LayersHandle(taken, undo.pop_all())
+
+
+def _listed(layers: Any) -> list[Any]:
+    is_one = isinstance(layers, (str, bytes, nn.Module)) or not isinstance(layers, (Sequence, Set))
+    return [layers] if is_one else list(layers)
+
+
+# what is chosen -------------------------------------------------------------------------------------------------------
+
+
+def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
+    """The layers by their first name, in the order of the model."""
+    places = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if layer is not model}
+    by_selector = [_matches(selector, places) for selector in selectors]
+    raise_faults(_CALLER, (_nothing(s, model, places) for s, found in zip(selectors, by_selector) if not found))
+    found = {id(layer) for matches in by_selector for layer in matches}
+    names: dict[int, str] = {}
+    for name, layer in places.items():
+        if id(layer) in found:
+            names.setdefault(id(layer), name)
+    return {name: places[name] for name in names.values()}
+
+
+def _matches(selector: Any, places: _Named) -> list[nn.Module]:
+    if isinstance(selector, str):
+        if selector in places:  # whatever is in it
+            return [places[selector]]
+        pattern = selector.split(".")
+        return [layer for name, layer in places.items() if _fits(name.split("."), pattern)]
+    if _is_class(selector):
+        return [layer for layer in places.values() if isinstance(layer, selector)]
+    asked = {id(layer): layer for layer in places.values()}
+    return [layer for layer in asked.values() if selector(layer)]
+
+
+def _is_class(selector: object) -> TypeGuard[type[Any] | UnionType]:
+    return isinstance(selector, (type, UnionType)) or get_origin(selector) is Union
+
+
+def _fits(parts: list[str], pattern: list[str]) -> bool:
+    """Whether a name, in parts, is one of a pattern."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_fits(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
+
+
+# what is wrong --------------------------------------------------------------------------------------------------------
+
+
+def _model_faults(model: object) -> Iterator[Fault]:
+    if not isinstance(model, nn.Module):
+        yield Fault("the model must be an nn.Module", kind(model), _WORKS)
+
+
+def _every_faults(every: object) -> Iterator[Fault]:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        works = "every=2, for the 1st, the 3rd, the 5th"
+        yield Fault("every must be a whole number of at least 1", f"every={every!r}", works)
+
+
+def _selector_fault(selector: object) -> Fault | None:
+    is_one = isinstance(selector, str) or _is_class(selector) or callable(selector)
+    if is_one and not isinstance(selector, nn.Module):
+        return None
+    received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
+    return Fault("layers are chosen by a class, by names, or by a function of a module", received, _WORKS)
+
+
+def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
+    """The fault of a selector that chooses nothing."""
+    if isinstance(selector, str):
+        rule, received = "a name must be that of a layer", f"{selector!r}, which no layer has"
+    elif _is_class(selector):
+        rule = "a class must be that of a layer"
+        received = f"{getattr(selector, '__name__', selector)}, of which no layer is one"
+    else:
+        rule = "a function must choose a layer"
+        received = f"{shown(selector)}, which is false for every layer"
+    if not places or (_is_class(selector) and isinstance(model, selector)):
+        received = f"{received}; the model itself is a {type(model).__name__}"
+        return Fault(rule, received, "checkpoint_module(model)")
+    if any(type(layer).__name__ == selector for layer in places.values()):
+        return Fault(rule, f"{received}: it is the name of a class", f"checkpoint_layers(model, {selector})")
+    return Fault(rule, received, f'checkpoint_layers(model, "{_another(selector, model, places)}")')
+
+
+def _another(selector: Any, model: nn.Module, places: _Named) -> str:
+    """A name or a pattern that does choose something, near to ``selector`` if that is one."""
+    known = dict.fromkeys([*map(_pattern_of, places), *places])
+    close = _closest(selector, known) if isinstance(selector, str) else []
+    inside = [f"{name}.*" for name, one in places.items() if isinstance(one, _CONTAINERS)]
+    return str([*close, *(["*"] if isinstance(model, _CONTAINERS) else inside), *places][0])
+
+
+def _closest(name: str, known: Iterable[str]) -> list[str]:
+    """The first one of those that are closest: a pattern stands before the names that it has."""
+    ratios = {one: SequenceMatcher(None, one, name).ratio() for one in known}
+    best = max(ratios, key=ratios.__getitem__)
+    return [best] if ratios[best] >= 0.5 else []
+
+
+def _pattern_of(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _layer_faults(chosen: _Named) -> Iterator[Fault]:
+    names = {id(layer): name for name, layer in chosen.items()}
+    for name, layer in chosen.items():
+        for fault in module_faults(layer):
+            works = f'checkpoint_layers(model, "{name}.*")' if fault.rule.endswith("is called") else fault.works
+            yield Fault(fault.rule, f"{name}, a {fault.received}", works)
+        inner = [names[id(child)] for child in layer.modules() if child is not layer and id(child) in names]
+        if inner:
+            more = f", and {len(inner) - 1} more" if inner[1:] else ""
+            works = f"those around alone: checkpoint_layers(model, {_pattern_of(name)!r}); or those inside alone"
+            yield Fault("no layer may be inside of another", f"{inner[0]!r} is inside of {name!r}{more}", works)

@@ -1,0 +1,158 @@
+"""``checkpoint_module``: every call of a module becomes a region; nothing else about the module changes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from torchckpt.errors import Fault, kind
+from torchckpt.modules import is_compiled_class
+from torchckpt.regions.core.checkpointing import run
+from torchckpt.regions.core.options import Options, check_options
+from torchckpt.regions.private import compiler_of, keep_from_dynamo
+from torchckpt.regions.wrap.mixin import COMPILED, Mixin, plain_forward, put, take
+from torchckpt.typing import ContextFunction, DeterminismCheck, Function
+
+__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
+
+_OPTIONS = "_torchckpt_options"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+class _Compiled(NamedTuple):
+    """The result of ``module.compile()``."""
+
+    forward: Callable[..., Any]
+    """The compiled forward of the plain module."""
+    again: Callable[[nn.Module], None]
+    """Compiles a module that is no longer checkpointed, with the same arguments."""
+
+
+def _run(plain: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return run(plain, args, kwargs, options)
+    compiled: _Compiled | None = plain.__self__.__dict__.get(COMPILED)  # type: ignore[attr-defined]  # it is a method
+    return run(plain if compiled is None else compiled.forward, args, kwargs, options)
+
+
+keep_from_dynamo(_run)
+
+
+class _Checkpointed(Mixin):
+    """The mixin of a checkpointed module: it runs each call as a region."""
+
+    _torchckpt_setting = _OPTIONS
+    _torchckpt_call = staticmethod(_run)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as :meth:`torch.nn.Module.compile` does.
+
+        The compiled code runs inside the region, so that a replay can start before the gradient arrives. Hooks of this
+        module itself run outside the region and outside the compiled code."""
+        module: Any = self
+        if _OPTIONS not in module.__dict__ or is_compiled_class(type(module)):
+            super().compile(*args, **kwargs)  # type: ignore[misc]  # the module's own class has it
+            return
+        forward = torch.compile(plain_forward(module, _Checkpointed), *args, **kwargs)
+        module.__dict__[COMPILED] = _Compiled(forward, lambda module: module.compile(*args, **kwargs))
+
+
+class CheckpointHandle:
+    """Undoes one :func:`checkpoint_module`, by ``remove()`` or at the end of a ``with`` block."""
+
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self._module, self._options = module, options
+
+    def remove(self) -> None:
+        """Make the module plain again. A second call does nothing."""
+        module: Any = self._module
+        if module.__dict__.get(_OPTIONS) is not self._options:
+            return
+        take(module, _Checkpointed)
+        compiled: _Compiled | None = module.__dict__.pop(COMPILED, None)
+        if compiled is not None:
+            compiled.again(module)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def checkpoint_module(
+    module: nn.Module,
+    *,
+    preserve_rng_state: bool = True,
+    generators: Sequence[torch.Generator] = (),
+    determinism_check: DeterminismCheck = "default",
+    context_fn: ContextFunction | None = None,
+    early_stop: bool = True,
+) -> CheckpointHandle:
+    """From now on, run every call of ``module`` as a region.
+
+    In place: ``state_dict`` keys, ``isinstance``, ``repr``, hooks, pickling and copying stay as they are, and a copy
+    checkpoints too, with its own weights. Hooks of ``module`` run outside the region, those of its children inside.
+
+    >>> handles = [torchckpt.checkpoint_module(layer) for layer in model.layers]
+    >>> handles[0].remove()           # this one keeps its activations again
+
+    Args:
+        module: any ``nn.Module`` whose ``forward`` is a method of its class.
+        preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
+
+    Returns:
+        A handle whose ``remove()`` makes the module plain again. A ``with`` block on the handle removes at its end.
+
+    Raises:
+        ArgumentError: ``module`` is no module, is checkpointed already, or has its ``forward`` set on the instance.
+    """
+    options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    check_options("checkpoint_module", checkpoint_module, options, module_faults(module))
+    put(module, _Checkpointed, options)
+    if module._compiled_call_impl is not None:
+        _compile_inside(module)
+    return CheckpointHandle(module, options)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether every call of ``module`` is a region, by :func:`checkpoint_module`."""
+    return _OPTIONS in module.__dict__
+
+
+def _compile_inside(module: Any) -> None:
+    """Compile the plain forward, inside the region, for a ``module`` that was compiled in place before."""
+    compiled_call = module._compiled_call_impl
+    compiler = compiler_of(compiled_call)
+    assert compiler is not None  # module_faults refuses the others
+    def again(module: Any) -> None:
+        module._compiled_call_impl = compiled_call
+
+    module.__dict__[COMPILED] = _Compiled(compiler(plain_forward(module, _Checkpointed)), again)
+    module._compiled_call_impl = None
+
+
+def module_faults(module: object) -> list[Fault]:
+    """Why ``module`` cannot be checkpointed."""
+    works = "for layer in model.layers: checkpoint_module(layer)"
+    if not isinstance(module, nn.Module):
+        return [Fault("the module must be an nn.Module", kind(module), f"{works}; or checkpoint(function, x)")]
+    name = type(module).__name__
+    if _OPTIONS in module.__dict__:
+        return [Fault("a module is checkpointed once", f"{name}, checkpointed already", "handle.remove() first")]
+    if type(module) in _CONTAINERS:
+        received = f"{name}, whose layers are called one by one"
+        return [Fault("the module must have a forward that is called", received, works)]
+    if isinstance(module, torch.jit.ScriptModule) or (
+        "forward" in module.__dict__ and not is_compiled_class(type(module))
+    ):
+        received = f"{name}, whose forward is set on the instance or is a script"
+        rule = "the forward must be a method of the module's class"
+        return [Fault(rule, received, "checkpoint(module, x) at the call")]
+    if module._compiled_call_impl is not None and compiler_of(module._compiled_call_impl) is None:
+        rule = "a module that is compiled in place must be compiled by torch's own module.compile()"
+        return [Fault(rule, f"{name}, compiled in place", "checkpoint_module(module), and then module.compile()")]
+    return []
