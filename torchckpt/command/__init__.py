@@ -3,8 +3,8 @@
     fit, balance      one model: a plan within a byte budget; its layers cut into stages
     plan, costs       a pipeline within a byte budget; the costs of its stages
     simulate          one step of a schedule, with ways to recompute side by side
-    target            what ``module:function`` names
-    shared            the parser, its types, errors of one line, and modules that run one after the other
+    target, chain     what ``module:function`` names; modules that run one after the other
+    shared            the parser, its types, and errors of one line
 """
 from __future__ import annotations
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
-
 from torchckpt.errors import ArgumentError, CheckpointError
 from torchckpt.planning.budget import read
 from torchckpt.planning.order.csv_format import from_csv
@@ -20,7 +18,7 @@ from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.schedules import NAMES, named_schedule
 
 __all__ = [
-    "Chain", "Parser", "Unusable", "add_schedule", "amount", "check_apart", "check_size", "comma_list", "count",
+    "Parser", "Unusable", "add_schedule", "amount", "check_apart", "check_size", "comma_list", "count",
     "file_or_counts", "file_to_write", "in_options", "kind_of", "line", "positive", "say", "schedule_name",
     "schedule_of", "shape", "size", "state_bytes", "with_unit", "write",
 ]
@@ -273,13 +271,3 @@ def check_size(options: argparse.Namespace, most: int) -> None:
         received = f"--stages {options.stages} --microbatches {options.microbatches}"
         raise Unusable(f"--stages times --microbatches is at most {most}; received: {received}; works: --microbatches "
                        f"{max(1, most // options.stages)}")
-
-
-class Chain(nn.Sequential):
-    """A tuple or a list that one returns is the arguments of the next, as in a pipeline."""
-
-    def forward(self, *inputs: Any) -> Any:
-        outputs: Any = inputs
-        for module in self:
-            outputs = module(*outputs) if isinstance(outputs, (tuple, list)) else module(outputs)
-        return outputs

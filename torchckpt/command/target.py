@@ -85,7 +85,7 @@ def model_at(place: str) -> tuple[Any, Any]:
                        f"works: {_WORKS['fit']}")
     if made.model is not None and not _is("nn.ModuleList", made.model):
         return made.model, made.example
-    from torchckpt.command.shared import Chain
+    from torchckpt.command.chain import Chain
 
     return Chain(*(made.modules or ())), made.example
 
