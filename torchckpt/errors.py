@@ -1,8 +1,10 @@
-"""Errors: the exception classes, and the form of every message: the rule, what was received, a call that works."""
+"""Errors: the exception classes, and the form of every message: what is wrong, what was received, a call that works."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 __all__ = [
     "ArgumentError",
@@ -20,6 +22,13 @@ __all__ = [
 
 class CheckpointError(Exception):
     """The base of all errors of torchckpt. An exception raised by the user's own code passes through unchanged."""
+
+    caller: str = ""
+    """The public function that was called, which begins the message; empty if the message names none."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{self.caller}: {text}" if self.caller else text
 
 
 class ArgumentError(CheckpointError, ValueError):
@@ -60,14 +69,46 @@ class TransformError(CheckpointError, RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One broken rule: the rule, what was received, a call that works."""
+    """One fault of a call: what is wrong, what was received, a call that works."""
 
-    rule: str
+    wrong: str
     received: str
     works: str
 
     def __str__(self) -> str:
-        return f"{self.rule}\n  received: {self.received}\n  works:    {self.works}"
+        return f"{self.wrong}\n  received: {self.received}\n  works:    {self.works}"
+
+
+@contextmanager
+def called(function: str) -> Iterator[None]:
+    """Begin the message of an error of torchckpt with the name of the public function. Also a decorator.
+
+    If public functions call each other, the message names the one that the user called.
+
+    >>> with called("plan_pipeline()"):
+    ...     raise_fault(Fault("the budget is not a size", "'6'", 'budget="6GB"'))
+    Traceback (most recent call last):
+    torchckpt.errors.ArgumentError: plan_pipeline(): the budget is not a size
+      received: '6'
+      works:    budget="6GB"
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        error.caller = function
+        raise
+
+
+def raise_fault(fault: Fault) -> NoReturn:
+    """Raise an :class:`ArgumentError` about one ``fault``."""
+    raise ArgumentError(str(fault))
+
+
+def check(faults: Iterable[Fault]) -> None:
+    """Raise one :class:`ArgumentError` that lists all ``faults``; do nothing if there are none."""
+    listed = [str(fault) for fault in faults]
+    if listed:
+        raise ArgumentError("\n".join(listed if len(listed) == 1 else [f"{len(listed)} faults", *listed]))
 
 
 def raise_faults(caller: str, faults: Iterable[Fault]) -> None:

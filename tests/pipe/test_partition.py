@@ -101,7 +101,7 @@ def test_every_fault_of_placement_is_named() -> None:
     shared = on(CPU)
     layers = [Layer("0", shared), Layer("1", on(META)), Layer("2", shared)]
     stages = [Stage(0, 0, layers[:2], CPU), Stage(1, 2, layers[2:], META)]
-    assert [fault.rule for fault in placement_faults(stages)] == [
+    assert [fault.wrong for fault in placement_faults(stages)] == [
         "the layers of a stage must be on one device",
         "a parameter cannot be shared by stages on two devices",
         "a parameter cannot be shared by stages on two devices",

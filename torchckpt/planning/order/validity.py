@@ -55,7 +55,7 @@ def check_order(caller: str, schedule: Schedule, where: Callable[[Misplaced], st
 def located(found: Iterable[Misplaced], where: Callable[[Misplaced], str] | None = None) -> list[Fault]:
     """The faults, each with the place of its action in front."""
     where = where or _position
-    return [Fault(f"{where(one)}: {one.fault.rule}", one.fault.received, one.fault.works) for one in found]
+    return [Fault(f"{where(one)}: {one.fault.wrong}", one.fault.received, one.fault.works) for one in found]
 
 
 def stuck(schedule: Schedule, played: Run) -> Iterator[Misplaced]:

@@ -231,8 +231,8 @@ def _layer_faults(chosen: _Named) -> Iterator[Fault]:
     names = {id(layer): name for name, layer in chosen.items()}
     for name, layer in chosen.items():
         for fault in module_faults(layer):
-            works = f'checkpoint_layers(model, "{name}.*")' if fault.rule.endswith("is called") else fault.works
-            yield Fault(fault.rule, f"{name}, a {fault.received}", works)
+            works = f'checkpoint_layers(model, "{name}.*")' if fault.wrong.endswith("is called") else fault.works
+            yield Fault(fault.wrong, f"{name}, a {fault.received}", works)
         inner = [names[id(child)] for child in layer.modules() if child is not layer and id(child) in names]
         if inner:
             more = f", and {len(inner) - 1} more" if inner[1:] else ""
