@@ -13,7 +13,7 @@ from torchckpt.planning import Choice
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned
 from torchckpt.planning.plan import PipelinePlan
-from torchckpt.planning.plan.show.text import by_stage
+from torchckpt.planning.plan.text import by_stage
 
 from .model import Size
 from .side_by_side import Course, is_equal

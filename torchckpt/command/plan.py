@@ -34,7 +34,7 @@ from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.every import Comparison, plan_every
-from torchckpt.planning.plan.rules import Rule
+from torchckpt.planning.plan.figures import Rule
 from torchckpt.planning.work.block import Block, Stage, fixed
 
 __all__ = ["add", "run"]

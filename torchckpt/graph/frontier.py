@@ -14,8 +14,8 @@ from torchckpt.graph.choose.planner import Costs
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
 from torchckpt.planning.draw.units import aligned
+from torchckpt.planning.remat.draw.curve import memory_units
 from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
-from torchckpt.planning.remat.draw.labels import memory_units
 from torchckpt.planning.remat.draw.table import page
 from torchckpt.planning.remat.search.frontier import frontier as solutions_of
 

@@ -10,7 +10,6 @@ from tests.helpers import leaf
 from tests.models.untuned import UNTUNED
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.graph.choose import choose
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.planning.remat.plan import Plan
 from torchckpt.planning.remat.search import planner
@@ -129,7 +128,7 @@ def test_least_bytes_that_are_named_are_held(monkeypatch):
 
 
 def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
-    monkeypatch.setattr(choose, "fit", lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager))
+    monkeypatch.setattr(planner, "fit", lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager))
     plan = plan_of(chain, leaf(1000), budget="60%", exact=True)
     assert plan.peak_bytes <= plan.budget_bytes - 64
     with pytest.raises(BudgetInfeasible, match=r"the least found is 40\.08kB"):

@@ -6,9 +6,9 @@ import pytest
 from tests.planning.plan.published import BLOCK
 from torchckpt.planning import Stage
 from torchckpt.planning.order.schedules import named_schedule
-from torchckpt.planning.plan import rules
+from torchckpt.planning.plan import figures
 from torchckpt.planning.plan.problem import problem_of
-from torchckpt.planning.step import step as module
+from torchckpt.planning.step import simulated as module
 from torchckpt.planning.work.choice import first_blocks
 
 
@@ -23,18 +23,18 @@ def test_they_simulate_few_steps(name, monkeypatch):
     asked, counted = problem(name, 8, 32, "50%"), []
     simulated = module.run
     monkeypatch.setattr(module, "run", lambda program: counted.append(program) or simulated(program))
-    rules.everything(asked)
-    rules.same_blocks(asked)
+    figures.everything(asked)
+    figures.same_blocks(asked)
     actions = sum(map(len, asked.schedule.ranks))
-    assert len(counted) * actions <= 2 * (rules._WORK + actions)
+    assert len(counted) * actions <= 2 * (figures._WORK + actions)
 
 
 @pytest.mark.parametrize("name", ["zbv", "zero_bubble", "1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("share", ["35%", "60%", "90%"])
 def test_the_best_of_all_counts(name, share):
     asked = problem(name, 3, 6, share)
-    found, every = rules.same_blocks(asked), []
-    for schedule in rules._delays(asked.schedule):
+    found, every = figures.same_blocks(asked), []
+    for schedule in figures._delays(asked.schedule):
         for blocks in range(5):
             step = asked.step(first_blocks(schedule, asked.stages, blocks), schedule)
             if all(peak <= lane.budget_bytes for peak, lane in zip(step.peak_bytes, asked.lanes)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import leaf
-from torchckpt.regions.core.recompute import recompute
+from torchckpt.regions.core.pair import recompute
 from torchckpt.regions.dependency import fork, join
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchckpt.errors import Fault, brief, raise_faults
-from torchckpt.graph.annotate.annotations import Tracing, mark_of
-from torchckpt.graph.annotate.names import named_modules
+from torchckpt.graph.annotate.annotations import Tracing, mark_of, named_modules
+from torchckpt.graph.trace.reason import check_bare
 from torchckpt.graph.trace.side_effects import restoring_modules
-from torchckpt.graph.trace.unsupported import check_bare
 
 __all__ = ["Marks", "Primal", "is_real"]
 

@@ -5,8 +5,8 @@
     dynamo, inductor  graphs of ``torch.compile``; the compiler
     witness, generators    tensors that outlive a trace; random numbers that it would freeze
     surroundings      settings of torch during a trace
-    operating, operators    each operator call, intercepted; operators with special needs
-    runtime, parallel       what really runs during a trace; modules that are wrapped for devices
+    operators         each operator call, intercepted; operators with special needs; modules wrapped for devices
+    runtime           what really runs during a trace
 """
 from __future__ import annotations
 

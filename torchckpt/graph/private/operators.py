@@ -1,27 +1,19 @@
 """Operators: the ATen operators that need special treatment, and properties read from operator schemas."""
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 __all__ = [
-    "BATCH_NORM",
-    "BATCH_NORM_AGAIN",
-    "BATCH_NORM_BACKWARD",
-    "BATCH_NORM_BY_STATISTICS",
-    "FUSED_LSTM",
-    "argument_of",
-    "branches_of",
-    "has_effect",
-    "is_branching",
-    "is_check",
-    "is_collective",
-    "is_mutable",
-    "is_random",
-    "note_branches",
+    "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "argument_of",
+    "branches_of", "has_effect", "is_branching", "is_check", "is_collective", "is_flattened", "is_mutable", "is_random",
+    "note_branches", "operating", "replicated_kinds", "sharded_kinds",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -93,3 +85,38 @@ def branches_of(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that an operator of control flow may run."""
     parts = [source.meta.get("val") for source in node.all_input_nodes if source.op == "get_attr"]
     return [part for part in parts if isinstance(part, fx.GraphModule)]
+
+
+def operating(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Inside this context, ``run(operator, args, kwargs)`` is called instead of each operator, higher-order too."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operating(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # the branches of torch.cond are compiled inside
+
+        def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(target, args, kwargs or {})
+
+    return Operating()  # type: ignore[no-untyped-call]
+
+
+def sharded_kinds() -> tuple[Any, ...]:
+    """The module classes of FSDP1 and FSDP2; empty if FSDP is not imported, since then no module is sharded."""
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    return () if module is None else (module.FSDPModule, module.FullyShardedDataParallel)
+
+
+def replicated_kinds() -> tuple[Any, ...]:
+    """The module class of ``torch.distributed._composable.replicate``; empty if that is not imported."""
+    module: Any = sys.modules.get("torch.distributed._composable.replicate")
+    return () if module is None else (module.DDP,)
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 has replaced the parameters of ``module`` by plain tensors, views of its flat parameter."""
+    is_managed = bool(getattr(module, "_is_fsdp_managed_module", False))
+    return is_managed and any(isinstance(value, Tensor) for value in vars(module).values())

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.generators import Generators
-from torchckpt.graph.private.operating import operating
+from torchckpt.graph.private.operators import operating
 
 __all__ = ["Witness"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.annotate.names import named_modules
+from torchckpt.graph.annotate.annotations import named_modules
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.run.backend import Backend

@@ -14,7 +14,7 @@ from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.run.rematerialize import Rematerialized
-from torchckpt.graph.trace.unsupported import check_bare
+from torchckpt.graph.trace.reason import check_bare
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.plan import Plan
 from torchckpt.regions.wrap.mixin import Mixin, plain_forward, put, take
@@ -60,7 +60,7 @@ class _Setting:
 
 def _run(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], setting: _Setting) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        from torchckpt.graph.trace.outside_graph import outside_graph  # imports Dynamo
+        from torchckpt.graph.trace.trace_lock import outside_graph  # imports Dynamo
 
         return outside_graph(_run, (plain, args, kwargs, setting), {})
     return setting.calls_of(plain.__self__).run(plain, args, kwargs)  # type: ignore[attr-defined]  # it is a method

@@ -14,7 +14,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
-from torchckpt.graph.trace.unsupported import check_bare, refuse_copies
+from torchckpt.graph.trace.reason import check_bare, refuse_copies
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.plan import Plan
 
@@ -131,7 +131,7 @@ class Rematerialized(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            from torchckpt.graph.trace.outside_graph import outside_graph  # imports Dynamo
+            from torchckpt.graph.trace.trace_lock import outside_graph  # imports Dynamo
 
             return outside_graph(self.forward, args, kwargs)
         return self._calls.run(self.original, args, kwargs)

@@ -1,9 +1,8 @@
 """A call traced with its derivatives, and when it must be traced anew.
 
     capture           the trace
-    guard, reason     what a later call is compared with; why it is traced anew
+    guard, reason     what a later call is compared with; why it is traced anew, or refused
     free_variables, side_effects    what the code reads elsewhere; what it leaves on modules
-    unsupported       modules that are refused
-    trace_lock, outside_graph       one thread traces at a time; for Dynamo
+    trace_lock        one thread traces at a time; what Dynamo leaves to eager
 """
 __all__: list[str] = []

@@ -1,12 +1,15 @@
 """Trace lock: one thread traces at a time, and meanwhile no other thread calls a model: modules hold traced tensors."""
+from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition, get_ident
+from typing import Any
 
-__all__ = ["TRACE_LOCK", "TraceLock"]
+import torch
 
+__all__ = ["TRACE_LOCK", "TraceLock", "outside_graph"]
 
 class TraceLock:
     """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace."""
@@ -55,3 +58,12 @@ class TraceLock:
 
 TRACE_LOCK = TraceLock()
 """One lock for all models: torch's own tracing state (tracer, notes on nodes) is not per thread either."""
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
+    reason="a rematerialized module has its own graphs, and runs outside compiled ones; torch.compile the model with "
+    "backend=torchckpt.graph.backend(budget=...) instead, or rematerialize(engine=\"inductor\"), or drop fullgraph=True"
+)
+def outside_graph(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``run(*args, **kwargs)`` after a graph break. With ``fullgraph=True``, Dynamo raises an error instead."""
+    return run(*args, **kwargs)

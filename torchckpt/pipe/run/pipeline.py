@@ -53,9 +53,9 @@ from torchckpt.pipe.run.links import Place, copy, on, wait
 from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, workers
 from torchckpt.pipe.skip import Name, Skips, StageSkips
 from torchckpt.pipe.skip_search import stasher_behind
-from torchckpt.regions.core.checkpoint import checkpoint
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
+from torchckpt.regions.core.pair import checkpoint
 from torchckpt.regions.private import profiler_is_on
 from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of
 

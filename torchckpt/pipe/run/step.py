@@ -52,9 +52,9 @@ from torchckpt.planning.step.measured import Span, measured_timeline
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
 from torchckpt.regions.clock import Clock
-from torchckpt.regions.core.checkpoint import checkpoint
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
+from torchckpt.regions.core.pair import checkpoint
 from torchckpt.regions.private import profiler_is_on
 from torchckpt.regions.trees import tensors_of
 

@@ -1,7 +1,6 @@
 """Timelines for people: text, SVG, traces.
 
-    svg, gantt, trace    the three forms of a timeline
-    memory_svg        the panel of held bytes
+    svg, gantt, trace    the three forms of a timeline, with the panel of held bytes
     layout            where rows and lines of a picture stand
     canvas, units     what they share
 """

@@ -1,11 +1,11 @@
 """Planning of a pipeline under a byte budget, without torch: what to keep, what to recompute, and when.
 
-    pipeline          what users call: ``plan_pipeline``, ``plan_bound``
-    every, balance    all schedules side by side; blocks moved between stages
-    solve             the shortest plan, or an error that says why there is none
+    pipeline          what users call: ``plan_pipeline``, ``plan_bound``; blocks moved between stages
+    every             all schedules side by side
     run               plans for steps that are run
-    result, figures, show    the plan: what users get, its figures, its text and picture
-    rules             the usual ways to recompute, for comparison
+    result            what users get
+    stored, text      the plan as JSON, as tables and as a picture
+    figures           its figures, beside those of the usual ways to recompute
     search            what to keep and when to recompute; the bound
     problem           the input, checked
 

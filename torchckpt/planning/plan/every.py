@@ -10,11 +10,10 @@ from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.order.orders import whole
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.schedules import NAMES, named_schedule
-from torchckpt.planning.plan.balance import planned_with_moves
+from torchckpt.planning.plan.pipeline import planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.show.text import units_of
-from torchckpt.planning.plan.solve import planned
+from torchckpt.planning.plan.text import units_of
 from torchckpt.planning.work.block import NOTHING, Stage
 from torchckpt.planning.work.inputs import Links, per_stage, plannable_faults
 

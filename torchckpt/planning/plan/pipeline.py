@@ -11,15 +11,143 @@ the bound (:mod:`bound`) or a fixed number of tries is used up.
 """
 from __future__ import annotations
 
-from torchckpt.planning.budget import Limit
-from torchckpt.planning.order.schedule import Schedule
-from torchckpt.planning.plan.balance import planned_with_moves
-from torchckpt.planning.plan.problem import problem_of
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.planning.budget import Limit, enough, whole
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.solve import planned
+from torchckpt.planning.plan.search.candidates import search
+from torchckpt.planning.plan.search.dispatch import RECOMPUTE, WEIGHT_GRAD, SimulatedStep
+from torchckpt.planning.plan.search.holding import Holding
+from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD
+from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.inputs import Links, Stages
 
-__all__ = ["plan_bound", "plan_pipeline"]
+__all__ = ["plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
+
+_KINDS = {
+    FORWARD: Kind.FORWARD,
+    BACKWARD: Kind.BACKWARD,
+    INPUT_GRAD: Kind.INPUT_GRAD,
+    WEIGHT_GRAD: Kind.WEIGHT_GRAD,
+    RECOMPUTE: Kind.RECOMPUTE,
+}
+_ROUNDING = 1e-9
+
+
+def planned(problem: Problem) -> PipelinePlan:
+    """The shortest plan that is found.
+
+    Raises:
+        BudgetInfeasible: the budget is below the need of a rank that recomputes everything. The error has the least
+            budget that works, and its plan.
+    """
+    if problem.too_small:
+        _refuse(problem)
+    kept = _everything_kept(problem)
+    target = problem.bound_seconds
+    if kept and kept.step_seconds <= target * (1 + _ROUNDING):
+        return kept
+    found = search(problem.program, problem.lanes, target, keep_all=kept is not None)
+    plan = _plan(problem, found.step, found.held)
+    return kept if kept and kept.step_seconds <= plan.step_seconds else plan
+
+
+def _everything_kept(problem: Problem) -> PipelinePlan | None:
+    """The schedule as it is, if the budget has room for it."""
+    pairs = zip(problem.keep_all.peak_bytes, problem.lanes)
+    if any(peak > lane.budget_bytes for peak, lane in pairs):
+        return None
+    return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
+
+
+def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
+    ranks: list[tuple[Action, ...]] = []
+    choices: dict[Visit, Choice] = {}
+    for lane, done, own in zip(problem.lanes, step.done, held):
+        early = [0] * len(own)
+        for kind, visit, blocks, _, _ in done:
+            if kind == RECOMPUTE:
+                early[visit] = blocks
+        ranks.append(tuple(Action(lane.visits[at][0], _KINDS[kind], lane.visits[at][1]) for kind, at, *_ in done))
+        choices |= {visit: _choice(one, count) for visit, one, count in zip(lane.visits, own, early)}
+    return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
+
+
+def _choice(held: Holding, early: int) -> Choice:
+    dropped = held.dropped
+    kept = tuple(at for at in range(held.kept + len(dropped)) if at not in dropped)
+    late = len(dropped) - early
+    return Choice(kept, dropped[late:], dropped[:late])
+
+
+def _refuse(problem: Problem) -> None:
+    """Raise the error for a budget that is too small, with the least budget that works and its plan."""
+    rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
+    least = problem.least_bytes[rank]
+    needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]
+    if len(set(problem.budget_bytes)) == 1:  # one for all
+        needed = [max(needed)] * len(needed)
+    others = [one for one in problem.too_small if one != rank]
+    also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
+    raise BudgetInfeasible(
+        "plan_pipeline(): a budget holds what a rank that recomputes everything needs\n"
+        f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}, which needs {enough(least)}{also}\n"
+        f"  works:    budget={enough(least)} or more, or fewer micro-batches in flight, or smaller ones",
+        least,
+        planned(problem.within(needed)),
+        rank,
+    )
+
+
+_PLANNED = 3
+"""The number of partitions that are planned: those with the lowest bounds."""
+_WORK = 200_000
+"""The actions to bound in all: each bound of a partition takes all actions of its schedule."""
+
+
+def planned_with_moves(problem: Problem) -> PipelinePlan:
+    """The best plan of ``problem``, with blocks moved between its stages or not."""
+    path = _path(problem)
+    plans = [planned(one) for one in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not one.too_small]
+    if not plans:
+        return planned(problem)  # which says what is wrong
+    best = min(plans, key=lambda plan: plan.step_seconds)
+    return best if best.problem.stages == problem.stages else replace(best, asked=problem)
+
+
+def _path(problem: Problem) -> list[Problem]:
+    """A list of partitions that starts with ``problem``. Each has a lower bound than the one before."""
+    path, left = [problem], _WORK
+    size = sum(map(len, problem.lanes))
+    while left > 0:
+        best = path[-1]
+        for counts in _moves([len(stage.blocks) for stage in path[-1].stages]):
+            other = problem.restaged(counts)
+            if other.bound_seconds < best.bound_seconds * (1 - _ROUNDING):
+                best = other
+            left -= size
+            if left <= 0:
+                break
+        if best is path[-1]:
+            break
+        path.append(best)
+    return path
+
+
+def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
+    """All counts after one block has moved to another stage. Every stage keeps at least one block."""
+    for give, few in enumerate(counts):
+        for take in range(len(counts)):
+            if take != give and few > 1:
+                found = list(counts)
+                found[give] -= 1
+                found[take] += 1
+                yield found
 
 
 def plan_pipeline(

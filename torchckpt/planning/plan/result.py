@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.plan.show.draw import draw
-from torchckpt.planning.plan.show.stored import read, written
-from torchckpt.planning.plan.show.text import summary, table
+from torchckpt.planning.plan.stored import read, written
+from torchckpt.planning.plan.text import draw, summary, table
 from torchckpt.planning.work.choice import Choices
 
 __all__ = ["PipelinePlan"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, raise_faults
-from torchckpt.planning.remat.draw.labels import memory_units
+from torchckpt.planning.remat.draw.curve import memory_units
 from torchckpt.planning.remat.draw.plan_svg import draw_plan
 from torchckpt.planning.remat.draw.table import page, plan_rows, summary, table
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError, TransformError
-from torchckpt.regions.core.checkpoint import checkpoint as checkpoint_input
-from torchckpt.regions.core.checkpoint import held_by
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
-from torchckpt.regions.core.recompute import recompute
+from torchckpt.regions.core.pair import checkpoint as checkpoint_input
+from torchckpt.regions.core.pair import held_by, recompute
 from torchckpt.regions.core.selective import heeding
 from torchckpt.regions.dependency import fork, join
 from torchckpt.regions.flags import thread

@@ -21,8 +21,7 @@ from torchckpt.regions.core.call import Call, Stop, comes_of_stop
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.hooks import hooks_entered
-from torchckpt.regions.kept.record import KeptCalls
+from torchckpt.regions.kept.record import KeptCalls, hooks_entered
 from torchckpt.regions.private import dispatch_modes_are_active, keep_from_dynamo, look_through, mutation_is_allowed
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.compilations import compilations, is_settled

@@ -13,8 +13,7 @@ import torch
 from torchckpt.errors import Fault, TransformError, raise_faults
 from torchckpt.regions.core.scope import Level, Region, level_of
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.hooks import hooks_entered, only
-from torchckpt.regions.kept.record import KeptCall, KeptCalls
+from torchckpt.regions.kept.record import KeptCall, KeptCalls, hooks_entered, only
 from torchckpt.regions.kept.result import Buffers, Inputs, Result, buffers_of, changed_buffers, inputs_of
 from torchckpt.regions.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
 from torchckpt.regions.state.determinism import name_of

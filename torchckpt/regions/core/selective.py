@@ -11,7 +11,7 @@ import torch
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.regions.core.options import shown
 from torchckpt.regions.core.scope import level_of
-from torchckpt.regions.kept.hooks import hooks_entered
+from torchckpt.regions.kept.record import hooks_entered
 from torchckpt.regions.private import caching_mode, heeds_hooks, hooks_in_force, look_through, pop_hooks, push_hooks
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.typing import ContextFunction

@@ -1,8 +1,7 @@
 """What ``keep`` leaves for a replay.
 
-    record            the calls of one forward, in order
+    record            the calls of one forward, in order; the saved-tensor hooks that a thread has entered
     result            what one of them returned, drew and changed
     torch_region      a region of torch's own checkpointing
-    hooks             the saved-tensor hooks that a thread has entered
 """
 __all__: list[str] = []

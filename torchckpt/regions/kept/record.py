@@ -1,14 +1,16 @@
 """Record: the calls of ``keep`` in one forward of a region, in order, and how far its replay has come."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from torchckpt.regions.private import hooks_in_force, pop_hooks, push_hooks
+from torchckpt.regions.state.boundary import Hooks
 from torchckpt.regions.state.determinism import keeps_differently
 from torchckpt.typing import Function
 
-__all__ = ["KeptCall", "KeptCalls"]
-
+__all__ = ["KeptCall", "KeptCalls", "hooks_entered", "only"]
 
 class KeptCall(NamedTuple):
     name: str
@@ -60,3 +62,32 @@ class KeptCalls:
                 self._fault = self._taken, str(then), "nothing there"
         if self._fault is not None:
             raise keeps_differently(region, *self._fault)
+
+
+def hooks_entered() -> list[Hooks]:
+    """From the outermost pair to the one in force."""
+    stack = []
+    while (hooks := hooks_in_force(True)) is not None:
+        stack.append(hooks)
+        pop_hooks()
+    stack.reverse()
+    _exchange((), stack)
+    return stack
+
+
+@contextmanager
+def only(hooks: Sequence[Hooks]) -> Iterator[None]:
+    """Inside, ``hooks`` in place of those that were entered."""
+    stack = hooks_entered()
+    _exchange(stack, hooks)
+    try:
+        yield
+    finally:
+        _exchange(hooks, stack)
+
+
+def _exchange(old: Sequence[Hooks], new: Sequence[Hooks]) -> None:
+    for _ in old:
+        pop_hooks()
+    for pack, unpack in new:
+        push_hooks(pack, unpack)

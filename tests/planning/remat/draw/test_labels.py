@@ -3,17 +3,15 @@ from __future__ import annotations
 import doctest
 import random
 from itertools import pairwise
-from types import ModuleType
 
 import pytest
 
-from torchckpt.planning.remat.draw import labels, scale
-from torchckpt.planning.remat.draw.labels import Label, beside, spread
+from torchckpt.planning.remat.draw import curve
+from torchckpt.planning.remat.draw.curve import Label, beside, spread
 
 
-@pytest.mark.parametrize("module", [labels, scale], ids=lambda module: module.__name__)
-def test_examples(module: ModuleType) -> None:
-    result = doctest.testmod(module)
+def test_examples() -> None:
+    result = doctest.testmod(curve)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchckpt.planning.remat.draw.labels import memory_units, prefix
+from torchckpt.planning.remat.draw.curve import memory_units, prefix
 
 
 @pytest.mark.parametrize(

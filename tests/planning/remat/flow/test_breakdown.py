@@ -4,9 +4,8 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.remat.random_flows import random_flow
-from torchckpt.planning.remat.flow.breakdown import Breakdown, at_end, at_peak
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
-from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.flow.memory import Breakdown, at_end, at_peak, simulate
 from torchckpt.planning.remat.search.planner import least
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.planning.remat import flows
 from torchckpt.planning.remat.flow.dataflow import Tables
-from torchckpt.planning.remat.flow.stage_memory import StageMemory
+from torchckpt.planning.remat.flow.profile import StageMemory
 
 
 def simulated(tables, stage, repeats, needed_later):

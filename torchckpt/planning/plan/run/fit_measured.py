@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, beside_of, peak_bytes
 from torchckpt.planning.plan.run.gradient_sums import summed_as_given
-from torchckpt.planning.plan.solve import planned
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks

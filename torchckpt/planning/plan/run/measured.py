@@ -8,7 +8,7 @@ from statistics import median
 from torchckpt.planning.draw.units import Units, aligned, percent
 from torchckpt.planning.order.schedule import Action
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.show.text import by_stage, units_of
+from torchckpt.planning.plan.text import by_stage, units_of
 from torchckpt.planning.step.memory import Curve, Level
 from torchckpt.planning.step.timeline import Timeline
 

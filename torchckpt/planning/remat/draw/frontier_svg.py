@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
 from torchckpt.planning.draw.units import Units, number, percent
-from torchckpt.planning.remat.draw.labels import memory_units
+from torchckpt.planning.remat.draw.curve import memory_units
 
 __all__ = ["draw_frontier"]
 

@@ -23,8 +23,19 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
 from torchckpt.planning.draw.units import Units, number
-from torchckpt.planning.remat.draw.curve import Run, Span, joined, kinds, runs, spans, thinned
-from torchckpt.planning.remat.draw.labels import Label, beside, memory_units, spread
+from torchckpt.planning.remat.draw.curve import (
+    Label,
+    Run,
+    Span,
+    beside,
+    joined,
+    kinds,
+    memory_units,
+    runs,
+    spans,
+    spread,
+    thinned,
+)
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 
 __all__ = ["draw_plan"]

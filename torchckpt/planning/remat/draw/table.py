@@ -14,7 +14,7 @@ from html import escape
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent
-from torchckpt.planning.remat.draw.labels import memory_units, prefix
+from torchckpt.planning.remat.draw.curve import memory_units, prefix
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 from torchckpt.planning.remat.flow.memory import lower_bound_bytes, simulate
 

@@ -1,9 +1,8 @@
 """One training step as operations on storages, and its memory, to the byte.
 
-    incremental, stage_memory   a schedule that changes by one repeat, and knows its memory
-    profile           bytes over time, in blocks
-    breakdown         which bytes nobody can free
+    incremental       a schedule that changes by one repeat, and knows its memory
+    profile           bytes over time, in blocks; the bytes of each stage
     late              a set to keep as a schedule; values that cut the forward in two
-    memory, dataflow  the exact simulation; the types, also as flat lists
+    memory, dataflow  the exact simulation, and which bytes nobody can free; the types, also as flat lists
 """
 __all__: list[str] = []

@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from torchckpt.planning.remat.flow.dataflow import Schedule, Tables
-from torchckpt.planning.remat.flow.profile import Profile, profile
-from torchckpt.planning.remat.flow.stage_memory import StageMemory
+from torchckpt.planning.remat.flow.profile import Profile, StageMemory, profile
 
 __all__ = ["Stages"]
 

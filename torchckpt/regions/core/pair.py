@@ -1,4 +1,4 @@
-"""Checkpoint: the autograd Function at the inputs of a region, where the region's backward ends."""
+"""Pair: the autograd Functions ``Checkpoint`` and ``Recompute``, at the two ends of a region."""
 from __future__ import annotations
 
 import functools
@@ -14,8 +14,7 @@ from torchckpt.modules import is_module
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import apply_of
 
-__all__ = ["Checkpoint", "checkpoint", "held_by"]
-
+__all__ = ["Checkpoint", "Recompute", "checkpoint", "held_by", "recompute"]
 
 class Checkpoint(Function):
     """Maps an input of a region, and phonies, to the tensor that the region's function gets for that input.
@@ -39,7 +38,7 @@ class Checkpoint(Function):
         return None, grad, *(None,) * ctx.edges
 
 
-_apply = apply_of(Checkpoint)
+_apply_checkpoint = apply_of(Checkpoint)
 
 
 def checkpoint(frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ def checkpoint(frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
     Call it once for each input. With a common node, the loss of an output that needs one input would also run the
     backward of what produced the other inputs.
     """
-    output: Tensor = _apply(frame, input, *phonies)
+    output: Tensor = _apply_checkpoint(frame, input, *phonies)
     return output
 
 
@@ -79,3 +78,28 @@ def _contents(cells: Sequence[Any]) -> Iterator[Any]:
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
+
+
+class Recompute(Function):
+    """Maps phonies to a phony. Its backward replays the frame, unless the frame is recomputed already."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, *phonies: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.frame, ctx.edges = frame, len(phonies)
+        return phonies[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> tuple[None, ...]:
+        ctx.frame.recompute()
+        nothing: tuple[None, ...] = (None,) * (1 + ctx.edges)
+        return nothing
+
+
+_apply_recompute = apply_of(Recompute)
+
+
+def recompute(frame: Frame, *phonies: Tensor) -> Tensor:
+    """A phony that depends on ``phonies``. The backward between them is the replay of ``frame``."""
+    edge: Tensor = _apply_recompute(frame, *phonies)
+    return edge
