@@ -140,14 +140,30 @@ def test_what_is_too_little_does_not_depend_on_seconds_nor_on_split_backwards():
     assert least == {max(took[0].peaks())}
 
 
-def test_a_recompute_inside_of_a_pair_stands_before_it():
-    order = "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2"
+@pytest.mark.parametrize(
+    ("pair", "planned", "run"),
+    [
+        ("0F2 0B0", "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2", "0F0 0F1 0R0 0F2 0B0 0R1 0B1 0B2"),
+        ("0F2 0B0", "0F0 0F1 0F2 0R2 0B0 0R1 0B1 0B2", "0F0 0F1 0F2 0B0 0R2 0R1 0B1 0B2"),  # not before its forward
+        ("0F2 0B0", "0F0 0F1 0F2 0R2 0R0 0B0 0B1 0B2", "0F0 0F1 0R0 0F2 0B0 0R2 0B1 0B2"),
+    ],
+)
+def test_no_recompute_stands_inside_of_a_pair(pair, planned, run):
+    early = {action.micro_batch for action in actions(planned) if action.kind is Kind.RECOMPUTE}
     plan = PipelinePlan.of(
-        plan_pipeline(one_rank("0F0 0F1 0F2 0B0 0B1 0B2", 3), STAGES[:1], "100%").problem, one_rank(order, 3),
-        {(0, i): Choice((2, 3), (0, 1)) if i < 2 else Choice((0, 1, 2, 3)) for i in range(3)},
+        plan_pipeline(one_rank("0F0 0F1 0F2 0B0 0B1 0B2", 3), STAGES[:1], "100%").problem, one_rank(planned, 3),
+        {(0, i): Choice((2, 3), (0, 1)) if i in early else Choice((0, 1, 2, 3)) for i in range(3)},
     )
-    found = before_pairs(plan, {tuple(actions("0F2 0B0"))})
-    assert " ".join(map(str, found.schedule.ranks[0])) == "0F0 0F1 0R0 0F2 0B0 0R1 0B1 0B2"
+    assert " ".join(map(str, before_pairs(plan, {tuple(actions(pair))}).schedule.ranks[0])) == run
+
+
+def test_between_forward_and_backward_of_one_visit_a_recompute_stays():
+    order = "0F0 0B0 0F1 0R1 0B1"
+    plan = PipelinePlan.of(
+        plan_pipeline(one_rank("0F0 0B0 0F1 0B1", 2), STAGES[:1], "100%").problem, one_rank(order, 2),
+        {(0, 0): Choice((0, 1, 2, 3)), (0, 1): Choice((2, 3), (0, 1))},
+    )
+    assert " ".join(map(str, before_pairs(plan, {tuple(actions("0F1 0B1"))}).schedule.ranks[0])) == order
 
 
 def test_what_is_no_budget():

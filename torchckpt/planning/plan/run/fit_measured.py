@@ -8,7 +8,7 @@ all of it so much more, and it is planned again. The shortest plan that fits is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.errors import BudgetInfeasible
@@ -19,6 +19,7 @@ from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, beside_of, peak_bytes
 from torchckpt.planning.plan.run.gradient_sums import summed_as_given
+from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks
@@ -29,6 +30,8 @@ _TRIES = 8
 """How many plans are made at most."""
 _MORE_TRIES = 5
 """And when one of them fits."""
+_NEAR = 1.01
+"""A step that is longer than its bound by less than this is not repaired."""
 _LEAST_STEP = 0.02
 """Of a budget: tries differ by so much."""
 _ROUNDING = 1e-9
@@ -76,10 +79,11 @@ def fitted(
         raise _too_small(caller, least)
     best = least
     tries = _Tries(limits, _at_least(problem, [limit - own for limit, own in zip(limits, reserve)]))
-    left = _TRIES
+    left, tried = _TRIES, [least.plan]
     while left:
         plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
         found = Fitted(plan, limits, _peaks(plan, beside))
+        tried.append(plan)
         if found.fits and plan.step_seconds < best.plan.step_seconds:
             best = found
         if found.fits and plan.step_seconds <= problem.keep_all.seconds:
@@ -87,25 +91,44 @@ def fitted(
         if not tries.go_on(problem, found.peak_bytes):
             break
         left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
+    if best.plan.step_seconds > _NEAR * best.plan.bound_seconds:
+        shortest = min(tried, key=lambda plan: plan.step_seconds)
+        for plan in {id(plan): plan for plan in (shortest, best.plan)}.values():
+            mended = repaired(plan, limits, beside)
+            if mended is not None and mended.step_seconds < best.plan.step_seconds:
+                best = Fitted(mended, limits, _peaks(mended, beside))
     return best
 
 
 def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -> PipelinePlan:
-    """``plan``, with the recomputes that stand inside of a pair before it, as they will run."""
-    ranks = []
-    for order in plan.schedule.ranks if pairs else ():
-        found: list[Action] = []
-        recomputes: list[Action] = []
-        for action in order:
-            if action.kind is Kind.RECOMPUTE:
-                recomputes.append(action)
-                continue
-            at = len(found) - 1 if found and (found[-1], action) in pairs else len(found)
-            found[at:at] = recomputes
-            found.append(action)
-            recomputes = []
-        ranks.append(tuple(found))
-    return replace(plan, schedule=replace(plan.schedule, ranks=tuple(ranks))) if pairs else plan
+    """``plan``, with the recomputes that stand inside of a pair before it, as they will run; with those of the pair's
+    own forward after it."""
+    if not pairs:
+        return plan
+    ranks = tuple(tuple(_apart(order, pairs)) for order in plan.schedule.ranks)
+    return replace(plan, schedule=replace(plan.schedule, ranks=ranks))
+
+
+def _apart(order: Sequence[Action], pairs: Collection[tuple[Action, Action]]) -> Iterator[Action]:
+    """``order`` without recomputes inside of ``pairs``, but for one between the forward and the backward of a visit,
+    where it must stand."""
+    recomputes: list[Action] = []
+    first: Action | None = None
+    for action in order:
+        if action.kind is Kind.RECOMPUTE:
+            recomputes.append(action)
+            continue
+        after: list[Action] = []
+        if first is not None:
+            visit = first.stage, first.micro_batch
+            is_pair = (first, action) in pairs and (action.stage, action.micro_batch) != visit
+            after = [one for one in recomputes if is_pair and (one.stage, one.micro_batch) == visit]
+            before = [one for one in recomputes if one not in after]
+            yield from (*before, first) if is_pair else (first, *before)
+        elif recomputes:
+            yield from recomputes
+        first, recomputes = action, after
+    yield from (*filter(None, [first]), *recomputes)
 
 
 class _Tries:
