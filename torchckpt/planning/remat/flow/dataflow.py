@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-__all__ = ["Dataflow", "Operation", "Schedule", "Tables"]
+__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "repeats", "runs"]
 
 Schedule: TypeAlias = Sequence[int]
 """Operations in the order in which they run, by their index in the dataflow; an index may repeat."""
@@ -87,6 +87,23 @@ class Dataflow:
     def eager(self) -> Schedule:
         """The schedule in which every operation runs once."""
         return range(len(self.operations))
+
+
+def first_runs(schedule: Schedule) -> dict[int, int]:
+    """For each operation, the step of ``schedule`` that runs it first."""
+    return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
+
+
+def repeats(schedule: Schedule) -> tuple[int, ...]:
+    """The operations that ``schedule`` runs again, in the order of these repeats."""
+    firsts = first_runs(schedule)
+    return tuple(index for step, index in enumerate(schedule) if firsts[index] != step)
+
+
+def runs(flow: Dataflow, schedule: Schedule) -> list[Operation]:
+    """What each step of ``schedule`` runs: the operation, or what a repeat runs in its place."""
+    operations, firsts = flow.operations, first_runs(schedule)
+    return [operations[i] if firsts[i] == step else operations[i].repeat for step, i in enumerate(schedule)]
 
 
 _TIE = 1e-7

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.retention import Retention
 
@@ -163,5 +163,4 @@ def _measure(costs: Sequence[float], step_seconds: float) -> float:
 
 
 def _seconds(flow: Dataflow, schedule: Schedule) -> float:
-    first = sum(operation.seconds - operation.repeat.seconds for operation in flow.operations)
-    return first + sum(flow.operations[index].repeat.seconds for index in schedule)
+    return sum(operation.seconds for operation in runs(flow, schedule))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
 from torchckpt.planning.remat.flow.incremental import Stages
 from torchckpt.planning.remat.flow.late import late, separating_storages
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
@@ -135,12 +135,7 @@ def _least_key(one: Solution) -> tuple[int, float]:
 
 def solution(flow: Dataflow, schedule: Schedule) -> Solution:
     """``schedule``, simulated and timed."""
-    seen: set[int] = set()
-    seconds = 0.0
-    for index in schedule:
-        operation = flow.operations[index]
-        seconds += (operation.repeat if index in seen else operation).seconds
-        seen.add(index)
+    seconds = sum(operation.seconds for operation in runs(flow, schedule))
     return Solution(tuple(schedule), simulate(flow, schedule), seconds)
 
 
