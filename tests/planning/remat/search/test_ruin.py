@@ -58,5 +58,5 @@ def test_the_search_is_never_slower_never_over_the_budget_and_always_the_same(na
 def test_from_what_does_not_fit_the_peak_falls() -> None:
     stages, _ = evicted("resnet", 0.9)
     peak = stages.peak_bytes
-    RuinAndRecreate(stages, int(0.8 * peak)).lower(20_000)
+    RuinAndRecreate(stages, int(0.8 * peak)).run(20_000)
     assert stages.peak_bytes < peak

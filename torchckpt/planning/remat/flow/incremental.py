@@ -148,14 +148,7 @@ class Stages:
 
     def useless(self, stage: int, position: int) -> bool:
         """Whether nothing reads the storages that this repeat writes."""
-        for storage in self.tables.repeat_writes[position]:
-            if stage in self.readers[storage]:
-                return False
-            touches = self.touches[storage]
-            index = bisect_right(touches, stage)
-            if index < len(touches) and touches[index] not in self.births[storage]:
-                return False
-        return True
+        return not any(self.alive_after(storage, stage) for storage in self.tables.repeat_writes[position])
 
     def _change(self, stage: int, position: int, added: bool, stale: dict[int, set[int]]) -> None:
         tables, sign = self.tables, 1 if added else -1

@@ -111,9 +111,9 @@ def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = 
     again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
     found = [again, *_candidates(tables, budget_bytes, pinned, _SCORINGS[:2])]
     best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
-    if tables.count > _LARGE:
-        return solution(flow, best.schedule())
-    return solution(flow, _ruin(best, budget_bytes, _SEARCH_WORK // max(tables.count, 150) // 4).schedule())
+    if tables.count <= _LARGE:
+        RuinAndRecreate(best, budget_bytes).run(_SEARCH_WORK // max(tables.count, 150) // 4)
+    return solution(flow, best.schedule())
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
@@ -186,19 +186,10 @@ def _search(
     found = sorted([*found, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
     work = _SEARCH_WORK // max(tables.count, 150)
     for stages in _told(iter(found[:_STARTS]), f"search, of {_STARTS + 1} number", tell):
-        _ruin(stages, budget_bytes, work // _STARTS // 2)
+        RuinAndRecreate(stages, budget_bytes).run(work // _STARTS // 2)
     best = min(found[:_STARTS], key=key)
     tell(f"search, of {_STARTS + 1} number {_STARTS + 1}")
     return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
-
-
-def _ruin(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Stages:
-    ruin = RuinAndRecreate(stages, budget_bytes, seed)
-    if stages.peak_bytes > budget_bytes:
-        ruin.lower(work)
-    if stages.peak_bytes <= budget_bytes:
-        ruin.run(work)
-    return stages
 
 
 def _candidates(
@@ -238,7 +229,7 @@ def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> S
     for turn in (1, 2):
         if best.tables.count <= _SMALL and best.peak_bytes <= budget_bytes:
             best = _rearranged(best, budget_bytes, pinned)
-        _ruin(best, budget_bytes, work // 2, turn)
+        RuinAndRecreate(best, budget_bytes, turn).run(work // 2)
     return best.schedule()
 
 

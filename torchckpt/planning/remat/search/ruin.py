@@ -32,28 +32,22 @@ class RuinAndRecreate:
     def __init__(self, stages: Stages, budget_bytes: int, seed: int = 0) -> None:
         self.stages, self.tables, self.budget_bytes = stages, stages.tables, budget_bytes
         self.random = Random(seed)
-        self.best_cost, self.best = stages.cost, stages.copy()
-        self.rounds = 0
 
     def run(self, work: int) -> None:
-        """Search from a schedule that fits, until ``work`` is done. Then :attr:`stages` has the fastest one found."""
-        stages = self.stages
-        end = stages.work + work
-        while stages.work < end and any(stages.repeats):
-            self.rounds += 1
-            stages.work += 10
-            self._round(_WARMTH * (end - stages.work) / work)
-        stages.become(self.best)
-
-    def lower(self, work: int) -> None:
-        """Search for a schedule that fits, from one that does not, until ``work`` is done."""
+        """Search until ``work`` is done for a schedule that fits, then as long again for the fastest one."""
         stages = self.stages
         end = stages.work + work
         while stages.work < end and stages.peak_bytes > self.budget_bytes and any(stages.repeats):
-            self.rounds += 1
             stages.work += 10
             self._lower_round()
+        if stages.peak_bytes > self.budget_bytes:
+            return
         self.best_cost, self.best = stages.cost, stages.copy()
+        end = stages.work + work
+        while stages.work < end and any(stages.repeats):
+            stages.work += 10
+            self._round(_WARMTH * (end - stages.work) / work)
+        stages.become(self.best)
 
     def _lower_round(self) -> None:
         stages, peak = self.stages, self.stages.peak_bytes
