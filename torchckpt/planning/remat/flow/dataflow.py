@@ -154,10 +154,10 @@ class Tables:
         )
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
         self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.repeat_writes]
-        """By position, the first stage in which it may repeat. A new value of a buffer is alive to the boundary."""
+        """By position, the first one at which it may be repeated. A new value of a buffer is alive to the boundary."""
 
-    def may_repeat(self, position: int, stage: int) -> bool:
-        return self.repeatable[position] and stage >= self.earliest[position]
+    def may_repeat(self, repeated: int, position: int) -> bool:
+        return self.repeatable[repeated] and position >= self.earliest[repeated]
 
     def _tracked(self, storages: Sequence[int]) -> tuple[int, ...]:
         return tuple(s for s in storages if s not in self.untracked)
