@@ -271,6 +271,13 @@ def test_a_step_of_thousands_of_operations_stays_small_and_true() -> None:
     assert shown == pytest.approx(1 - flow.seconds / seconds, abs=0.005)
 
 
+@every_flow
+def test_the_same_text_every_time(name: str) -> None:
+    flow, schedule = FLOWS[name]
+    named = [""] * len(flow.operations)
+    assert draw_plan(flow, schedule, named, title="") == draw_plan(flow, list(schedule), named, title="")
+
+
 def test_a_path_for_each_operation_and_a_schedule_of_this_step() -> None:
     with pytest.raises(ArgumentError, match=r"one path for each of 6 operations\n.*1 paths\n.*op\.name"):
         drawn((uneven(), uneven().eager), paths=["a"])
