@@ -13,8 +13,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.choose.planner import Costs
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
-from torchckpt.planning.draw.units import aligned
-from torchckpt.planning.remat.draw.curve import memory_units
+from torchckpt.planning.draw.units import aligned, units_of_bytes
 from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
 from torchckpt.planning.remat.draw.table import page
 from torchckpt.planning.remat.search.frontier import frontier as solutions_of
@@ -39,7 +38,7 @@ class Frontier(list[tuple[int, float]]):
 
     def __str__(self) -> str:
         """A table with one row for each plan."""
-        of_memory = memory_units(self[0][0]).of_memory
+        of_memory = units_of_bytes(self[0][0]).of_memory
         rows = [(of_memory(peak), f"+{share:.1%}", f"{peak / self[0][0]:.0%}") for peak, share in self]
         return aligned([("peak", "recompute", "of eager's"), *rows])
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.steps import several_stages_a_rank, step
-from torchckpt.planning.draw.units import Units, aligned, label, number, percent, row_name
+from torchckpt.planning.draw.units import Units, aligned, label, number, percent, prefix, row_name, units_of_bytes
 from torchckpt.planning.order.schedule import Action, Kind
 
 
@@ -47,3 +47,15 @@ def test_rows_are_stages_where_each_rank_has_one() -> None:
     one, several = step(2, 2).schedule, several_stages_a_rank()["zbv"].schedule
     assert (row_name(one, 1), label(one, action)) == ("stage 1", "F3")
     assert (row_name(several, 1), label(several, action)) == ("rank 1", "1F3")
+
+
+@pytest.mark.parametrize(
+    ("largest", "letter"), [(0, ""), (0.5, ""), (999, ""), (1000, "k"), (10**6, "M"), (10**9, "G"), (10**16, "T")]
+)
+def test_the_prefix_leaves_a_number_of_at_least_one(largest: float, letter: str) -> None:
+    assert prefix(largest)[0] == letter
+
+
+def test_memory_is_written_in_bytes_and_time_as_asked_for() -> None:
+    units = units_of_bytes(2_000, "ms", 1e-3)
+    assert (units.of_memory(2_500), units.of_time(0.0425)) == ("2.5 kB", "42.5 ms")

@@ -1,12 +1,18 @@
-"""Canvas: the few elements of SVG that the charts need, as text."""
+"""Canvas: the few elements of SVG that the pictures need, as text, and the axes, titles and legends that they share."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["CHARACTER", "COLOURS", "STYLE", "TEXT", "Axis", "Canvas", "clipped", "headed"]
+from torchckpt.planning.draw.units import number
+
+__all__ = [
+    "CHARACTER", "COLOURS", "STYLE", "TEXT", "Axis", "Canvas", "clipped", "draw_key", "grid", "headed", "legend",
+    "scale", "upright",
+]
+
 
 class Canvas:
     """Collects SVG elements; ``text()`` returns the finished document. Keyword arguments become attributes:
@@ -107,7 +113,7 @@ def _round_up(value: float) -> float:
 
 # Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
 COLOURS = {"F": "#56b4e9", "B": "#0072b2", "I": "#0072b2", "W": "#009e73", "R": "#e69f00"}
-"""Of a forward, a backward, its two halves, a recompute."""
+"""The colours of a forward, a backward, its two halves, and a recompute."""
 
 STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:#374151}
@@ -117,7 +123,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:
 .paper{fill:#fff} .grid{stroke:#d5d9e0;stroke-width:1} .axis{stroke:#6b7280;stroke-width:1}
 .budget{stroke:#c0392b;stroke-width:1.6;stroke-dasharray:6 4}
 """ + " ".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
-"""Of a :class:`~torchckpt.planning.draw.canvas.Canvas`; a picture adds its own."""
+"""The style of all pictures; each adds its own."""
 
 TEXT = 13.0
 """The size of the font, where nothing else is said: at 700 pixels, a picture of 960 is still legible."""
@@ -134,7 +140,7 @@ def clipped(name: str, longest: int, *, tail: bool = False) -> str:
 
 
 def headed(canvas: Canvas, x: float, title: str, subtitle: str) -> float:
-    """What a picture shows, in words, from ``x`` on, and of what, if it is said; where the picture begins."""
+    """Write what a picture shows, and below it of what, from ``x`` on. Returns where the picture begins."""
     if not title:
         return 0.0
     canvas.words(x, 28, clipped(title, int((canvas.width - x) / (18 * CHARACTER))), class_="title")
@@ -142,3 +148,51 @@ def headed(canvas: Canvas, x: float, title: str, subtitle: str) -> float:
         return 34.0
     canvas.words(x, 50, clipped(subtitle, int((canvas.width - x) / (14 * 0.56))), class_="facts")
     return 58.0
+
+
+def scale(canvas: Canvas, axis: Axis, y: float, unit: float, most: int = 10, *, above: bool = False) -> None:
+    """Draw a horizontal ``axis`` at ``y``, with ticks and numbers below it; ``above`` it, they are in per cent."""
+    canvas.line(axis.start, y, axis.end, y, class_="axis")
+    for tick in axis.ticks(most, unit):
+        canvas.line(axis(tick), y, axis(tick), y - 4 if above else y + 4, class_="axis")
+        text = number(tick / unit)
+        canvas.words(axis(tick), y - 9 if above else y + 17, f"{text} %" if above else text, class_="middle")
+
+
+def grid(canvas: Canvas, axis: Axis, left: float, right: float, unit: float, most: int, after: str = "") -> None:
+    """Draw a line from ``left`` to ``right`` at each tick of a vertical ``axis``, with its number before it."""
+    for tick in axis.ticks(most, unit):
+        canvas.line(left, axis(tick), right, axis(tick), class_="grid")
+        canvas.words(left - 8, axis(tick) + 4, f"{number(tick / unit)}{after}", class_="end")
+
+
+def upright(canvas: Canvas, x: float, y: float, text: str, kind: str) -> None:
+    """Write ``text`` from below to above."""
+    canvas.words(x, y, text, class_=kind, transform=f"rotate(-90 {x:.2f} {y:g})")
+
+
+def draw_key(canvas: Canvas, style: str, x: float, y: float) -> None:
+    """Draw what stands before a name in a legend: a line of the style ``budget``, else a box."""
+    if style == "budget":
+        canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
+    else:
+        canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
+
+
+def legend(
+    canvas: Canvas,
+    entries: Iterable[tuple[str, str]],
+    left: float,
+    y: float,
+    key: Callable[[Canvas, str, float, float], None] = draw_key,
+) -> float:
+    """Draw the ``key`` of each style with its name, in lines from ``left`` on. Returns where the picture ends."""
+    x = left
+    for style, name in entries:
+        width = 34 + len(name) * TEXT * 0.6
+        if x + width > canvas.width and x > left:
+            x, y = left, y + 18
+        key(canvas, style, x, y)
+        canvas.words(x + 18, y, name)
+        x += width
+    return y + 16

@@ -16,74 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchckpt.planning.draw.canvas import STYLE, TEXT, Axis, Canvas, clipped, headed
+from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas, clipped, draw_key, grid, headed, legend, scale
 from torchckpt.planning.draw.layout import ARRIVALS, LEFT, RIGHT, WIDTH, WIRE, Layout, box, fits, label_size, layout_of
-from torchckpt.planning.draw.units import Units, label, number, percent, row_name
+from torchckpt.planning.draw.units import KIND_NAMES, Units, label, percent, row_name
 from torchckpt.planning.figures import Event, Message, TimelineFigures
 from torchckpt.planning.order.schedule import Kind
 
-__all__ = ["FEW_RANKS", "compare", "draw_memory", "memory_height", "svg"]
+__all__ = ["compare", "svg"]
 
-FEW_RANKS = 8  # of more, only the curve that peaks is drawn
+_FEW_RANKS = 8  # of more, only the curve that peaks is drawn
 _CAPTION, _TOGETHER = 24.0, 72.0
 _OWN, _APART = 40.0, 6.0  # of one rank, where each is drawn by itself
-
-
-def memory_height(timeline: TimelineFigures, layout: Layout) -> float:
-    """That the panel takes, what stands above it too."""
-    if not layout.show_memory:
-        return 4.0
-    return 14.0 + len(timeline.memory) * (_OWN + _APART) if layout.own_bytes else _CAPTION + _TOGETHER
-
-
-def draw_memory(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
-    """The curve of the rank that needs most, of few ranks all; where each rank has its budget, each by itself."""
-    if layout.show_memory:
-        (_each if layout.own_bytes else _together)(canvas, timeline, layout, bottom)
-
-
-def _together(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
-    axis = Axis(layout.memory_bytes, bottom, bottom - _TOGETHER)
-    for tick in axis.ticks(4, layout.units.bytes):
-        canvas.line(LEFT, axis(tick), WIDTH - RIGHT, axis(tick), class_="grid")
-        canvas.words(LEFT - 8, axis(tick) + 4, number(tick / layout.units.bytes), class_="end")
-    unit = layout.units.many or layout.units.memory
-    canvas.words(LEFT, bottom - _TOGETHER - 2, f"memory, {unit}" if unit else "memory")
-    peaks = timeline.peak_bytes
-    largest = peaks.index(max(peaks)) if peaks else None
-    for rank, curve in enumerate(timeline.memory):
-        if rank != largest and len(timeline.memory) <= FEW_RANKS:
-            canvas.steps(_corners(curve, timeline, layout.time, axis), class_="curve")
-    if largest is not None:
-        outline = _corners(timeline.memory[largest], timeline, layout.time, axis)
-        canvas.steps([(LEFT, bottom), *outline, (outline[-1][0], bottom)], class_="largest")
-    if layout.budget_bytes is not None:
-        at = axis(layout.budget_bytes)
-        canvas.line(LEFT, at, WIDTH - RIGHT, at, class_="budget")
-
-
-def _each(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
-    for rank, curve in enumerate(timeline.memory):
-        low = bottom - (len(timeline.memory) - rank - 1) * (_OWN + _APART)
-        axis = Axis(layout.memory_bytes, low, low - _OWN)
-        outline = _corners(curve, timeline, layout.time, axis)
-        canvas.steps([(LEFT, low), *outline, (outline[-1][0], low)], class_="largest")
-        budget = layout.own_bytes[rank] if rank < len(layout.own_bytes) else 0.0
-        canvas.line(LEFT, axis(budget), WIDTH - RIGHT, axis(budget), class_="budget")
-        canvas.words(LEFT - 8, low - 16, f"memory {rank}", class_="end")
-        canvas.words(LEFT - 8, low - 2, layout.units.of_memory(timeline.peak_bytes[rank]), class_="end")
-
-
-def _corners(
-    curve: Sequence[tuple[float, float]], timeline: TimelineFigures, time: Axis, memory: Axis
-) -> list[tuple[float, float]]:
-    """The places of the changes of a curve that holds each value up to the next one, to the end of the step."""
-    changes = {0.0: 0.0, **dict(curve)}  # of changes at one moment, the last
-    changes.setdefault(timeline.step_seconds, curve[-1][1] if curve else 0.0)
-    return [(time(seconds), memory(amount)) for seconds, amount in changes.items()]
-
-
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
 _STYLE = STYLE + """
 .idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
 .moment{stroke:#111827;stroke-width:1.2;stroke-dasharray:4 3} .there{fill:#9fd3f2} .back{fill:#6b8fc9}
@@ -129,8 +72,7 @@ def svg(
         facts = _facts(timeline, timelines[0] if index else None, layout.units)
         titles.append(f"{name}: {facts}")
         y = _panel(canvas, timeline, (name, facts), layout, y, lines[index] if index < len(lines) else {})
-    bottom = _legend(canvas, timelines, layout, y)
-    return canvas.text(bottom, "; ".join(titles), _STYLE)
+    return canvas.text(legend(canvas, _entries(timelines, layout), LEFT, y + 8, _key), "; ".join(titles), _STYLE)
 
 
 def compare(
@@ -173,12 +115,16 @@ def _panel(
     canvas.words(WIDTH - RIGHT, top + 22, facts, class_="facts end")
     rows = top + _TITLE + len(lines) * _LINE
     ends = rows + len(timeline.schedule.ranks) * layout.pitch
-    bottom = ends + memory_height(timeline, layout)
-    _grid(canvas, layout, rows, bottom)
+    bottom = ends + _memory_height(timeline, layout)
+    for tick in layout.time.ticks(10, layout.units.seconds):
+        canvas.line(layout.time(tick), rows, layout.time(tick), bottom, class_="grid")
     _rows(canvas, timeline, layout, rows)
-    draw_memory(canvas, timeline, layout, bottom)
+    if layout.show_memory:
+        (_memory_of_each if layout.own_bytes else _memory)(canvas, timeline, layout, bottom)
     _moments(canvas, layout, lines, rows, ends)
-    _times(canvas, layout, bottom)
+    unit = layout.units.time
+    canvas.words(LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
+    scale(canvas, layout.time, bottom, layout.units.seconds)  # [4]
     return bottom + _TIMES
 
 
@@ -190,11 +136,6 @@ def _moments(canvas: Canvas, layout: Layout, lines: Mapping[str, float], top: fl
         canvas.line(x, y + 2, x, bottom, class_="moment")
         text = f"{name} {layout.units.of_time(at)}"
         canvas.words(x - 5 if is_left else x + 5, y + 12, text, class_="end" if is_left else "start")
-
-
-def _grid(canvas: Canvas, layout: Layout, top: float, bottom: float) -> None:
-    for tick in layout.time.ticks(10, layout.units.seconds):
-        canvas.line(layout.time(tick), top, layout.time(tick), bottom, class_="grid")
 
 
 def _rows(canvas: Canvas, timeline: TimelineFigures, layout: Layout, top: float) -> None:
@@ -212,7 +153,7 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: Layout, top: float)
             canvas.words(LEFT - 8, y + layout.row_height + 1 + WIRE, "copies", class_="end")
         if layout.show_copies:
             _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
-        arrived = [(layout.time(at), y - ARRIVALS + 0.5) for at in _arrivals(timeline, rank)]
+        arrived = [(layout.time(at), y - ARRIVALS + 0.5) for to, at in _arrivals(timeline) if to == rank]
         if arrived:
             canvas.ticks(arrived, ARRIVALS - 0.5, class_="arrival")
 
@@ -237,7 +178,7 @@ def _boxes(canvas: Canvas, timeline: TimelineFigures, events: Sequence[Event], l
 def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: Layout, y: float) -> None:
     """What ``rank`` sends to others: activations, and under them gradients."""
     sent: dict[str, list[tuple[float, float, float, float]]] = {"there": [], "back": []}
-    for message in _from(timeline, rank):
+    for message in (message for message, sender, _ in _crossing(timeline) if sender == rank):
         x, end = layout.time(message.sent_seconds), layout.time(message.arrived_seconds)
         way = "there" if message.action.kind is Kind.FORWARD else "back"
         sent[way].append((x, y + (WIRE if way == "back" else 0.0), end - x - min(1.0, 0.15 * (end - x)), WIRE - 2))
@@ -246,56 +187,78 @@ def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: Layout
             canvas.boxes(boxes, class_=way)
 
 
-def _from(timeline: TimelineFigures, rank: int) -> list[Message]:
-    """What goes from ``rank`` to another one."""
+def _crossing(timeline: TimelineFigures) -> list[tuple[Message, int, int]]:
+    """The messages from one rank to another, with the two ranks."""
     placement = timeline.schedule.placement
-    return [
-        message
-        for message in timeline.messages
-        if placement[message.action.stage] == rank != placement[message.to_stage]
-    ]
+    ways = [(message, placement[message.action.stage], placement[message.to_stage]) for message in timeline.messages]
+    return [way for way in ways if way[1] != way[2]]
 
 
-def _arrivals(timeline: TimelineFigures, rank: int) -> list[float]:
-    """When gradients come to ``rank`` from another one."""
-    placement = timeline.schedule.placement
-    return [
-        message.arrived_seconds
-        for message in timeline.messages
-        if message.action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
-        and placement[message.to_stage] == rank != placement[message.action.stage]
-    ]
+def _arrivals(timeline: TimelineFigures) -> list[tuple[int, float]]:
+    """The ranks to which gradients come from others, and when."""
+    kinds = (Kind.BACKWARD, Kind.INPUT_GRAD)
+    return [(to, message.arrived_seconds) for message, _, to in _crossing(timeline) if message.action.kind in kinds]
 
 
-def _times(canvas: Canvas, layout: Layout, bottom: float) -> None:
-    """[4]"""
-    unit = layout.units.time
-    canvas.words(LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
-    canvas.line(LEFT, bottom, WIDTH - RIGHT, bottom, class_="axis")
-    for tick in layout.time.ticks(10, layout.units.seconds):
-        canvas.line(layout.time(tick), bottom, layout.time(tick), bottom + 4, class_="axis")
-        canvas.words(layout.time(tick), bottom + 17, number(tick / layout.units.seconds), class_="middle")
+def _memory_height(timeline: TimelineFigures, layout: Layout) -> float:
+    """The height of [3], with what stands above it."""
+    if not layout.show_memory:
+        return 4.0
+    return 14.0 + len(timeline.memory) * (_OWN + _APART) if layout.own_bytes else _CAPTION + _TOGETHER
 
 
-def _legend(canvas: Canvas, timelines: Sequence[TimelineFigures], layout: Layout, top: float) -> float:
-    """[5]; where it ends."""
-    x, y = LEFT, top + 8
-    for style, text in _entries(timelines, layout):
-        width = 34 + len(text) * TEXT * _LETTER
-        if x + width > WIDTH and x > LEFT:
-            x, y = LEFT, y + 18
-        _key(canvas, style, x, y)
-        canvas.words(x + 18, y, text)
-        x += width
-    return y + 16
+def _memory(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
+    """[3]: the curve of the rank that needs most, and of few ranks all of them."""
+    units, peaks = layout.units, timeline.peak_bytes
+    axis = Axis(layout.memory_bytes, bottom, bottom - _TOGETHER)
+    grid(canvas, axis, LEFT, WIDTH - RIGHT, units.bytes, 4)
+    unit = units.many or units.memory
+    canvas.words(LEFT, bottom - _TOGETHER - 2, f"memory, {unit}" if unit else "memory")
+    largest = max(range(len(peaks)), key=peaks.__getitem__, default=None)
+    for rank, curve in enumerate(timeline.memory):
+        if rank != largest and len(timeline.memory) <= _FEW_RANKS:
+            canvas.steps(_corners(curve, timeline, layout.time, axis), class_="curve")
+    if largest is not None:
+        _area(canvas, timeline, largest, layout.time, axis)
+    if layout.budget_bytes is not None:
+        _budget(canvas, axis(layout.budget_bytes))
+
+
+def _memory_of_each(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
+    """[3], where each rank has its own budget: one curve below the other."""
+    for rank, peak in enumerate(timeline.peak_bytes):
+        low = bottom - (len(timeline.memory) - rank - 1) * (_OWN + _APART)
+        axis = Axis(layout.memory_bytes, low, low - _OWN)
+        _area(canvas, timeline, rank, layout.time, axis)
+        _budget(canvas, axis(layout.own_bytes[rank] if rank < len(layout.own_bytes) else 0.0))
+        canvas.words(LEFT - 8, low - 16, f"memory {rank}", class_="end")
+        canvas.words(LEFT - 8, low - 2, layout.units.of_memory(peak), class_="end")
+
+
+def _area(canvas: Canvas, timeline: TimelineFigures, rank: int, time: Axis, memory: Axis) -> None:
+    outline = _corners(timeline.memory[rank], timeline, time, memory)
+    canvas.steps([(LEFT, memory.start), *outline, (outline[-1][0], memory.start)], class_="largest")
+
+
+def _budget(canvas: Canvas, y: float) -> None:
+    canvas.line(LEFT, y, WIDTH - RIGHT, y, class_="budget")
+
+
+def _corners(
+    curve: Sequence[tuple[float, float]], timeline: TimelineFigures, time: Axis, memory: Axis
+) -> list[tuple[float, float]]:
+    """The places of the changes of a curve that holds each value up to the next one, to the end of the step."""
+    changes = {0.0: 0.0, **dict(curve)}  # of changes at one moment, the last
+    changes.setdefault(timeline.step_seconds, curve[-1][1] if curve else 0.0)
+    return [(time(seconds), memory(amount)) for seconds, amount in changes.items()]
 
 
 def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple[str, str]]:
     present = {event.action.kind.value for timeline in timelines for event in timeline.events}
-    entries = [(kind, name) for kind, name in _NAMES.items() if kind in present]
+    entries = [(kind, name) for kind, name in KIND_NAMES.items() if kind in present]
     if {"B", "I"} <= present:  # of one colour
         entries = [(kind, "backward, input gradient" if kind == "B" else name) for kind, name in entries if kind != "I"]
-    if any(_arrivals(timeline, rank) for timeline in timelines for rank in range(len(timeline.schedule.ranks))):
+    if any(map(_arrivals, timelines)):
         entries.append(("arrival", "a gradient arrives"))
     if layout.show_copies:
         entries += [("there", "an activation on its way"), ("back", "a gradient on its way")]
@@ -303,7 +266,7 @@ def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple
         return entries
     if layout.own_bytes:
         return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
-    if any(1 < len(timeline.memory) <= FEW_RANKS for timeline in timelines):
+    if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
         entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
     else:
         entries.append(("largest", "memory of the rank that needs most"))
@@ -315,9 +278,7 @@ def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple
 def _key(canvas: Canvas, style: str, x: float, y: float) -> None:
     if style == "arrival":
         canvas.line(x + 6, y - 9, x + 6, y + 1, class_=style)
-    elif style == "budget":
-        canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
     elif style in ("largest", "curve"):
         canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
     else:
-        canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
+        draw_key(canvas, style, x, y)

@@ -10,20 +10,13 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
-from torchckpt.planning.draw.units import Units
+from torchckpt.planning.draw.units import KIND_NAMES, Units
 from torchckpt.planning.figures import TimelineFigures
-from torchckpt.planning.order.schedule import Action, Kind
+from torchckpt.planning.order.schedule import Action
 
 __all__ = ["trace"]
 
 _Entry = dict[str, Any]
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.RECOMPUTE: "recompute",
-}
 
 
 class _Stream(IntEnum):
@@ -89,10 +82,10 @@ def _named(what: str, name: str, process: int, row: int) -> Iterator[_Entry]:
 
 
 def _slice(action: Action, at: tuple[int, int], start_seconds: float, end_seconds: float, name: str) -> _Entry:
-    """One box; ``at`` is process and row."""
+    """A slice of the process and the row ``at``."""
     start, end = _micro(start_seconds), _micro(end_seconds)
     detail = {"stage": action.stage, "micro_batch": action.micro_batch}
-    head: _Entry = {"ph": "X", "pid": at[0], "tid": at[1], "name": name, "cat": _NAMES[action.kind]}
+    head: _Entry = {"ph": "X", "pid": at[0], "tid": at[1], "name": name, "cat": KIND_NAMES[action.kind.value]}
     return {**head, "ts": start, "dur": round(end - start, 3), "args": detail}
 
 

@@ -7,18 +7,23 @@ from dataclasses import dataclass, replace
 from torchckpt.planning.order.schedule import Action, Schedule
 
 __all__ = [
+    "KIND_NAMES",
     "Units",
     "aligned",
     "label",
     "number",
     "percent",
+    "prefix",
     "row_name",
     "units_for",
     "units_of_bytes",
     "units_of_clock",
 ]
 
-_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
+"""What pictures and traces call an action, by the letter of its kind."""
+
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _BARE = 1e5
 """Amounts of memory below this many are in units of the caller's own."""
 
@@ -36,7 +41,7 @@ class Units:
     memory: str = "A"
     bytes: float = 1.0
     digits: int = 4
-    """That count, at most."""
+    """The most significant digits that are written."""
     many: str = ""
     """The name of several units of memory, if it is another one."""
 
@@ -64,14 +69,23 @@ def units_of_clock(most: float) -> Units:
     return replace(units_for(most), time="ms", seconds=1e-3)
 
 
-def units_of_bytes(most_bytes: float) -> Units:
-    """Bytes, however few, and milliseconds.
+def units_of_bytes(most_bytes: float, time: str = "ms", seconds: float = 1e-3) -> Units:
+    """Bytes, however few, with the prefix of the largest amount to be written; by default with milliseconds.
 
-    >>> units_of_bytes(704).of_memory(704), units_of_bytes(20480).of_memory(20480)
-    ('704 B', '20.48 kB')
+    >>> units_of_bytes(704).of_memory(704), units_of_bytes(57_900_000).of_memory(14_263_816)
+    ('704 B', '14.26 MB')
     """
-    amount, name = next((pair for pair in _BYTES if most_bytes >= pair[0]), (1.0, "B"))
-    return Units(time="ms", seconds=1e-3, memory=name, bytes=amount)
+    letter, factor = prefix(most_bytes)
+    return Units(time, seconds, f"{letter}B", factor)
+
+
+def prefix(largest: float) -> tuple[str, float]:
+    """The decimal prefix of which ``largest`` has at least one, and what it stands for.
+
+    >>> prefix(14_263_816)
+    ('M', 1000000.0)
+    """
+    return next(((letter, factor) for letter, factor in _PREFIXES if largest >= factor), ("", 1.0))
 
 
 def number(value: float, digits: int = 4) -> str:

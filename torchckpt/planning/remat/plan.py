@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, raise_faults
-from torchckpt.planning.remat.draw.curve import memory_units
+from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.remat.draw.plan_svg import draw_plan
-from torchckpt.planning.remat.draw.table import page, plan_rows, summary, table
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
+from torchckpt.planning.remat.draw.table import Summary, page, plan_rows, table
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, repeats
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
 
 __all__ = ["Plan"]
@@ -116,7 +116,7 @@ class Plan:
         """The bytes alive over the schedule, as SVG: forward and backward, repeats in a colour of their own, the eager
         step in grey, the budget as a line. Written to ``path``, if one is given.
         """
-        text = draw_plan(self.flow, self.schedule, budget_bytes=self.budget_bytes, title=title, paths=self.paths)
+        text = draw_plan(self.flow, self.schedule, self.paths, budget_bytes=self.budget_bytes, title=title)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -144,13 +144,13 @@ class Plan:
         try:
             read = json.loads(text)
             told = {_FORMAT: read}[read["format"]]
-            operations = tuple(_operation(one) for one in told["flow"]["operations"])
+            operations = tuple(_operation(fields) for fields in told["flow"]["operations"])
             sets = {name: frozenset(told["flow"][name]) for name in _SETS}
             flow = Dataflow(operations, tuple(told["flow"]["sizes_bytes"]), told["flow"]["forward"], **sets)
             names = {name: tuple(storages) for name, storages in told["names"].items()}
-            made = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"])
-            made.memory  # noqa: B018  # there is one if the schedule is one
-            return made
+            plan = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"])
+            plan.memory  # noqa: B018  # there is one if the schedule is one
+            return plan
         except (ValueError, LookupError, TypeError) as error:
             fault = Fault("a plan is read from what plan.to_json() wrote", f"{text!r:.60} ({error!r})",
                           "Plan.from_json(plan.to_json())")
@@ -158,22 +158,22 @@ class Plan:
 
     def __str__(self) -> str:
         rows = plan_rows(self.flow, self.schedule, [path or "(root)" for path in self.paths])
-        return table(rows, summary(self.flow, self.schedule, self.budget_bytes))
+        totals = (self.peak_bytes, self.eager_peak_bytes, self.lower_bound, self.recompute_share, self.budget_bytes)
+        return table(rows, Summary(*totals))
 
     def __repr__(self) -> str:
-        of_memory, share = memory_units(self.eager_peak_bytes).of_memory, self.recompute_share
+        of_memory, share = units_of_bytes(self.eager_peak_bytes).of_memory, self.recompute_share
         return f"<Plan: {of_memory(self.peak_bytes)} of {of_memory(self.eager_peak_bytes)}, +{share:.1%}>"
 
     @cached_property
     def _repeats(self) -> tuple[int, ...]:
-        seen: set[int] = set()
-        return tuple(index for index in self.schedule if index in seen or seen.add(index))  # type: ignore[func-returns-value]
+        return repeats(self.schedule)
 
     def _name(self, index: int) -> str:
         return self.flow.operations[index].name
 
     def _told(self, operations: list[int]) -> list[str]:
-        of_memory = memory_units(self.eager_peak_bytes).of_memory
+        of_memory = units_of_bytes(self.eager_peak_bytes).of_memory
         times = {index: self._repeats.count(index) for index in operations}
         lines = []
         for index in operations:

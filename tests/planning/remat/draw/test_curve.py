@@ -1,22 +1,36 @@
 from __future__ import annotations
 
+import doctest
+import random
 from itertools import pairwise
 
-from tests.planning.remat.draw.test_plan_svg import every, uneven
-from tests.planning.remat.flows import chain
-from torchckpt.planning.remat.draw.curve import Run, Span, joined, kinds, runs, spans, thinned
-from torchckpt.planning.remat.flow.memory import simulate
+import pytest
 
-SCHEDULE = [0, 1, 2, 1, 3, 4, 5]
+from tests.planning.remat.draw.test_plan_svg import REPEATING, every, uneven
+from tests.planning.remat.flows import chain
+from torchckpt.planning.remat.draw import curve
+from torchckpt.planning.remat.draw.curve import (
+    Label,
+    Run,
+    Span,
+    beside,
+    joined,
+    kinds,
+    runs,
+    spans,
+    spread,
+    thinned,
+)
+from torchckpt.planning.remat.flow.memory import simulate
 
 
 def test_runs_follow_one_another_and_a_repeat_takes_its_own_time() -> None:
-    found = runs(uneven(), SCHEDULE)
+    found = runs(uneven(), REPEATING)
     assert [(run.operation, run.start_seconds, run.end_seconds) for run in found] == [
         (0, 0, 1), (1, 1, 3), (2, 3, 4), (1, 4, 5), (3, 5, 7), (4, 7, 10), (5, 10, 11)
     ]
     assert "".join(run.kind for run in found) == "FFFRBBB"
-    assert tuple(run.bytes for run in found) == simulate(uneven(), SCHEDULE).bytes_during
+    assert tuple(run.bytes for run in found) == simulate(uneven(), REPEATING).bytes_during
 
 
 def test_short_runs_are_together_until_they_are_long_enough_and_long_ones_alone() -> None:
@@ -35,7 +49,7 @@ def test_thinned_keeps_every_run_and_is_about_as_long_as_there_is_room() -> None
 
 
 def test_kinds_are_exact_where_they_are_long() -> None:
-    assert kinds(runs(uneven(), SCHEDULE), 0.5) == [Span("F", 0, 4, 4), Span("R", 4, 5, 1), Span("B", 5, 11, 6)]
+    assert kinds(runs(uneven(), REPEATING), 0.5) == [Span("F", 0, 4, 4), Span("R", 4, 5, 1), Span("B", 5, 11, 6)]
 
 
 def test_kinds_that_alternate_quickly_keep_their_shares_repeats_first() -> None:
@@ -56,3 +70,36 @@ def test_neighbours_share_a_name() -> None:
     assert found == [Span("l.3 - 5", 0, 4, 4), Span("m", 5, 6, 1)]
     assert joined([Span("l.3", 0, 1, 1), Span("l", 1, 2, 1)]) == [Span("l.3", 0, 2, 2)]
     assert joined([]) == []
+
+
+def test_examples() -> None:
+    result = doctest.testmod(curve)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_of_two_that_touch_the_heavier_stays() -> None:
+    light, heavy, far = Label("light", 10, 8, 1), Label("heavy", 15, 8, 2), Label("far", 30, 8, 1)
+    assert beside([light, heavy, far], 0, 100) == [heavy, far]
+
+
+def test_labels_move_into_the_frame() -> None:
+    found = beside([Label("a", 1, 10, 1), Label("b", 99, 10, 1)], 0, 100)
+    assert [label.place for label in found] == [5, 95]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_keep_their_distance_and_move_as_little_as_they_can(seed: int) -> None:
+    rng = random.Random(seed)
+    places = sorted(rng.uniform(0, 60) for _ in range(rng.randint(1, 5)))
+    found = spread(places, 10, 100)
+    assert all(one + 10 <= other + 1e-9 for one, other in pairwise(found))
+    moved = sum((one - other) ** 2 for one, other in zip(places, found))
+    for _ in range(200):  # no other places that keep the distance move less
+        tried = sorted(place + rng.uniform(-15, 15) for place in places)
+        if all(one + 10 <= other for one, other in pairwise(tried)):
+            assert sum((one - other) ** 2 for one, other in zip(places, tried)) >= moved - 1e-9
+
+
+def test_no_place_is_beyond_the_end() -> None:
+    assert spread([95, 99, 100], 10, 100) == [80, 90, 100]

@@ -6,7 +6,7 @@ from tests.planning.remat.flows import chain, mlp, random_step, resnet, transfor
 from torchckpt.planning.remat.flow.dataflow import Dataflow
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.search.improve import remove_repeats, stages_of
+from torchckpt.planning.remat.search.improve import draft_of, remove_repeats
 from torchckpt.planning.remat.search.planner import solution
 
 FLOWS = {
@@ -52,10 +52,10 @@ def test_over_the_budget_it_stays_as_it_is() -> None:
 def test_a_schedule_survives_the_way_through_stages() -> None:
     for flow in FLOWS.values():
         schedule = tuple(late(flow, frozenset()))
-        assert stages_of(flow, schedule).schedule() == schedule
+        assert draft_of(flow, schedule).schedule() == schedule
         backwards = (0, *schedule)
         if flow.operations[0].repeatable:
-            assert stages_of(flow, backwards).repeats[1] == [0]
+            assert draft_of(flow, backwards).repeats[1] == [0]
 
 
 def test_the_order_of_first_runs_is_kept() -> None:
@@ -64,4 +64,4 @@ def test_the_order_of_first_runs_is_kept() -> None:
     names = [operation.name for operation in flow.operations]
     place = names.index("matmul_dx")
     order[place], order[place + 1] = order[place + 1], order[place]
-    assert stages_of(flow, order).schedule() == tuple(order)
+    assert draft_of(flow, order).schedule() == tuple(order)

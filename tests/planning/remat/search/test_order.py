@@ -6,7 +6,7 @@ from tests.planning.remat.flows import Tape, mlp, random_dag, random_step, resne
 from torchckpt.planning.remat.flow.dataflow import Tables
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.search.improve import stages_of
+from torchckpt.planning.remat.search.improve import draft_of
 from torchckpt.planning.remat.search.order import hoisted, moved, transplanted
 
 FLOWS = {
@@ -45,9 +45,9 @@ def test_every_move_is_an_order_that_runs(name: str) -> None:
 @pytest.mark.parametrize("name", FLOWS)
 def test_repeats_stay_before_the_first_runs_that_they_were_for(name: str) -> None:
     flow = FLOWS[name]
-    stages = stages_of(flow, late(flow, frozenset()))
-    same = transplanted(stages, list(flow.eager), Tables(flow))
-    assert same.schedule() == stages.schedule()
+    draft = draft_of(flow, late(flow, frozenset()))
+    same = transplanted(draft, list(flow.eager), Tables(flow))
+    assert same.schedule() == draft.schedule()
     order = hoisted(flow)
-    other = transplanted(stages, order, Tables(flow, order=order))
+    other = transplanted(draft, order, Tables(flow, order=order))
     assert simulate(flow, other.schedule()).peak_bytes == other.peak_bytes

@@ -2,16 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
-from torchckpt.planning.draw.units import Units
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs
+from torchckpt.planning.remat.flow.dataflow import runs as operations_of
 from torchckpt.planning.remat.flow.memory import simulate
 
 __all__ = [
-    "Label", "Run", "Span", "beside", "joined", "kinds", "memory_units", "prefix", "runs", "spans", "spread", "thinned",
+    "Label", "Run", "Span", "beside", "joined", "kinds", "runs", "spans", "spread", "thinned",
 ]
 
 class Run(NamedTuple):
@@ -45,18 +45,13 @@ def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
     Raises:
         ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
     """
-    memory, timed = simulate(flow, schedule), flow.seconds > 0
-    found: list[Run] = []
-    seen: set[int] = set()
-    now = 0.0
-    for step, index in enumerate(schedule):
-        again = index in seen
-        operation = flow.operations[index].repeat if again else flow.operations[index]
-        end = now + (operation.seconds if timed else 1.0)
-        found.append(Run(index, now, end, memory.bytes_during[step], step < memory.boundary, again))
-        seen.add(index)
-        now = end
-    return found
+    memory, firsts, timed = simulate(flow, schedule), first_runs(schedule), flow.seconds > 0
+    seconds = [operation.seconds if timed else 1.0 for operation in operations_of(flow, schedule)]
+    starts = accumulate(seconds, initial=0.0)
+    return [
+        Run(index, start, end, alive, step < memory.boundary, firsts[index] != step)
+        for step, (index, (start, end), alive) in enumerate(zip(schedule, pairwise(starts), memory.bytes_during))
+    ]
 
 
 def thinned(every: Iterable[Run], finest_seconds: float) -> list[list[Run]]:
@@ -163,25 +158,3 @@ def _lines(group: Sequence[float], pitch: float, end: float) -> list[float]:
     height = pitch * (len(group) - 1)
     first = min(sum(group) / len(group) - height / 2, end - height)
     return [first + pitch * index for index in range(len(group))]
-
-
-_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-
-
-def prefix(largest: float) -> tuple[str, float]:
-    """The decimal prefix of which ``largest`` has at least one, and what it stands for.
-
-    >>> prefix(14_263_816)
-    ('M', 1000000.0)
-    """
-    return next(((letter, factor) for letter, factor in _PREFIXES if largest >= factor), ("", 1.0))
-
-
-def memory_units(largest_bytes: float, time: str = "", seconds: float = 1.0) -> Units:
-    """B, kB, MB, GB or TB, after the largest number to be written; ``time`` and ``seconds`` as in ``Units``.
-
-    >>> memory_units(57_900_000).of_memory(14_263_816)
-    '14.26 MB'
-    """
-    letter, factor = prefix(largest_bytes)
-    return Units(time, seconds, f"{letter}B", factor)

@@ -3,12 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, cycle
+from itertools import accumulate, chain, cycle, islice
 from typing import NamedTuple, TypeAlias
 
-from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
-from torchckpt.planning.draw.units import Units, number, percent
-from torchckpt.planning.remat.draw.curve import memory_units
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped, grid, headed, legend, scale, upright
+from torchckpt.planning.draw.units import Units, percent, units_of_bytes
 
 __all__ = ["draw_frontier"]
 
@@ -42,7 +41,7 @@ _WIDTH, _LEFT, _RIGHT = 720.0, 76.0, 24.0
 _END = _WIDTH - _RIGHT
 _BUDGET = 11.0  # the size of a budget's font
 _TOP, _BOTTOM = 116.0, 396.0  # of the chart
-_LONGEST_TITLE, _LONGEST_NAME = 56, 40
+_LONGEST_NAME = 40
 
 
 def draw_frontier(
@@ -69,17 +68,27 @@ def draw_frontier(
     """
     picture = _Frontier(tuple(sorted(points)), dict(others or {}), eager_peak_bytes)
     canvas = Canvas(_WIDTH)
-    facts = picture.facts
-    headed(canvas, _LEFT, clipped(title, _LONGEST_TITLE), facts)
+    headed(canvas, _LEFT, title, picture.facts)
     _axes(canvas, picture, cost)
     if picture.line:
         canvas.steps([(picture.memory(peak), picture.cost(share)) for peak, share in picture.line], class_="frontier")
-    entries = [(name, _OURS), *zip(picture.others, cycle(_OTHERS))]
-    for (_, mark), of_tool in reversed([*zip(entries, (picture.points, *picture.others.values()))]):
+    looks = [_OURS, *islice(cycle(_OTHERS), len(picture.others))]
+    for look, of_tool in reversed([*zip(looks, (picture.points, *picture.others.values()))]):
         for peak, share in of_tool:
-            _mark(canvas, picture.memory(peak), picture.cost(share), mark)
+            _mark(canvas, picture.memory(peak), picture.cost(share), look)
     _budgets(canvas, picture, budgets or {})
-    return canvas.text(_legend(canvas, entries), f"{title}: {facts}", _STYLE)
+
+    def key(canvas: Canvas, tool: str, x: float, y: float) -> None:
+        if tool == "0":
+            canvas.line(x - 6, y - 4, x + 14, y - 4, class_="frontier")
+        if tool == "eager":
+            canvas.line(x + 4, y - 10, x + 4, y + 2, class_=tool)
+        else:
+            _mark(canvas, x + 4, y - 4, looks[int(tool)])
+
+    tools = [(str(index), clipped(tool, _LONGEST_NAME)) for index, tool in enumerate((name, *picture.others))]
+    bottom = legend(canvas, [*tools, ("eager", "eager")], _LEFT, _BOTTOM + 60, key)
+    return canvas.text(bottom, f"{title}: {picture.facts}", _STYLE)
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class _Frontier:
 
     @property
     def units(self) -> Units:
-        return replace(memory_units(self.memory.extent), digits=3)
+        return replace(units_of_bytes(self.memory.extent), digits=3)
 
     @property
     def facts(self) -> str:
@@ -125,23 +134,14 @@ class _Frontier:
 
 
 def _axes(canvas: Canvas, picture: _Frontier, cost: str) -> None:
-    memory, units, eager = picture.memory, picture.units, picture.eager_peak_bytes
-    for tick in picture.cost.ticks(6, 0.01):
-        canvas.line(_LEFT, picture.cost(tick), _END, picture.cost(tick), class_="grid")
-        canvas.words(_LEFT - 8, picture.cost(tick) + 4, f"{number(tick * 100)} %", class_="end")
-    middle = (_TOP + _BOTTOM) / 2
-    canvas.words(20, middle, cost, class_="middle", transform=f"rotate(-90 20 {middle:g})")
-    for tick in memory.ticks(8, units.bytes):
-        canvas.line(memory(tick), _BOTTOM, memory(tick), _BOTTOM + 4, class_="axis")
-        canvas.words(memory(tick), _BOTTOM + 17, number(tick / units.bytes), class_="middle")
-    across = (_LEFT + _END) / 2
+    memory, units, eager, across = picture.memory, picture.units, picture.eager_peak_bytes, (_LEFT + _END) / 2
+    grid(canvas, picture.cost, _LEFT, _END, 0.01, 6, " %")
+    upright(canvas, 20, (_TOP + _BOTTOM) / 2, cost, "middle")
+    scale(canvas, memory, _BOTTOM, units.bytes, 8)
     canvas.words(across, _BOTTOM + 34, f"peak memory, {units.memory}", class_="middle")
     canvas.words(across, _TOP - 26, "peak memory, % of eager", class_="middle")
-    for share in Axis(memory.extent / eager, 0, 1).ticks(8, 0.01) if eager else ():
-        canvas.line(memory(share * eager), _TOP - 4, memory(share * eager), _TOP, class_="axis")
-        canvas.words(memory(share * eager), _TOP - 9, f"{number(share * 100)} %", class_="middle")
-    canvas.line(_LEFT, _TOP, _END, _TOP, class_="axis")
-    canvas.line(_LEFT, _BOTTOM, _END, _BOTTOM, class_="axis")
+    if eager:
+        scale(canvas, Axis(memory.extent / eager, _LEFT, _END), _TOP, 0.01, 8, above=True)
     canvas.words(_LEFT + 8, _BOTTOM - 8, "↙ better")
     canvas.line(memory(eager), _TOP, memory(eager), _BOTTOM, class_="eager")
 
@@ -156,7 +156,7 @@ def _mark(canvas: Canvas, x: float, y: float, mark: _Mark) -> None:
 
 
 def _budgets(canvas: Canvas, picture: _Frontier, budgets: Mapping[Point, str]) -> None:
-    """ExtraMemory a point: of ours to the left, below the line. Left out where another one stands, or a point is."""
+    """Write each budget beside its point: left of ours, right of the others'; nothing where no place is free."""
     marks = [(picture.memory(peak), picture.cost(share)) for peak, share in picture.all]
     taken: list[tuple[float, float, float]] = []  # the middle, the line, and half the length
     for (peak, share), text in sorted(budgets.items()):
@@ -164,28 +164,10 @@ def _budgets(canvas: Canvas, picture: _Frontier, budgets: Mapping[Point, str]) -
         places = [(x + half + 7, y + 4), (x, y - 8)]
         if (peak, share) in picture.points:
             places = [(x - half - 6, y + 12), (x, y - 8)] if y < _BOTTOM - 12 else [(x, y - 8)]
-        for at, line in places:
-            is_free = all(abs(at - other) > half + long + 2 or abs(line - low) >= _BUDGET for other, low, long in taken)
-            if is_free and not any(abs(at - px) < half + 5 and line - _BUDGET - 4 < py < line + 4 for px, py in marks):
-                taken.append((at, line, half))
-                canvas.words(at, line, text, class_="middle budgeted")
+        for middle, line in places:
+            apart = all(abs(middle - x) > half + long + 2 or abs(line - low) >= _BUDGET for x, low, long in taken)
+            hits = any(abs(middle - x) < half + 5 and line - _BUDGET - 4 < y < line + 4 for x, y in marks)
+            if apart and not hits and middle - half > _LEFT:
+                taken.append((middle, line, half))
+                canvas.words(middle, line, text, class_="middle budgeted")
                 break
-
-
-def _legend(canvas: Canvas, entries: Sequence[tuple[str, _Mark]]) -> float:
-    """Where it ends."""
-    x, y = _LEFT, _BOTTOM + 60
-    for index, (tool, mark) in enumerate([*entries, ("eager", None)]):
-        text = clipped(tool, _LONGEST_NAME)
-        width = 34 + len(text) * TEXT * 0.58
-        if x + width > _END and x > _LEFT:
-            x, y = _LEFT, y + 18
-        if index == 0:
-            canvas.line(x - 6, y - 4, x + 14, y - 4, class_="frontier")
-        if mark is None:
-            canvas.line(x + 4, y - 10, x + 4, y + 2, class_="eager")
-        else:
-            _mark(canvas, x + 4, y - 4, mark)
-        canvas.words(x + 18, y, text)
-        x += width
-    return y + 16

@@ -21,27 +21,27 @@ from itertools import groupby
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
-from torchckpt.planning.draw.units import Units, number
-from torchckpt.planning.remat.draw.curve import (
-    Label,
-    Run,
-    Span,
-    beside,
-    joined,
-    kinds,
-    memory_units,
-    runs,
-    spans,
-    spread,
-    thinned,
+from torchckpt.planning.draw.canvas import (
+    CHARACTER,
+    STYLE,
+    TEXT,
+    Axis,
+    Canvas,
+    clipped,
+    grid,
+    headed,
+    legend,
+    scale,
+    upright,
 )
+from torchckpt.planning.draw.units import Units, units_of_bytes
+from torchckpt.planning.remat.draw.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 
 __all__ = ["draw_plan"]
 
 _STYLE = STYLE + """
-.fill{fill-opacity:.8} .before{fill:#e5e7eb;stroke:#9ca3af;stroke-width:1} .outline{fill:none;stroke:#111827}
+.fill{fill-opacity:.8} .eager{fill:#e5e7eb;stroke:#9ca3af;stroke-width:1} .outline{fill:none;stroke:#111827}
 .leader{stroke:#9ca3af;stroke-width:1;stroke-dasharray:1 3} .leader.after{stroke:#111827}
 .red{fill:#c0392b} .bold{font-weight:600;fill:#111827} .small{font-size:12px}
 .dot{fill:#111827} .dot.grey{fill:#6b7280}
@@ -60,39 +60,27 @@ _MOST_NAMES = 8  # of what is recomputed, that which takes longest
 
 
 def draw_plan(
-    flow: Dataflow,
-    schedule: Schedule,
-    *,
-    before: Schedule | None = None,
-    budget_bytes: int | None = None,
-    title: str = "Memory of one training step",
-    paths: Sequence[str] | None = None,
-    units: Units | None = None,
+    flow: Dataflow, schedule: Schedule, paths: Sequence[str], *, budget_bytes: int | None = None, title: str
 ) -> str:
-    """Bytes alive while ``schedule`` runs, and while ``before`` runs, on one time scale, as a document for a file.
+    """Bytes alive while ``schedule`` runs, before those of the eager step, on one time scale, as a document for a file.
 
     The picture stays small however long a schedule is: of steps that are shorter than a pixel, the highest is drawn.
 
     Args:
         flow: one training step.
         schedule: what to draw.
-        before: drawn in grey behind; by default the eager step.
+        paths: of each operation, the module that it belongs to, such as ``layers.3.mlp``: the names of what is
+            recomputed, shortened until they have room. An operation outside of all modules has its own name.
         budget_bytes: where to draw a line across; by default nowhere.
         title: what the picture is of, below what it shows; clipped if long.
-        paths: of each operation, the module that it belongs to, such as ``layers.3.mlp``: the names of what is
-            recomputed, shortened until they have room. By default the names of the operations.
-        units: how to write times and memory; by default time is in per cent of the eager step, and memory in B, kB,
-            MB or GB.
 
     Raises:
-        ArgumentError: a schedule is none of this dataflow, or there is not one path for each operation.
+        ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
     """
-    named = [operation.name for operation in flow.operations] if paths is None else paths
-    if len(named) != len(flow.operations):
+    if len(paths) != len(flow.operations):
         rule = f"one path for each of {len(flow.operations)} operations"
-        raise_faults("draw_plan()", [Fault(rule, f"{len(named)} paths", "paths=None")])
-    other = runs(flow, flow.eager if before is None else before)
-    plan = _Plan(flow, runs(flow, schedule), other, before is None, budget_bytes, units)
+        raise_faults("draw_plan()", [Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]")])
+    plan = _Plan(flow, runs(flow, schedule), runs(flow, flow.eager), budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
     headed(canvas, _LEFT, finding, facts)
@@ -101,8 +89,9 @@ def draw_plan(
     _levels(canvas, plan)
     y = _lanes(canvas, plan)
     if plan.repeats:
-        y = _names(canvas, plan, [path or flow.operations[index].name for index, path in enumerate(named)], y)
-    return canvas.text(_legend(canvas, plan, y), f"{finding}; {facts}", _STYLE)
+        y = _names(canvas, plan, [path or operation.name for path, operation in zip(paths, flow.operations)], y)
+    return canvas.text(legend(canvas, _entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
+
 
 _Part: TypeAlias = tuple[float, float, float]
 """Of a curve, from x to x, at y."""
@@ -113,70 +102,63 @@ class _Plan:
     """What is drawn, and its scales."""
 
     flow: Dataflow
-    after: list[Run]
-    before: list[Run]
-    before_is_eager: bool
+    runs: list[Run]
+    eager: list[Run]
     budget_bytes: int | None
-    given_units: Units | None
 
     @cached_property
-    def peak(self) -> Run | None:
-        return max(self.after, key=lambda run: run.bytes, default=None)
+    def peak(self) -> Run:
+        return _highest(self.runs)
 
     @cached_property
-    def peak_before(self) -> Run | None:
-        return max(self.before, key=lambda run: run.bytes, default=None)
+    def eager_peak(self) -> Run:
+        return _highest(self.eager)
 
     @cached_property
     def is_change(self) -> bool:
-        return self.after != self.before
+        return self.runs != self.eager
 
     @cached_property
     def repeats(self) -> list[Run]:
-        return [run for run in self.after if run.is_repeat]
+        return [run for run in self.runs if run.is_repeat]
 
     @cached_property
     def time(self) -> Axis:
-        return Axis(max((run.end_seconds for run in (*self.after[-1:], *self.before[-1:])), default=0.0), _LEFT, _END)
+        return Axis(max((run.end_seconds for run in (*self.runs[-1:], *self.eager[-1:])), default=0.0), _LEFT, _END)
 
     @cached_property
     def memory(self) -> Axis:
-        levels = (_bytes(self.peak), _bytes(self.peak_before), self.budget_bytes or 0)
-        return Axis(max(levels) * 1.08, _BOTTOM, _TOP)
+        return Axis(max(self.peak.bytes, self.eager_peak.bytes, self.budget_bytes or 0) * 1.08, _BOTTOM, _TOP)
 
     @cached_property
     def units(self) -> Units:
         eager = self.flow.seconds
         time, seconds = ("%", eager / 100) if eager > 0 else ("operations", 1.0)
-        return replace(self.given_units or memory_units(self.memory.extent, time, seconds), digits=3)
+        return replace(units_of_bytes(self.memory.extent, time, seconds), digits=3)
 
     @cached_property
     def kinds(self) -> list[Span]:
-        return kinds(self.after, self.seconds_of(_FINEST_KIND))
+        return kinds(self.runs, self.seconds_of(_FINEST_KIND))
 
     def seconds_of(self, pixels: float) -> float:
         return self.time.extent * pixels / (_END - _LEFT)
 
     @property
-    def name_before(self) -> str:
-        return "eager" if self.before_is_eager else "before"
-
-    @property
     def finding(self) -> str:
         """[1]"""
-        peak, before = _bytes(self.peak), _bytes(self.peak_before)
+        peak, eager, of_memory = self.peak.bytes, self.eager_peak.bytes, self.units.of_memory
         if not self.is_change:
-            return f"Peak memory {self.units.of_memory(peak)}"
-        change = f" ({(peak / before - 1) * 100:+.1f} %)" if before else ""
+            return f"Peak memory {of_memory(peak)}"
+        change = f" ({(peak / eager - 1) * 100:+.1f} %)" if eager else ""
         cost = f", for {self._share}" if self._share else ""
-        return f"Peak memory {self.units.of_memory(peak)} in place of {self.units.of_memory(before)}{change}{cost}"
+        return f"Peak memory {of_memory(peak)} in place of {of_memory(eager)}{change}{cost}"
 
     @property
     def facts(self) -> str:
         """[2]"""
-        peak, facts = _bytes(self.peak), []
+        facts = []
         if self.budget_bytes is not None:
-            over = peak - self.budget_bytes
+            over = self.peak.bytes - self.budget_bytes
             budget = f"budget of {self.units.of_memory(self.budget_bytes)}"
             facts.append(f"{self.units.of_memory(over)} over the {budget}" if over > 0 else f"within the {budget}")
         return ", ".join((*facts, self._cost))
@@ -190,35 +172,29 @@ class _Plan:
     @property
     def _share(self) -> str:
         repeated = sum(run.end_seconds - run.start_seconds for run in self.repeats)
-        once = self.after[-1].end_seconds - repeated if self.after else 0.0
+        once = self.runs[-1].end_seconds - repeated if self.runs else 0.0
         return f"{repeated / once * 100:.1f} % more time" if repeated and once else ""
 
 
-def _bytes(run: Run | None) -> int:
-    return run.bytes if run else 0
+def _highest(every: Sequence[Run]) -> Run:
+    return max(every, key=lambda run: run.bytes, default=Run(-1, 0.0, 0.0, 0, True, False))
 
 
 def _axes(canvas: Canvas, plan: _Plan) -> None:
     """[3], [5]"""
     units = plan.units
-    for tick in plan.memory.ticks(5, units.bytes):
-        y = plan.memory(tick)
-        canvas.line(_LEFT, y, _END, y, class_="grid")
-        canvas.words(_LEFT - 8, y + 4, number(tick / units.bytes), class_="end")
-    middle = (_TOP + _BOTTOM) / 2
-    canvas.words(20, middle, f"memory, {units.memory}", class_="middle", transform=f"rotate(-90 20 {middle:g})")
-    for tick in plan.time.ticks(10, units.seconds):
-        canvas.line(plan.time(tick), _BOTTOM, plan.time(tick), _BOTTOM + 4, class_="axis")
-        canvas.words(plan.time(tick), _BOTTOM + 17, number(tick / units.seconds), class_="middle")
+    grid(canvas, plan.memory, _LEFT, _END, units.bytes, 5)
+    upright(canvas, 20, (_TOP + _BOTTOM) / 2, f"memory, {units.memory}", "middle")
+    scale(canvas, plan.time, _BOTTOM, units.seconds)
     unit = "% of the eager step" if units.time == "%" else units.time
-    canvas.words((_LEFT + _END) / 2, _BOTTOM + 33, f"time, {unit}" if unit else "time", class_="middle")
+    canvas.words((_LEFT + _END) / 2, _BOTTOM + 33, f"time, {unit}", class_="middle")
 
 
 def _curves(canvas: Canvas, plan: _Plan) -> None:
     """[3]"""
-    if plan.is_change and plan.before:
-        canvas.steps(_under(_profile(plan, plan.before)), class_="before")
-    profile = _profile(plan, plan.after)
+    if plan.is_change and plan.eager:
+        canvas.steps(_under(_profile(plan, plan.eager)), class_="eager")
+    profile = _profile(plan, plan.runs)
     if profile:
         canvas.steps(_under(profile), class_="paper")
         for kind in plan.kinds:
@@ -226,7 +202,6 @@ def _curves(canvas: Canvas, plan: _Plan) -> None:
             if part:
                 canvas.steps(_under(part), class_=f"{kind.name} fill")
         canvas.steps(_under(profile), class_="outline")
-    canvas.line(_LEFT, _BOTTOM, _END, _BOTTOM, class_="axis")
 
 
 def _profile(plan: _Plan, every: Sequence[Run]) -> list[_Part]:
@@ -254,37 +229,36 @@ def _levels(canvas: Canvas, plan: _Plan) -> None:
         canvas.line(_END, plan.memory(bytes_), _END + 9, y, class_="axis")
         canvas.words(_END + 12, y + 4, text, class_=style)
     if plan.is_change:
-        _peak(canvas, plan, plan.peak_before, "grey")
+        _peak(canvas, plan, plan.eager_peak, "grey")
     if plan.budget_bytes is not None:
-        at = plan.memory(plan.budget_bytes)
-        canvas.line(_LEFT, at, _END, at, class_="budget")
+        level = plan.memory(plan.budget_bytes)
+        canvas.line(_LEFT, level, _END, level, class_="budget")
     _peak(canvas, plan, plan.peak, "after")
 
 
-def _peak(canvas: Canvas, plan: _Plan, peak: Run | None, style: str) -> None:
-    if peak is not None:
-        x, y = plan.time((peak.start_seconds + peak.end_seconds) / 2), plan.memory(peak.bytes)
-        canvas.line(x, y, _END, y, class_=f"leader {style}")
-        canvas.rectangle(x - 3, y - 3, 6, 6, rx=3, class_=f"dot {style}")
+def _peak(canvas: Canvas, plan: _Plan, peak: Run, style: str) -> None:
+    x, y = plan.time((peak.start_seconds + peak.end_seconds) / 2), plan.memory(peak.bytes)
+    canvas.line(x, y, _END, y, class_=f"leader {style}")
+    canvas.rectangle(x - 3, y - 3, 6, 6, rx=3, class_=f"dot {style}")
 
 
 def _levels_beside(plan: _Plan) -> Iterator[tuple[tuple[int, str, str], float]]:
     """Bytes, text and style of each level, and where its text stands."""
-    peak, before, units = _bytes(plan.peak), _bytes(plan.peak_before), plan.units
-    levels = [(peak, f"peak {units.of_memory(peak)}", "bold")]
+    peak, eager, of_memory = plan.peak.bytes, plan.eager_peak.bytes, plan.units.of_memory
+    levels = [(peak, f"peak {of_memory(peak)}", "bold")]
     if plan.is_change:
-        levels.append((before, f"{plan.name_before} peak {units.of_memory(before)}", ""))
+        levels.append((eager, f"eager peak {of_memory(eager)}", ""))
     if plan.budget_bytes is not None:
-        levels.append((plan.budget_bytes, f"budget {units.of_memory(plan.budget_bytes)}", "red"))
+        levels.append((plan.budget_bytes, f"budget {of_memory(plan.budget_bytes)}", "red"))
     levels.sort(key=lambda level: -level[0])
     return zip(levels, spread([plan.memory(level[0]) for level in levels], _LINE, _BOTTOM))
 
 
 def _lanes(canvas: Canvas, plan: _Plan) -> float:
     """[6], [7]; where they end."""
-    for is_forward, members in groupby(plan.after, lambda run: run.in_forward):
-        own = list(members)
-        x, end = plan.time(own[0].start_seconds), plan.time(own[-1].end_seconds)
+    for is_forward, members in groupby(plan.runs, lambda run: run.in_forward):
+        phase = list(members)
+        x, end = plan.time(phase[0].start_seconds), plan.time(phase[-1].end_seconds)
         kind, name, shade = ("F", "forward", "dark") if is_forward else ("B", "backward", "light")
         canvas.rectangle(x, _LANES, end - x, 15, class_=f"{kind} phase")
         if len(name) * TEXT * CHARACTER < end - x:
@@ -302,16 +276,15 @@ def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float
     """[7], as deep in the modules as leaves most of the recomputed time with a name; where they end."""
     parts = [paths[run.operation].split(".") for run in plan.repeats]
     numbered = max(next((place + 1 for place, part in enumerate(path) if part.isdigit()), 1) for path in parts)
-    every = [spans(plan.after, paths, depth) for depth in range(max(map(len, parts)), numbered - 1, -1)]
-    choices = [found for own in every for found in (own, joined(own))]
-    tried = [(_beside(plan, found, flat), len(found), flat) for found in choices for flat in (True, False)]
+    by_depth = [spans(plan.runs, paths, depth) for depth in range(max(map(len, parts)), numbered - 1, -1)]
+    choices = [named for apart in by_depth for named in (apart, joined(apart))]
+    tried = [(_beside(plan, named, flat), len(named), flat) for named in choices for flat in (True, False)]
     labels, wanted, flat = max(tried, key=lambda names: _worth(plan, names[0]))
     for label in sorted(labels, key=lambda label: label.place):
         if flat:
             canvas.words(label.place, y + 14, label.name, class_="middle small")
         else:
-            x = label.place + _SMALL * 0.36
-            canvas.words(x, y + 5, label.name, class_="end small", transform=f"rotate(-90 {x:.2f} {y + 5:g})")
+            upright(canvas, label.place + _SMALL * 0.36, y + 5, label.name, "end small")
     if len(labels) < wanted:
         canvas.words(_LEFT - 8, y + 14, f"{len(labels)} of {wanted}", class_="end small")
         canvas.words(_LEFT - 8, y + 26, "named", class_="end small")
@@ -325,10 +298,10 @@ def _worth(plan: _Plan, labels: Sequence[Label]) -> tuple[float, int]:
     return round(share, 2), -sum(len(label.name) for label in labels)
 
 
-def _beside(plan: _Plan, found: Sequence[Span], flat: bool) -> list[Label]:
+def _beside(plan: _Plan, named: Sequence[Span], flat: bool) -> list[Label]:
     """The names that have room, lying or standing on end."""
     labels = []
-    for span in found:
+    for span in named:
         name = clipped(span.name, _LONGEST_NAME, tail=True)
         extent = len(name) * _SMALL * CHARACTER + 6 if flat else _SMALL * 1.1
         labels.append(Label(name, plan.time((span.start_seconds + span.end_seconds) / 2), extent, span.seconds))
@@ -337,20 +310,11 @@ def _beside(plan: _Plan, found: Sequence[Span], flat: bool) -> list[Label]:
     return beside(long, _LEFT - 2, _WIDTH)[:_MOST_NAMES]
 
 
-def _legend(canvas: Canvas, plan: _Plan, y: float) -> float:
-    """[8]; where it ends."""
-    x, y = _LEFT, y + 26
-    present = {run.kind for run in plan.after}
-    entries = [(kind, name) for kind, name in _KINDS.items() if kind in present]
+def _entries(plan: _Plan) -> Iterator[tuple[str, str]]:
+    """[8]"""
+    present = {run.kind for run in plan.runs}
+    yield from ((kind, name) for kind, name in _KINDS.items() if kind in present)
     if plan.is_change:
-        entries.append(("before", "eager: nothing recomputed" if plan.before_is_eager else "before"))
+        yield "eager", "eager: nothing recomputed"
     if plan.budget_bytes is not None:
-        entries.append(("budget", "budget"))
-    for style, text in entries:
-        if style == "budget":
-            canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
-        else:
-            canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
-        canvas.words(x + 18, y, text)
-        x += 38 + len(text) * TEXT * 0.58
-    return y + 16
+        yield "budget", "budget"

@@ -13,12 +13,11 @@ from html import escape
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.planning.draw.canvas import clipped
-from torchckpt.planning.draw.units import aligned, number, percent
-from torchckpt.planning.remat.draw.curve import memory_units, prefix
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
-from torchckpt.planning.remat.flow.memory import lower_bound_bytes, simulate
+from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
+from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["Row", "Summary", "page", "plan_rows", "summary", "table"]
+__all__ = ["Row", "Summary", "page", "plan_rows", "table"]
 
 _MOST_ROWS = 28
 _LONGEST_NAME = 40
@@ -57,18 +56,6 @@ class Summary:
     budget_bytes: int | None = None
 
 
-def summary(flow: Dataflow, schedule: Schedule, budget_bytes: int | None = None) -> Summary:
-    """The numbers of ``schedule``.
-
-    Raises:
-        ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
-    """
-    peak, eager = simulate(flow, schedule).peak_bytes, simulate(flow, flow.eager).peak_bytes
-    seconds = sum(flow.operations[index].repeat.seconds for index in _repeats(schedule))
-    share = seconds / flow.seconds if flow.seconds else 0.0
-    return Summary(peak, eager, lower_bound_bytes(flow), share, budget_bytes)
-
-
 def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[Row]:
     """A row per module that saves, drops or recomputes something, in the order of the forward.
 
@@ -87,8 +74,8 @@ def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[
     rows = [Row(paths[flow.writer[storage]], kept_bytes=flow.sizes_bytes[storage]) for storage in saved]
     dropped = set(eager) - set(saved)
     rows += [Row(paths[flow.writer[storage]], dropped_bytes=flow.sizes_bytes[storage]) for storage in sorted(dropped)]
-    repeats = ((paths[index], flow.operations[index].repeat.flops) for index in _repeats(schedule))
-    rows += [Row(path, recomputed_count=1, recomputed_flops=flops) for path, flops in repeats]
+    flops = ((index, flow.operations[index].repeat.flops) for index in repeats(schedule))
+    rows += [Row(paths[index], recomputed_count=1, recomputed_flops=cost) for index, cost in flops]
     order = {path: place for place, path in reversed([*enumerate(paths)])}
     return sorted(_merged(rows, [row.name for row in rows], max), key=lambda row: order[row.name])
 
@@ -101,7 +88,7 @@ def table(rows: Iterable[Row], summary: Summary) -> str:
     """
     shown = _shortened(list(rows))
     total = _sum("total", shown)
-    units = memory_units(max((max(row.kept_bytes, row.dropped_bytes) for row in shown), default=0))
+    units = units_of_bytes(max((max(row.kept_bytes, row.dropped_bytes) for row in shown), default=0))
     letter, flops = prefix(max((row.recomputed_flops for row in shown), default=0))
     heads = ("module", "", f"saved {units.memory}", f"dropped {units.memory}", "repeats", f"recompute {letter}FLOP")
     cells = [heads]
@@ -118,7 +105,7 @@ def _header(summary: Summary) -> str:
     amounts = [("peak", summary.peak_bytes), ("eager peak", eager), ("lower bound", summary.lower_bound_bytes)]
     if summary.budget_bytes is not None:
         amounts.insert(1, ("budget", summary.budget_bytes))
-    units = memory_units(max(amount for _, amount in amounts))
+    units = units_of_bytes(max(amount for _, amount in amounts))
     shares = (_share(amount / eager, "eager") if eager else "" for _, amount in amounts)
     cells = [(name, units.of_memory(amount), share) for (name, amount), share in zip(amounts, shares)]
     return aligned([*cells, ("recompute", "", _share(summary.recompute_share, "the eager step's time"))])
@@ -132,28 +119,17 @@ def _or_dash(value: float) -> str:
     return number(value) if value else "-"
 
 
-def _repeats(schedule: Schedule) -> list[int]:
-    """The operations that the repeats run."""
-    seen: set[int] = set()
-    found = []
-    for index in schedule:
-        if index in seen:
-            found.append(index)
-        seen.add(index)
-    return found
-
-
 def _shortened(rows: list[Row]) -> list[Row]:
-    """The most telling of the ways to say ``rows`` in few."""
+    """The first of the ways to say ``rows`` in few, the most telling one first, that is short enough."""
     deepest = max((row.name.count(".") + 1 for row in rows), default=1)
     for depth in range(deepest, 0, -1):
         cut = _merged(rows, [".".join(row.name.split(".")[:depth]) for row in rows], max)
-        for found in (_collapsed(cut), _merged(cut, [_pattern_of(row) for row in cut], sum)):
-            if len(found) <= _MOST_ROWS:
-                return found
-    largest = sorted(found, key=lambda row: (-row.kept_bytes - row.dropped_bytes, -row.recomputed_flops))
+        for shorter in (_collapsed(cut), _merged(cut, [_pattern_of(row) for row in cut], sum)):
+            if len(shorter) <= _MOST_ROWS:
+                return shorter
+    largest = sorted(shorter, key=lambda row: (-row.kept_bytes - row.dropped_bytes, -row.recomputed_flops))
     others = _sum("others", largest[_MOST_ROWS - 1 :])
-    return [*(row for row in found if row in largest[: _MOST_ROWS - 1]), others]
+    return [*(row for row in shorter if row in largest[: _MOST_ROWS - 1]), others]
 
 
 def _collapsed(rows: list[Row]) -> list[Row]:
@@ -168,20 +144,20 @@ def _collapsed_at(place: int, rows: list[Row]) -> list[Row]:
     like: dict[tuple[object, ...], list[Row]] = {}
     siblings: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = {}
     for row in rows:
-        before, own, after = _split(row.name, place)
+        before, part, after = _split(row.name, place)
         key: tuple[object, ...] = (row.name,)
-        if own.isdecimal():
-            siblings.setdefault((before, _pattern(after)), set()).add(int(own))
+        if part.isdecimal():
+            siblings.setdefault((before, _pattern(after)), set()).add(int(part))
             key = (before, after, *astuple(row)[1:])
         like.setdefault(key, []).append(row)
-    found = []
+    collapsed = []
     for group in like.values():
-        before, own, after = _split(group[0].name, place)
+        before, part, after = _split(group[0].name, place)
         if len(group) > 1:
             numbers = {int(_split(row.name, place)[1]) for row in group}
-            own = "*" if numbers == siblings[before, _pattern(after)] else _ranges(numbers)
-        found.append(_sum(".".join((*before, own, *after)) if own else group[0].name, group))
-    return found
+            part = "*" if numbers == siblings[before, _pattern(after)] else _ranges(numbers)
+        collapsed.append(_sum(".".join((*before, part, *after)) if part else group[0].name, group))
+    return collapsed
 
 
 def _split(name: str, place: int) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
@@ -200,11 +176,11 @@ def _pattern_of(row: Row) -> str:
 def _ranges(numbers: Iterable[int]) -> str:
     """``0-13,20``"""
     ranges: list[list[int]] = []
-    for one in sorted(numbers):
-        if ranges and ranges[-1][1] == one - 1:
-            ranges[-1][1] = one
+    for sibling in sorted(numbers):
+        if ranges and ranges[-1][1] == sibling - 1:
+            ranges[-1][1] = sibling
         else:
-            ranges.append([one, one])
+            ranges.append([sibling, sibling])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
@@ -212,7 +188,7 @@ def _merged(rows: Iterable[Row], names: Iterable[str], count: Callable[[Iterable
     by_name: dict[str, list[Row]] = {}
     for row, name in zip(rows, names):
         by_name.setdefault(name, []).append(row)
-    return [replace(_sum(name, own), count=count(row.count for row in own)) for name, own in by_name.items()]
+    return [replace(_sum(name, like), count=count(row.count for row in like)) for name, like in by_name.items()]
 
 
 def _sum(name: str, rows: Sequence[Row]) -> Row:

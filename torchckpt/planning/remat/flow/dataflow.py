@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-__all__ = ["Dataflow", "Operation", "Schedule", "Tables"]
+__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "repeats", "runs"]
 
 Schedule: TypeAlias = Sequence[int]
 """Operations in the order in which they run, by their index in the dataflow; an index may repeat."""
@@ -89,6 +89,23 @@ class Dataflow:
         return range(len(self.operations))
 
 
+def first_runs(schedule: Schedule) -> dict[int, int]:
+    """For each operation, the step of ``schedule`` that runs it first."""
+    return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
+
+
+def repeats(schedule: Schedule) -> tuple[int, ...]:
+    """The operations that ``schedule`` runs again, in the order of these repeats."""
+    firsts = first_runs(schedule)
+    return tuple(index for step, index in enumerate(schedule) if firsts[index] != step)
+
+
+def runs(flow: Dataflow, schedule: Schedule) -> list[Operation]:
+    """What each step of ``schedule`` runs: the operation, or what a repeat runs in its place."""
+    operations, firsts = flow.operations, first_runs(schedule)
+    return [operations[i] if firsts[i] == step else operations[i].repeat for step, i in enumerate(schedule)]
+
+
 _TIE = 1e-7
 """The share of an operation's mean seconds that each repeat costs in addition, so that fewer repeats win a tie."""
 
@@ -137,10 +154,10 @@ class Tables:
         )
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
         self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.repeat_writes]
-        """By position, the first stage in which it may repeat. A new value of a buffer is alive to the boundary."""
+        """By position, the first one at which it may be repeated. A new value of a buffer is alive to the boundary."""
 
-    def may_repeat(self, position: int, stage: int) -> bool:
-        return self.repeatable[position] and stage >= self.earliest[position]
+    def may_repeat(self, repeated: int, position: int) -> bool:
+        return self.repeatable[repeated] and position >= self.earliest[repeated]
 
     def _tracked(self, storages: Sequence[int]) -> tuple[int, ...]:
         return tuple(s for s in storages if s not in self.untracked)

@@ -4,9 +4,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torchckpt.errors import ArgumentError, Fault
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs, runs
 
 __all__ = ["Breakdown", "Memory", "Residence", "at_end", "at_peak", "lower_bound_bytes", "residences", "simulate"]
 
@@ -49,43 +50,39 @@ def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
     """
     boundary = _boundary(flow, schedule)
     changes = [0] * (len(schedule) + 1)
-    saved = []
-    runs = _runs(flow, schedule)
+    crossing = set()
     for copy in residences(flow, schedule, boundary):
         size = flow.sizes_bytes[copy.storage]
         changes[copy.first] += size
         changes[copy.last + 1] -= size
         if copy.first < boundary <= copy.last:
-            saved.append(copy)
-    alive, during = 0, []
-    for step, operation in enumerate(runs):
-        alive += changes[step]
-        during.append(alive + operation.workspace_bytes)
-    read = {storage for operation in runs[boundary:] for storage in operation.reads}
-    return Memory(tuple(during), boundary, tuple(sorted({copy.storage for copy in saved} & read)))
+            crossing.add(copy.storage)
+    operations = runs(flow, schedule)
+    during = (alive + operation.workspace_bytes for alive, operation in zip(accumulate(changes), operations))
+    read = {storage for operation in operations[boundary:] for storage in operation.reads}
+    return Memory(tuple(during), boundary, tuple(sorted(crossing & read)))
 
 
 def residences(flow: Dataflow, schedule: Schedule, boundary: int) -> list[Residence]:
     """Every copy of every storage, by the step that writes it, the last first."""
-    runs, results = _runs(flow, schedule), flow.results
+    operations, firsts, results = runs(flow, schedule), first_runs(schedule), flow.results
     last_use = dict.fromkeys(results, len(schedule) - 1)
-    firsts = _first_runs(flow, schedule)
-    found = []
+    copies = []
     for step in range(len(schedule) - 1, -1, -1):
-        operation, first = runs[step], firsts[schedule[step]] == step
+        operation, first = operations[step], firsts[schedule[step]] == step
         for storage in operation.writes:
             if storage in results and not first:
-                found.append(Residence(storage, step, step))
+                copies.append(Residence(storage, step, step))
                 continue
             last = last_use.pop(storage, step)
             if first and storage in flow.forward_results:
                 last = max(last, boundary - 1)
-            found.append(Residence(storage, step, last))
+            copies.append(Residence(storage, step, last))
         for storage in operation.reads:
             if storage not in flow.given:
                 last_use.setdefault(storage, step)
     _check(flow, schedule, firsts, boundary, last_use)
-    return found
+    return copies
 
 
 def lower_bound_bytes(flow: Dataflow) -> int:
@@ -105,23 +102,8 @@ def lower_bound_bytes(flow: Dataflow) -> int:
 
 def _boundary(flow: Dataflow, schedule: Schedule) -> int:
     """The number of steps up to the last first run of an operation of the forward."""
-    firsts = _first_runs(flow, schedule)
+    firsts = first_runs(schedule)
     return 1 + max((firsts.get(index, -1) for index in range(flow.forward)), default=-1)
-
-
-def _runs(flow: Dataflow, schedule: Schedule) -> list[Operation]:
-    """What each step runs: the operation, or what a repeat runs in its place."""
-    seen: set[int] = set()
-    runs = []
-    for index in schedule:
-        operation = flow.operations[index]
-        runs.append(operation.repeat if index in seen else operation)
-        seen.add(index)
-    return runs
-
-
-def _first_runs(flow: Dataflow, schedule: Schedule) -> dict[int, int]:
-    return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
 
 
 def _check(
@@ -175,7 +157,7 @@ def at_peak(flow: Dataflow, schedule: Schedule, kinds: Mapping[int, str]) -> Bre
     memory = simulate(flow, schedule)
     step = memory.bytes_during.index(memory.peak_bytes)
     index = schedule[step]
-    operation = flow.operations[index] if index not in schedule[:step] else flow.operations[index].repeat
+    operation = runs(flow, schedule)[step]
     touched = {*operation.reads, *operation.writes}
     results, others = Counter[str](), Counter[bool]()
     for copy in residences(flow, schedule, memory.boundary):
@@ -190,7 +172,7 @@ def at_peak(flow: Dataflow, schedule: Schedule, kinds: Mapping[int, str]) -> Bre
 
 def at_end(flow: Dataflow, kinds: Mapping[int, str]) -> dict[str, int]:
     """The bytes of each kind of result that are alive at the end of the step. They are the same for every schedule."""
-    found = Counter[str]()
+    bytes_of = Counter[str]()
     for storage in sorted(flow.results.intersection(flow.writer)):
-        found[kinds.get(storage, "outputs")] += flow.sizes_bytes[storage]
-    return dict(found)
+        bytes_of[kinds.get(storage, "outputs")] += flow.sizes_bytes[storage]
+    return dict(bytes_of)

@@ -1,4 +1,4 @@
-"""Profile: the bytes of each stage, with quick changes and maxima of ranges of stages."""
+"""Profile: the bytes of each position, with quick changes and maxima of ranges of positions."""
 from __future__ import annotations
 
 import math
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from torchckpt.planning.remat.flow.dataflow import Tables
 
-__all__ = ["BlockProfile", "Profile", "StageMemory", "profile"]
+__all__ = ["BlockProfile", "PositionMemory", "Profile", "profile"]
 
 _PLAIN = 2000
-"""The number of stages from which on blocks are faster."""
+"""The number of positions from which on blocks are faster."""
 
 
 def profile(values: Sequence[int]) -> Profile:
@@ -20,26 +20,26 @@ def profile(values: Sequence[int]) -> Profile:
 
 
 class Profile:
-    """A plain list, the fastest for up to some thousand stages."""
+    """A plain list, the fastest for up to some thousand positions."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = list(values)
 
-    def at(self, stage: int) -> int:
-        return self.values[stage]
+    def at(self, position: int) -> int:
+        return self.values[position]
 
     def add(self, first: int, end: int, more: int) -> None:
-        """Add ``more`` to the stages from ``first`` up to, not including, ``end``."""
+        """Add ``more`` to the positions from ``first`` up to, not including, ``end``."""
         self.values[first:end] = [value + more for value in self.values[first:end]]
 
     def most(self, first: int, end: int) -> int:
-        """The maximum of the stages from ``first`` up to, not including, ``end``; 0 if there are none."""
+        """The maximum of the positions from ``first`` up to, not including, ``end``; 0 if there are none."""
         return max(self.values[first:end], default=0)
 
     def over(self, first: int, limit: int) -> int:
-        """The first stage from ``first`` on with more than ``limit``; the number of stages if there is none."""
+        """The first position from ``first`` on with more than ``limit``; the number of positions if there is none."""
         values = self.values
-        return next((stage for stage in range(first, len(values)) if values[stage] > limit), len(values))
+        return next((position for position in range(first, len(values)) if values[position] > limit), len(values))
 
 
 class BlockProfile(Profile):
@@ -54,8 +54,8 @@ class BlockProfile(Profile):
         self.offsets = [0] * len(starts)
         """By block, the number to add to each of its :attr:`values`."""
 
-    def at(self, stage: int) -> int:
-        return self.values[stage] + self.offsets[stage // self.block]
+    def at(self, position: int) -> int:
+        return self.values[position] + self.offsets[position // self.block]
 
     def add(self, first: int, end: int, more: int) -> None:
         if first >= end:
@@ -91,9 +91,9 @@ class BlockProfile(Profile):
         while block < len(self.tops):
             if self.tops[block] > limit:
                 least, end = limit - self.offsets[block], min(len(self.values), (block + 1) * self.block)
-                for stage in range(max(first, block * self.block), end):
-                    if self.values[stage] > least:
-                        return stage
+                for position in range(max(first, block * self.block), end):
+                    if self.values[position] > least:
+                        return position
             block += 1
         return len(self.values)
 
@@ -101,25 +101,25 @@ class BlockProfile(Profile):
 _START = -1
 
 
-class StageMemory:
+class PositionMemory:
     """Starts with no repeats; :meth:`change` adds and removes them. A step is named by the position that it runs.
 
-    A storage that the stage only reads is alive from its start, one that it writes from the writing step on. It dies
-    after the last step that touches it, unless a later stage needs it.
+    A storage that is only read is alive from the start of the position, one that is written from that step on. It dies
+    after the last step that touches it, unless a later position needs it.
     """
 
-    def __init__(self, tables: Tables, stage: int) -> None:
-        self._tables, self._stage = tables, stage
+    def __init__(self, tables: Tables, position: int) -> None:
+        self._tables, self._position = tables, position
         self._allocated: defaultdict[int, int] = defaultdict(int)  # bytes, by the step that allocates them
         self._freed: defaultdict[int, int] = defaultdict(int)  # bytes, by the step after which they are freed
         self._born: dict[int, int] = {}
         self._uses: dict[int, list[int]] = {}
         self._needed_later: set[int] = set()
-        reads, writes = tables.first_reads[stage], tables.first_writes[stage]
-        for storage in (*reads, *(tables.held if stage == tables.forward - 1 else ())):
-            self._use(storage, stage, True)
+        reads, writes = tables.first_reads[position], tables.first_writes[position]
+        for storage in (*reads, *(tables.held if position == tables.forward - 1 else ())):
+            self._use(storage, position, True)
         for storage in writes:
-            self._use(storage, stage, True, writes=True)
+            self._use(storage, position, True, writes=True)
 
     def change(self, position: int, added: bool) -> None:
         for storage in self._tables.repeat_reads[position]:
@@ -128,21 +128,21 @@ class StageMemory:
             self._use(storage, position, added, writes=True)
 
     def set_needed_later(self, storage: int, is_needed: bool) -> None:
-        """Set whether a later stage needs ``storage``."""
+        """Set whether a later position needs ``storage``."""
         if storage in self._uses and is_needed != (storage in self._needed_later):
             self._count(storage, -1)
             self._needed_later ^= {storage}
             self._count(storage, 1)
 
     def storages(self) -> Iterable[int]:
-        """The storages that the stage touches."""
+        """The storages that the position touches."""
         return self._uses
 
     def peak_bytes(self, repeats: Sequence[int]) -> int:
-        """The most bytes alive at once of the storages that the stage touches.
+        """The most bytes alive at once of the storages that the position touches.
 
         Args:
-            repeats: the repeats of the stage in their order.
+            repeats: those of the position, in their order.
         """
         extra, allocated, freed = self._tables.repeat_extra_bytes, self._allocated, self._freed
         alive, peak = allocated[_START], 0
@@ -151,7 +151,7 @@ class StageMemory:
             if alive + extra[position] > peak:
                 peak = alive + extra[position]
             alive -= freed[position]
-        return max(peak, alive + allocated[self._stage] + self._tables.first_extra_bytes[self._stage])
+        return max(peak, alive + allocated[self._position] + self._tables.first_extra_bytes[self._position])
 
     def _use(self, storage: int, step: int, added: bool, writes: bool = False) -> None:
         self._count(storage, -1)

@@ -4,16 +4,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.retention import Retention
-
-if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpSolver
 
 __all__ = ["Exact", "Infeasible", "optimum"]
 
@@ -83,10 +78,14 @@ def optimum(
         Infeasible: no schedule fits, or none was found in time and ``hint`` does not fit.
         ArgumentError: OR-tools is not installed.
     """
-    cp_model = _library()
-    eager, hinted = _eager(flow, budget_bytes), _fitting(flow, budget_bytes, hint)
-    if eager:
-        return eager
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        fault = Fault("an exact optimum is found by OR-tools", str(error), "pip install 'torchckpt[exact]'")
+        raise ArgumentError(str(fault)) from error
+    if simulate(flow, flow.eager).peak_bytes <= budget_bytes:
+        return Exact(tuple(flow.eager), flow.seconds, flow.seconds, True)
+    hinted = hint if hint is not None and simulate(flow, hint).peak_bytes <= budget_bytes else None
     order = list(flow.eager if hint is None else dict.fromkeys(hint))
     tables = Tables(flow, pinned, order)
     model = cp_model.CpModel()
@@ -95,46 +94,20 @@ def optimum(
     unit = _measure(costs, flow.seconds)
     whole = [math.floor(seconds / unit * (1 + 1e-12)) for seconds in costs]
     model.minimize(sum(whole[position] * flag for (_, position), flag in programme.repeats.items()))
-    solver = _solver(cp_model, time_limit_seconds, workers)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_seconds
+    solver.parameters.num_workers = workers
+    # The bound comes from the linear relaxation: the solver's usual choice for two workers makes little of it.
+    solver.parameters.subsolvers.append("max_lp")
     status = solver.solve(model)
     found = [] if hinted is None else [hinted]
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         found.append(_verified(flow, budget_bytes, programme.schedule(solver)))
     if not found:
         raise _nothing(flow, budget_bytes, time_limit_seconds, status == cp_model.INFEASIBLE)
-    best = min(found, key=lambda schedule: _seconds(flow, schedule))
-    seconds = _seconds(flow, best)
+    seconds, best = min(((_seconds(flow, schedule), schedule) for schedule in found), key=lambda timed: timed[0])
     bound = flow.seconds + max(0.0, solver.best_objective_bound * unit)
     return Exact(best, seconds, min(bound, seconds), status == cp_model.OPTIMAL)
-
-
-def _library() -> ModuleType:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        fault = Fault("an exact optimum is found by OR-tools", str(error), "pip install 'torchckpt[exact]'")
-        raise ArgumentError(str(fault)) from error
-    return cp_model
-
-
-def _solver(cp_model: ModuleType, time_limit_seconds: float, workers: int) -> CpSolver:
-    solver: CpSolver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_seconds
-    solver.parameters.num_workers = workers
-    # The bound comes from the linear relaxation: the solver's usual choice for two workers makes little of it.
-    solver.parameters.subsolvers.append("max_lp")
-    return solver
-
-
-def _eager(flow: Dataflow, budget_bytes: int) -> Exact | None:
-    """The eager schedule, if it fits."""
-    if simulate(flow, flow.eager).peak_bytes > budget_bytes:
-        return None
-    return Exact(tuple(flow.eager), flow.seconds, flow.seconds, True)
-
-
-def _fitting(flow: Dataflow, budget_bytes: int, hint: Schedule | None) -> Schedule | None:
-    return hint if hint is not None and simulate(flow, hint).peak_bytes <= budget_bytes else None
 
 
 def _verified(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> Schedule:
@@ -163,5 +136,4 @@ def _measure(costs: Sequence[float], step_seconds: float) -> float:
 
 
 def _seconds(flow: Dataflow, schedule: Schedule) -> float:
-    first = sum(operation.seconds - operation.repeat.seconds for operation in flow.operations)
-    return first + sum(flow.operations[index].repeat.seconds for index in schedule)
+    return sum(operation.seconds for operation in runs(flow, schedule))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Tables
-from torchckpt.planning.remat.flow.incremental import Stages
+from torchckpt.planning.remat.flow.incremental import Draft
 
 __all__ = ["hoisted", "moved", "transplanted"]
 
@@ -90,14 +90,14 @@ class _Hoist:
                     self._offer(reader)
 
 
-def transplanted(stages: Stages, order: list[int], tables: Tables) -> Stages:
-    """``stages`` with its first runs in another order; repeats stay before the first runs that they are made for."""
-    old = stages.tables.order
-    place = {index: position for position, index in enumerate(order)}
-    found = Stages(tables)
-    for stage, positions in enumerate(stages.repeats):
-        for position in positions:
-            there, repeated = place[old[stage]], place[old[position]]
+def transplanted(draft: Draft, order: list[int], tables: Tables) -> Draft:
+    """``draft`` with its first runs in another order; repeats stay before the first runs that they are made for."""
+    old = draft.tables.order
+    place = {index: repeated for repeated, index in enumerate(order)}
+    found = Draft(tables)
+    for position, repeats in enumerate(draft.repeats):
+        for repeated in repeats:
+            there, repeated = place[old[position]], place[old[repeated]]
             if there > repeated and tables.may_repeat(repeated, there):
                 found.add(there, repeated)
     return found

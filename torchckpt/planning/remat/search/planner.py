@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
-from torchckpt.planning.remat.flow.incremental import Stages
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
+from torchckpt.planning.remat.flow.incremental import Draft
 from torchckpt.planning.remat.flow.late import late, separating_storages
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
 from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
-from torchckpt.planning.remat.search.improve import prune, stages_of
+from torchckpt.planning.remat.search.improve import draft_of, prune
 from torchckpt.planning.remat.search.order import hoisted, moved, transplanted
 from torchckpt.planning.remat.search.ruin import RuinAndRecreate
 from torchckpt.planning.remat.search.select import evenly
@@ -108,12 +108,12 @@ def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[s
 def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
     """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
     tables = Tables(flow, pinned)
-    again = _evicted(stages_of(flow, start.schedule, pinned), budget_bytes)
+    again = _evicted(draft_of(flow, start.schedule, pinned), budget_bytes)
     found = [again, *_candidates(tables, budget_bytes, pinned, _SCORINGS[:2])]
-    best = min(found, key=lambda stages: (max(stages.peak_bytes, budget_bytes), stages.cost))
-    if tables.count > _LARGE:
-        return solution(flow, best.schedule())
-    return solution(flow, _ruin(best, budget_bytes, _SEARCH_WORK // max(tables.count, 150) // 4).schedule())
+    best = min(found, key=lambda draft: (max(draft.peak_bytes, budget_bytes), draft.cost))
+    if tables.count <= _LARGE:
+        RuinAndRecreate(best, budget_bytes).run(_SEARCH_WORK // max(tables.count, 150) // 4)
+    return solution(flow, best.schedule())
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
@@ -135,38 +135,33 @@ def _least_key(one: Solution) -> tuple[int, float]:
 
 def solution(flow: Dataflow, schedule: Schedule) -> Solution:
     """``schedule``, simulated and timed."""
-    seen: set[int] = set()
-    seconds = 0.0
-    for index in schedule:
-        operation = flow.operations[index]
-        seconds += (operation.repeat if index in seen else operation).seconds
-        seen.add(index)
+    seconds = sum(operation.seconds for operation in runs(flow, schedule))
     return Solution(tuple(schedule), simulate(flow, schedule), seconds)
 
 
 def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
     """The first schedule found that fits. If there is none, the one of least peak."""
     tables, tried = Tables(flow, pinned), []
-    for stages in chain(
+    for draft in chain(
         _candidates(tables, budget_bytes, pinned, _SCORINGS[:2], (1.0, 2.0)),
-        (_evicted(Stages(Tables(flow, pinned, hoisted(flow, sink))), budget_bytes) for sink in (False, True)),
+        (_evicted(Draft(Tables(flow, pinned, hoisted(flow, sink))), budget_bytes) for sink in (False, True)),
     ):
-        tried.append(stages)
-        if stages.peak_bytes <= budget_bytes:
-            return solution(flow, stages.schedule())
+        tried.append(draft)
+        if draft.peak_bytes <= budget_bytes:
+            return solution(flow, draft.schedule())
     if tables.count <= _TINY:
         shortest = Shortest(tables, budget_bytes, math.inf, _TINY_STATES).run()
         if shortest:
             return solution(flow, shortest)
-    return solution(flow, min(tried, key=lambda stages: stages.peak_bytes).schedule())
+    return solution(flow, min(tried, key=lambda draft: draft.peak_bytes).schedule())
 
 
 def _after(head: str, tell: Callable[[str], None]) -> Callable[[str], None]:
     return lambda what: tell(head + what)
 
 
-def _told(stages: Iterator[Stages], what: str, tell: Callable[[str], None]) -> Iterator[Stages]:
-    for number, one in enumerate(stages, start=1):
+def _told(draft: Iterator[Draft], what: str, tell: Callable[[str], None]) -> Iterator[Draft]:
+    for number, one in enumerate(draft, start=1):
         tell(f"{what} {number}")
         yield one
 
@@ -176,8 +171,8 @@ def _search(
 ) -> Solution:
     tables = Tables(flow, pinned)
 
-    def key(stages: Stages) -> tuple[int, float]:
-        return max(stages.peak_bytes, budget_bytes), stages.cost
+    def key(draft: Draft) -> tuple[int, float]:
+        return max(draft.peak_bytes, budget_bytes), draft.cost
 
     found = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
     best = found[0]
@@ -190,26 +185,17 @@ def _search(
         return solution(flow, best.schedule())
     found = sorted([*found, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
     work = _SEARCH_WORK // max(tables.count, 150)
-    for stages in _told(iter(found[:_STARTS]), f"search, of {_STARTS + 1} number", tell):
-        _ruin(stages, budget_bytes, work // _STARTS // 2)
+    for draft in _told(iter(found[:_STARTS]), f"search, of {_STARTS + 1} number", tell):
+        RuinAndRecreate(draft, budget_bytes).run(work // _STARTS // 2)
     best = min(found[:_STARTS], key=key)
     tell(f"search, of {_STARTS + 1} number {_STARTS + 1}")
     return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
 
 
-def _ruin(stages: Stages, budget_bytes: int, work: int, seed: int = 0) -> Stages:
-    ruin = RuinAndRecreate(stages, budget_bytes, seed)
-    if stages.peak_bytes > budget_bytes:
-        ruin.lower(work)
-    if stages.peak_bytes <= budget_bytes:
-        ruin.run(work)
-    return stages
-
-
 def _candidates(
     tables: Tables, budget_bytes: int, pinned: Set[int], scorings: Sequence[EvictionScore] = _SCORINGS,
     shares: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0),
-) -> Iterator[Stages]:
+) -> Iterator[Draft]:
     """Schedules by eviction, from the eager one, and from some that keep separating storages.
 
     Of n separating storages, they keep about sqrt(n) times each of ``shares``.
@@ -218,15 +204,15 @@ def _candidates(
     if tables.count > _MEDIUM:
         scorings, shares = scorings[:4] if tables.count <= _LARGE else scorings[:2], shares[-2:-1]
     for scoring in scorings:
-        yield _evicted(Stages(tables), budget_bytes, scoring)
+        yield _evicted(Draft(tables), budget_bytes, scoring)
     separating = separating_storages(flow)
     counts = {round(math.sqrt(len(separating)) * share) for share in shares} - {0}
     for count in sorted(counts):
         kept = evenly(flow, separating, count) | pinned
-        yield _evicted(stages_of(flow, late(flow, kept), pinned), budget_bytes)
+        yield _evicted(draft_of(flow, late(flow, kept), pinned), budget_bytes)
 
 
-def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[Stages]:
+def _reordered(best: Draft, budget_bytes: int, pinned: Set[int]) -> Iterator[Draft]:
     """Schedules with other orders of the first runs: the repeats of ``best`` in that order, and evictions from none."""
     flow = best.tables.flow
     for sink in (False, True):
@@ -235,19 +221,19 @@ def _reordered(best: Stages, budget_bytes: int, pinned: Set[int]) -> Iterator[St
             tables = Tables(flow, pinned, order)
             yield _evicted(transplanted(best, order, tables), budget_bytes)
             for scoring in _SCORINGS[:2]:
-                yield _evicted(Stages(tables), budget_bytes, scoring)
+                yield _evicted(Draft(tables), budget_bytes, scoring)
 
 
-def _searched(best: Stages, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
+def _searched(best: Draft, budget_bytes: int, pinned: Set[int], work: int) -> Schedule:
     """The result of a local search in turns: over the order of the first runs, and over the repeats."""
     for turn in (1, 2):
         if best.tables.count <= _SMALL and best.peak_bytes <= budget_bytes:
             best = _rearranged(best, budget_bytes, pinned)
-        _ruin(best, budget_bytes, work // 2, turn)
+        RuinAndRecreate(best, budget_bytes, turn).run(work // 2)
     return best.schedule()
 
 
-def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
+def _rearranged(best: Draft, budget_bytes: int, pinned: Set[int]) -> Draft:
     """``best`` with first runs moved earlier or later, where this makes a repeat unnecessary."""
     flow = best.tables.flow
     for order in moved(flow, best.tables.order):
@@ -260,7 +246,7 @@ def _rearranged(best: Stages, budget_bytes: int, pinned: Set[int]) -> Stages:
     return best
 
 
-def _evicted(stages: Stages, budget_bytes: int, scoring: EvictionScore = _SCORINGS[0]) -> Stages:
-    Eviction(stages, budget_bytes, scoring).run()
-    prune(stages, max(budget_bytes, stages.peak_bytes))
-    return stages
+def _evicted(draft: Draft, budget_bytes: int, scoring: EvictionScore = _SCORINGS[0]) -> Draft:
+    Eviction(draft, budget_bytes, scoring).run()
+    prune(draft, max(budget_bytes, draft.peak_bytes))
+    return draft

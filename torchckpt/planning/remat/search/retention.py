@@ -1,23 +1,23 @@
-"""Retention: an integer programme of which stages repeat an operation, and which storages wait from stage to stage.
+"""Retention: an integer programme of what is repeated at each position, and which storages wait for the next one.
 
-Stage t is the first run at position t and, before it, its repeats, in ascending order. Two kinds of decisions, as in
+Position t has the t-th first run and, before it, its repeats, in ascending order. Two kinds of decisions, as in
 Checkmate (Jain et al., 2020):
 
-    R[t,p]   stage t repeats position p
-    S[t,v]   storage v waits from stage t-1 for stage t
+    R[t,p]   the first run of position p is repeated at position t
+    S[t,v]   storage v waits from position t-1 for position t
 
 and their constraints, where position w(v) writes v:
 
     [1] a first run in t reads v                S[t,v] + R[t,w(v)] >= 1
     [2] a repeat of p in t reads v              S[t,v] + R[t,w(v)] >= R[t,p]
     [3] v was alive before it waits             S[t,v] + R[t,w(v)] >= S[t+1,v]
-    [4] at every run, what is alive fits: its outputs, and what waits or is read by this run or a later one of the stage
-    [5] before a use of v in stage T, v waits in t, or an input u of w(v) does, or u is repeated from t to T:
+    [4] at every run, what is alive fits: its outputs, and what waits or is read by this run or a later one of t
+    [5] before a use of v at position T, v waits in t, or an input u of w(v) does, or u is repeated from t to T:
                                                 S[t,v] + S[t,u] + R[t,w(u)] + ... + R[T,w(u)] >= 1
 
-For whole numbers, [5] follows from the others. Without it, the linear relaxation repeats a tenth of w(v) in each of ten
-stages, and a tenth of u that waits is enough for all of them. That gives useless bounds: 0.6 % of the step where 12 %
-are needed. With [5], the optimum of steps of some sixty operations is proven in seconds.
+For whole numbers, [5] follows from the others. Without it, the linear relaxation repeats a tenth of w(v) at each of ten
+positions, and a tenth of u that waits is enough for all of them. That gives useless bounds: 0.6 % of the step where 12
+% are needed. With [5], the optimum of steps of some sixty operations is proven in seconds.
 """
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class Retention:
     ) -> None:
         self.model, self.tables, self.budget_bytes = model, tables, budget_bytes
         self.hinted: dict[int, bool] | None = None if hint is None else {}
-        repeated, waiting = ([], []) if hint is None else _trace(tables, hint)
+        hinted, waiting = ([], []) if hint is None else _trace(tables, hint)
         self.readers = _readers(tables)
         useful = self._useful()
         self.repeats = {
-            (stage, position): self._flag(bool(repeated) and position in repeated[stage])
-            for position in range(tables.count)
-            for stage in range(position + 1, useful[position] + 1)
-            if tables.may_repeat(position, stage)
+            (position, repeated): self._flag(bool(hinted) and repeated in hinted[position])
+            for repeated in range(tables.count)
+            for position in range(repeated + 1, useful[repeated] + 1)
+            if tables.may_repeat(repeated, position)
         }
         self.waits = {
-            (stage, storage): self._flag(bool(waiting) and storage in waiting[stage])
+            (position, storage): self._flag(bool(waiting) and storage in waiting[position])
             for storage, writer in tables.writer.items()
-            for stage in range(writer + 1, max(self._last_use(storage, useful), self._held_until(storage)) + 1)
+            for position in range(writer + 1, max(self._last_use(storage, useful), self._held_until(storage)) + 1)
         }
         self._hold()
         self._provide()
@@ -76,11 +76,11 @@ class Retention:
 
     def schedule(self, solver: CpSolver) -> Schedule:
         order = self.tables.order
-        repeated: list[list[int]] = [[] for _ in order]
-        for (stage, position), flag in self.repeats.items():
+        repeats: list[list[int]] = [[] for _ in order]
+        for (position, repeated), flag in self.repeats.items():
             if solver.boolean_value(flag):
-                repeated[stage].append(position)
-        return tuple(order[p] for stage, repeats in enumerate(repeated) for p in (*sorted(repeats), stage))
+                repeats[position].append(repeated)
+        return tuple(order[p] for position, before in enumerate(repeats) for p in (*sorted(before), position))
 
     # variables
 
@@ -103,7 +103,7 @@ class Retention:
         return flag
 
     def _useful(self) -> list[int]:
-        """For each position, the last stage in which its repeat can have a reader."""
+        """For each position, the last one at which its repeat can have a reader."""
         tables = self.tables
         useful = [-1] * tables.count
         for position in range(tables.count - 1, -1, -1):
@@ -124,33 +124,33 @@ class Retention:
     # constraints
 
     def _hold(self) -> None:
-        for (stage, storage), flag in self.waits.items():
-            if stage <= self._held_until(storage):
+        for (position, storage), flag in self.waits.items():
+            if position <= self._held_until(storage):
                 self.model.add(flag == 1)
 
-    def _present(self, storage: int, stage: int) -> list[Literal]:
-        """The literals one of which is true if runs in ``stage`` can read ``storage``: it waits, or is written."""
+    def _present(self, storage: int, position: int) -> list[Literal]:
+        """The literals one of which is true if runs at ``position`` can read ``storage``: it waits, or is written."""
         writer = self.tables.writer[storage]
-        found: list[Literal] = [True] if writer == stage else []
-        if (stage, storage) in self.waits:
-            found.append(self.waits[stage, storage])
-        if (stage, writer) in self.repeats and storage in self.tables.repeat_writes[writer]:
-            found.append(self.repeats[stage, writer])
+        found: list[Literal] = [True] if writer == position else []
+        if (position, storage) in self.waits:
+            found.append(self.waits[position, storage])
+        if (position, writer) in self.repeats and storage in self.tables.repeat_writes[writer]:
+            found.append(self.repeats[position, writer])
         return found
 
     def _provide(self) -> None:
         tables = self.tables
-        for stage in range(tables.count):
-            for storage in tables.first_reads[stage]:
-                self._need(storage, stage)  # [1]
-        for (stage, position), flag in self.repeats.items():
-            for storage in tables.repeat_reads[position]:
-                self._need(storage, stage, flag)  # [2]
-        for (stage, storage), flag in self.waits.items():
-            self._need(storage, stage - 1, flag)  # [3]
+        for position in range(tables.count):
+            for storage in tables.first_reads[position]:
+                self._need(storage, position)  # [1]
+        for (position, repeated), flag in self.repeats.items():
+            for storage in tables.repeat_reads[repeated]:
+                self._need(storage, position, flag)  # [2]
+        for (position, storage), flag in self.waits.items():
+            self._need(storage, position - 1, flag)  # [3]
 
-    def _need(self, storage: int, stage: int, condition: IntVar | None = None) -> None:
-        present = self._present(storage, stage)
+    def _need(self, storage: int, position: int, condition: IntVar | None = None) -> None:
+        present = self._present(storage, position)
         if not any(literal is True for literal in present):
             clause = self.model.add_bool_or(present)
             if condition is not None:
@@ -159,31 +159,31 @@ class Retention:
     def _fit(self) -> None:
         """[4]"""
         tables = self.tables
-        for stage in range(tables.count):
-            runs = [position for position in range(stage) if (stage, position) in self.repeats] + [stage]
+        for position in range(tables.count):
+            runs = [repeated for repeated in range(position) if (position, repeated) in self.repeats] + [position]
             alive: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
             for storage, writer in tables.writer.items():
-                if writer <= stage and self._present(storage, stage):
-                    for position, literal in self._alive(storage, stage, runs):
-                        alive[position].append((tables.sizes[storage], literal))
-            for position in runs[:-1]:
-                extra = (tables.repeat_extra_bytes[position], self.repeats[stage, position])
-                self._within(self.budget_bytes - tables.floor_bytes[stage], [*alive[position], extra])
-            room = self.budget_bytes - tables.floor_bytes[stage] - tables.first_extra_bytes[stage]
-            self._within(room, alive[stage])
+                if writer <= position and self._present(storage, position):
+                    for repeated, literal in self._alive(storage, position, runs):
+                        alive[repeated].append((tables.sizes[storage], literal))
+            for repeated in runs[:-1]:
+                extra = (tables.repeat_extra_bytes[repeated], self.repeats[position, repeated])
+                self._within(self.budget_bytes - tables.floor_bytes[position], [*alive[repeated], extra])
+            room = self.budget_bytes - tables.floor_bytes[position] - tables.first_extra_bytes[position]
+            self._within(room, alive[position])
 
-    def _alive(self, storage: int, stage: int, runs: list[int]) -> Iterator[tuple[int, Literal]]:
-        """For each run that ``stage`` may make, the last first, its position and whether ``storage`` is then alive."""
+    def _alive(self, storage: int, position: int, runs: list[int]) -> Iterator[tuple[int, Literal]]:
+        """For each run that may be at ``position``, the last first, what it runs, and whether ``storage`` is alive."""
         tables, writer = self.tables, self.tables.writer[storage]
-        alive: Literal = stage == self._held_until(storage) or self.waits.get((stage + 1, storage), False)
-        for position in reversed(runs):
-            if position < writer:
-                alive = self.waits.get((stage, storage), False)
-            elif position == stage:
-                alive = True if storage in tables.first_touches[stage] else alive
-            elif storage in tables.repeat_reads[position] or storage in tables.repeat_writes[position]:
-                alive = self._either(alive, self.repeats[stage, position])
-            yield position, alive
+        alive: Literal = position == self._held_until(storage) or self.waits.get((position + 1, storage), False)
+        for repeated in reversed(runs):
+            if repeated < writer:
+                alive = self.waits.get((position, storage), False)
+            elif repeated == position:
+                alive = True if storage in tables.first_touches[position] else alive
+            elif storage in tables.repeat_reads[repeated] or storage in tables.repeat_writes[repeated]:
+                alive = self._either(alive, self.repeats[position, repeated])
+            yield repeated, alive
 
     def _within(self, room_bytes: int, terms: Iterable[tuple[int, Literal]]) -> None:
         fixed = sum(size for size, literal in terms if literal is True)
@@ -192,22 +192,22 @@ class Retention:
             self.model.add(sum(size * literal for size, literal in free) <= room_bytes - fixed)
 
     def _cut(self) -> None:
-        """[5], for each storage, each stage in which it may wait, and the next first run that reads it."""
+        """[5], for each storage, each position at which it may wait, and the next first run that reads it."""
         for storage, writer in self.tables.writer.items():
-            uses = [position for position in self.readers[storage] if storage in self.tables.first_reads[position]]
-            for stage in range(writer + 1, max(uses, default=-1) + 1):
-                use = uses[bisect_left(uses, stage)]
-                self._cut_back(stage, use, storage, [self.waits[stage, storage]])
+            uses = [repeated for repeated in self.readers[storage] if storage in self.tables.first_reads[repeated]]
+            for position in range(writer + 1, max(uses, default=-1) + 1):
+                use = uses[bisect_left(uses, position)]
+                self._cut_back(position, use, storage, [self.waits[position, storage]])
 
-    def _cut_back(self, stage: int, use: int, storage: int, waiting: list[IntVar]) -> None:
+    def _cut_back(self, position: int, use: int, storage: int, waiting: list[IntVar]) -> None:
         tables, writer = self.tables, self.tables.writer[storage]
-        spans = range(stage, use + 1) if storage in tables.repeat_writes[writer] else range(0)
+        spans = range(position, use + 1) if storage in tables.repeat_writes[writer] else range(0)
         repeats = [self.repeats[t, writer] for t in spans if (t, writer) in self.repeats]
         self.model.add_bool_or([*waiting, *repeats])
         if repeats and len(waiting) <= DEPTH:
             for read in tables.repeat_reads[writer]:
-                if (stage, read) in self.waits:
-                    self._cut_back(stage, use, read, [*waiting, self.waits[stage, read]])
+                if (position, read) in self.waits:
+                    self._cut_back(position, use, read, [*waiting, self.waits[position, read]])
 
     def _limit(self, most_repeats: int) -> None:
         flags: dict[int, list[IntVar]] = defaultdict(list)
@@ -227,20 +227,20 @@ def _readers(tables: Tables) -> dict[int, list[int]]:
 
 
 def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set[int]]]:
-    """By stage of ``schedule``, the positions that it repeats, and the storages that wait for it."""
+    """By position of ``schedule``, what is repeated there, and the storages that wait for it."""
     place = {index: position for position, index in enumerate(tables.order)}
-    repeated: list[set[int]] = [set()]
+    repeats: list[set[int]] = [set()]
     for index in schedule:
-        if place[index] == len(repeated) - 1:
-            repeated.append(set())
+        if place[index] == len(repeats) - 1:
+            repeats.append(set())
         else:
-            repeated[-1].add(place[index])
+            repeats[-1].add(place[index])
     waiting: list[set[int]] = [set() for _ in tables.order]
     wanted: set[int] = set()
-    for stage in range(tables.count - 1, -1, -1):
-        wanted = wanted.difference(tables.first_writes[stage]).union(tables.first_reads[stage])
-        for position in sorted(repeated[stage], reverse=True):
-            wanted = wanted.difference(tables.repeat_writes[position]).union(tables.repeat_reads[position])
-        held = {v for v in tables.held if tables.writer[v] < stage < tables.forward}
-        waiting[stage] = wanted | held
-    return repeated, waiting
+    for position in range(tables.count - 1, -1, -1):
+        wanted = wanted.difference(tables.first_writes[position]).union(tables.first_reads[position])
+        for repeated in sorted(repeats[position], reverse=True):
+            wanted = wanted.difference(tables.repeat_writes[repeated]).union(tables.repeat_reads[repeated])
+        held = {v for v in tables.held if tables.writer[v] < position < tables.forward}
+        waiting[position] = wanted | held
+    return repeats, waiting

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from torchckpt.planning.remat.flow.incremental import Stages
+from torchckpt.planning.remat.flow.incremental import Draft
 from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
 from torchckpt.planning.remat.search.improve import prune
 
@@ -29,91 +29,85 @@ class RuinAndRecreate:
     its result is the same on every machine.
     """
 
-    def __init__(self, stages: Stages, budget_bytes: int, seed: int = 0) -> None:
-        self.stages, self.tables, self.budget_bytes = stages, stages.tables, budget_bytes
+    def __init__(self, draft: Draft, budget_bytes: int, seed: int = 0) -> None:
+        self.draft, self.tables, self.budget_bytes = draft, draft.tables, budget_bytes
         self.random = Random(seed)
-        self.best_cost, self.best = stages.cost, stages.copy()
-        self.rounds = 0
 
     def run(self, work: int) -> None:
-        """Search from a schedule that fits, until ``work`` is done. Then :attr:`stages` has the fastest one found."""
-        stages = self.stages
-        end = stages.work + work
-        while stages.work < end and any(stages.repeats):
-            self.rounds += 1
-            stages.work += 10
-            self._round(_WARMTH * (end - stages.work) / work)
-        stages.become(self.best)
-
-    def lower(self, work: int) -> None:
-        """Search for a schedule that fits, from one that does not, until ``work`` is done."""
-        stages = self.stages
-        end = stages.work + work
-        while stages.work < end and stages.peak_bytes > self.budget_bytes and any(stages.repeats):
-            self.rounds += 1
-            stages.work += 10
+        """Search until ``work`` is done for a schedule that fits, then as long again for the fastest one."""
+        draft = self.draft
+        end = draft.work + work
+        while draft.work < end and draft.peak_bytes > self.budget_bytes and any(draft.repeats):
+            draft.work += 10
             self._lower_round()
-        self.best_cost, self.best = stages.cost, stages.copy()
+        if draft.peak_bytes > self.budget_bytes:
+            return
+        self.best_cost, self.best = draft.cost, draft.copy()
+        end = draft.work + work
+        while draft.work < end and any(draft.repeats):
+            draft.work += 10
+            self._round(_WARMTH * (end - draft.work) / work)
+        draft.become(self.best)
 
     def _lower_round(self) -> None:
-        stages, peak = self.stages, self.stages.peak_bytes
-        stages.log.clear()
+        draft, peak = self.draft, self.draft.peak_bytes
+        draft.log.clear()
         target = max(self.budget_bytes, int(peak * _LOWER))
         kept = self._ruin()
-        Eviction(stages, target, self._random_scoring(), frozenset(kept)).run()
-        if stages.peak_bytes < peak:
-            prune(stages, max(target, stages.peak_bytes))
+        Eviction(draft, target, self._random_scoring(), frozenset(kept)).run()
+        if draft.peak_bytes < peak:
+            prune(draft, max(target, draft.peak_bytes))
         else:
-            stages.back(0)
+            draft.back(0)
 
     def _round(self, warmth: float) -> None:
-        stages, cost = self.stages, self.stages.cost
-        stages.log.clear()
+        draft, cost = self.draft, self.draft.cost
+        draft.log.clear()
         kept = self._ruin()
-        fits = Eviction(stages, self.budget_bytes, self._random_scoring(), frozenset(kept)).run(_SLACK * cost)
+        fits = Eviction(draft, self.budget_bytes, self._random_scoring(), frozenset(kept)).run(_SLACK * cost)
         if fits:
-            prune(stages, self.budget_bytes)
-        if not fits or stages.cost > max(cost, self.best_cost * (1 + warmth * self.random.random())):
-            stages.back(0)
-        elif stages.cost < self.best_cost * (1 - 1e-9):
-            self.best_cost, self.best = stages.cost, stages.copy()
+            prune(draft, self.budget_bytes)
+        if not fits or draft.cost > max(cost, self.best_cost * (1 + warmth * self.random.random())):
+            draft.back(0)
+        elif draft.cost < self.best_cost * (1 - 1e-9):
+            self.best_cost, self.best = draft.cost, draft.copy()
 
     def _ruin(self) -> set[int]:
         """Remove some repeats. Returns the storages that must not be dropped again in this round."""
-        repeats = [(stage, p) for stage, positions in enumerate(self.stages.repeats) for p in positions]
+        repeats = [(position, p) for position, repeats in enumerate(self.draft.repeats) for p in repeats]
         random = self.random
         kind = random.randrange(4)
         if kind == 3:
             return self._disturb(repeats)
-        stage, position = random.choice(repeats)
+        position, repeated = random.choice(repeats)
         if kind == 0:
             width = random.choice((0, 1, 3, 8))
-            gone = [repeat for repeat in repeats if abs(repeat[1] - position) <= width]
+            gone = [repeat for repeat in repeats if abs(repeat[1] - repeated) <= width]
         elif kind == 1:
             width = random.choice((0, 2, 5, 12))
-            gone = [repeat for repeat in repeats if abs(repeat[0] - stage) <= width]
+            gone = [repeat for repeat in repeats if abs(repeat[0] - position) <= width]
         else:
             gone = random.sample(repeats, min(len(repeats), random.choice((1, 2, 3, 5))))
         kept: set[int] = set()
-        for stage, position in gone:
-            self.stages.remove(stage, position)
+        for position, repeated in gone:
+            self.draft.remove(position, repeated)
             if random.random() < 0.3:
-                kept.update(self.tables.repeat_writes[position])
+                kept.update(self.tables.repeat_writes[repeated])
         return kept
 
     def _disturb(self, repeats: list[tuple[int, int]]) -> set[int]:
         """Add repeats at random, and remove those that they make unnecessary. Returns no storages."""
-        stages, tables, random = self.stages, self.tables, self.random
+        draft, tables, random = self.draft, self.tables, self.random
         for _ in range(random.choice((1, 2))):
             position = random.randrange(tables.count)
             if tables.repeatable[position]:
                 storage = tables.repeat_writes[position][0]
-                ends = [end for end in stages.touches[storage][1:]
-                        if end not in stages.births[storage] and end >= tables.earliest[position]
-                        and position not in stages.repeats[end]]
+                ends = [end for end in draft.touches[storage][1:]
+                        if end not in draft.births[storage] and end >= tables.earliest[position]
+                        and position not in draft.repeats[end]]
                 if ends:
-                    stages.add(random.choice(ends), position)
-        prune(stages, self.budget_bytes)
+                    draft.add(random.choice(ends), position)
+        prune(draft, self.budget_bytes)
         return set()
 
     def _random_scoring(self) -> EvictionScore:
