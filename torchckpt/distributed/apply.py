@@ -118,9 +118,9 @@ def recompute_ahead(
     _warn_of_statistics(schedule)
     if budget is not None:
         budget_key(_CALLER, budget, len(plain.ranks))
-        return RecomputeWithin(schedule, plain, budget, None)
+        return RecomputeWithin(schedule, plain, budget)
     if plan is not None:
-        return RecomputeWithin(schedule, plain, None, plan_for(_CALLER, plan, plain))
+        return RecomputeWithin(schedule, plain, plan_for(_CALLER, plan, plain))
     return RecomputeAhead(schedule, plain, segments, kept, costs, link or 0.0)
 
 

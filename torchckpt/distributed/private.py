@@ -33,8 +33,8 @@ from torchckpt.tensors import tensors_in
 
 __all__ = [
     "Live",
+    "LiveStage",
     "Runtime",
-    "Stage",
     "TorchDispatchMode",
     "finds_shapes",
     "in_backward",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
-Stage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
+LiveStage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -93,12 +93,12 @@ def raise_unless_supported(schedule: object) -> None:
         )
 
 
-def stages_of(live: Live) -> list[Stage]:
+def stages_of(live: Live) -> list[LiveStage]:
     """The stages of this rank."""
     return [live._stage] if isinstance(live, PipelineScheduleSingle) else list(live._stages)
 
 
-def sends_objects(stage: Stage) -> bool:
+def sends_objects(stage: LiveStage) -> bool:
     """Whether torch finds out in the first step what ``stage`` takes and gives, and tells other ranks, as objects."""
     if dist.get_world_size(stage.group) == 1:
         return False
@@ -110,7 +110,7 @@ def sends_objects(stage: Stage) -> bool:
     return bool(InferenceMode.needs_dynamic(metas, True))
 
 
-def finds_shapes(stage: Stage) -> bool:
+def finds_shapes(stage: LiveStage) -> bool:
     """Whether torch will find out the shapes of ``stage`` by running it: unless it is the first, on whatever is in
     fresh memory."""
     if hasattr(stage, "_user_meta"):
@@ -257,7 +257,7 @@ class Runtime(_PipelineScheduleRuntime):
                 getattr(self, name, set()).clear()
 
     @contextmanager
-    def _watched(self, stage: Stage) -> Iterator[None]:
+    def _watched(self, stage: LiveStage) -> Iterator[None]:
         """Within, the computations of ``stage`` are :meth:`computing`."""
         index = stage.stage_index
         plain = [getattr(stage, name) for name in _CHUNKS]
@@ -293,7 +293,7 @@ class Runtime(_PipelineScheduleRuntime):
             stage.__dict__.update(before)
 
 
-def _let_go(stage: Stage, place: int | None) -> None:
+def _let_go(stage: LiveStage, place: int | None) -> None:
     """Take the graph off the outputs at ``place`` of those that the last ``stage`` keeps for the end of the step.
 
     torch (2.11 to 2.15, ``backward_one_chunk``) detaches them in place, which leaves views as they are, and the outputs
