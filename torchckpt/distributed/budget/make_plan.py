@@ -67,11 +67,8 @@ def made(
     levels_of_processes = all_gather([levels for _, levels in counted])
     outcome = None
     if not dist.get_rank():
-        steps = [
-            _measured_step(order, [levels[at] for levels in levels_of_processes])
-            for at, (order, _) in enumerate(counted)
-        ]
-        outcome = _outcome(schedule, budget, measured, steps, tied, pairs)
+        orders = [order for order, _ in counted]
+        outcome = _outcome(schedule, budget, measured, orders, levels_of_processes, tied, pairs)
     outcome = broadcast(outcome)
     if outcome.refusal:
         _refuse(outcome)
@@ -83,11 +80,13 @@ def made(
 
 
 def _outcome(
-    schedule: Schedule, budget: Bytes, measured: Gathered, steps: Sequence[MeasuredStep],
-    tied: bool, pairs: Collection[tuple[Action, Action]],
+    schedule: Schedule, budget: Bytes, measured: Gathered, orders: Sequence[Schedule],
+    levels_of_processes: Sequence[Sequence[Mapping[Action, Level]]], tied: bool,
+    pairs: Collection[tuple[Action, Action]],
 ) -> _Outcome:
     stages, links = measured.step.stages, measured.step.links
     try:
+        steps = [_measured_step(*step) for step in zip(orders, zip(*levels_of_processes))]
         raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
         found = fitted(_CALLER, schedule, stages, links, budget, steps, tied, pairs)
     except BudgetInfeasible as error:
