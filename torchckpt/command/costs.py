@@ -87,7 +87,7 @@ def model_faults(options: argparse.Namespace) -> None:
 
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
-    """Of what ``target`` makes."""
+    """The costs of the stages that ``target`` makes."""
     from torchckpt.costs import pipeline_costs
 
     given = {

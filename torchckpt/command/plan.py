@@ -149,7 +149,7 @@ def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
 
 
 def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
-    """As of the plan; without a step where it does not fit."""
+    """The numbers of a rule, named as those of the plan; without a step where it does not fit."""
     fits = math.isfinite(rule.step_seconds)
     asked = plan.asked or plan.problem
     stages = asked.stages

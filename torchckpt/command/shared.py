@@ -82,7 +82,7 @@ def in_options(text: str) -> str:
 
 
 def kind_of(found: Any) -> str:
-    """In words, such as ``(Linear, Tensor)``."""
+    """The class of a value in words, such as ``(Linear, Tensor)``."""
     if isinstance(found, tuple):
         return f"({', '.join(type(one).__name__ for one in found)})"
     return type(found).__name__
@@ -250,7 +250,7 @@ def positive(text: str) -> float:
 
 
 def with_unit(text: str) -> str | float:
-    """What is written for a budget: text, or a number of bytes.
+    """A budget as it was written: text, or a number of bytes.
 
     Raises:
         Unusable: the number is so small that a unit is missing.

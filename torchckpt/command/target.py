@@ -53,7 +53,7 @@ class Made:
     modules: list[Any] | None
     """None where there is one module, which is no list of others."""
     model: Any
-    """That one; or the nn.Sequential. None of a list."""
+    """The one module, or the nn.Sequential; None of a list."""
     example: Any = None
     loss: Callable[[Any], Any] | None = None
     has_example: bool = False
@@ -141,7 +141,7 @@ def _with_folder() -> None:
 
 
 def _nearest(wanted: str, inside: Any) -> str:
-    """Of the public functions and modules that are there."""
+    """The name nearest to ``wanted`` of the public functions and modules that there are."""
     names = [name for name, one in vars(inside).items() if not name.startswith("_") and callable(one)]
     close = difflib.get_close_matches(wanted, names, 1, 0.4)
     return close[0] if close else "function, one that is there"

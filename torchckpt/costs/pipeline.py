@@ -48,16 +48,16 @@ class PipelineCosts:
     """The same in FLOPs and bytes, by block."""
     link: Link
     optimizer_bytes: float | None = None
-    """Of each trained parameter, as asked."""
+    """The bytes of state for each trained parameter, as the caller gave them."""
 
     def __str__(self) -> str:
         rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
-        for at, (stage, own) in enumerate(zip(self.stages, self.counted)):
-            flops = sum(part.forward_flops + part.backward_flops for part in own.parts)
+        for index, (stage, counted) in enumerate(zip(self.stages, self.counted)):
+            flops = sum(part.forward_flops + part.backward_flops for part in counted.parts)
             rows.append((
-                str(at),
+                str(index),
                 str(len(stage.blocks)),
-                f"{own.parameters / 1e9:.3g} G",
+                f"{counted.parameters / 1e9:.3g} G",
                 f"{stage.forward_seconds * 1e3:.4g} ms",
                 f"{(stage.input_grad_seconds + stage.weight_grad_seconds) * 1e3:.4g} ms",
                 f"{flops / 1e12:.4g}",
@@ -111,23 +111,23 @@ def pipeline_costs(
     Raises:
         ArgumentError: an argument is wrong, or the stages do not run without values, or not on one another.
     """
-    found = device_named(device) if not isinstance(device, Device) else device
+    machine = device_named(device) if not isinstance(device, Device) else device
     raise_faults(_CALLER, _faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
 
     def seconds_of(operation: Operation) -> float:
         kind = "tf32" if dtype == "tf32" and operation.dtype == "float32" else operation.dtype
-        return found.seconds(operation.flops, operation.moved_bytes, kind, efficiency)
+        return machine.seconds(operation.flops, operation.moved_bytes, kind, efficiency)
 
     chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype], optimizer_bytes)
-    stages = tuple(_stage(at, one) for at, one in enumerate(chain))
+    stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):
         rule = "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
         raise_faults(_CALLER, [Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)")])
-    bandwidth = found.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
-    return PipelineCosts(found, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
+    bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
+    return PipelineCosts(machine, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
 
 
-def _stage(at: int, counted: Counted) -> Stage:
+def _stage(index: int, counted: Counted) -> Stage:
     """The planner's stage. A part that has no backward, saves nothing, or changes its input in place is not a block."""
     blocks = list(counted.blocks)
     first = next((place for place, part in enumerate(blocks) if _is_block(part)), len(blocks))
@@ -135,7 +135,7 @@ def _stage(at: int, counted: Counted) -> Stage:
         tuple(_block(part) for part in blocks if _is_block(part)),
         _fixed([counted.before, *blocks[:first]]),
         _fixed([*(part for part in blocks[first:] if not _is_block(part)), counted.after]),
-        float(counted.message_bytes) if at else 0.0,
+        float(counted.message_bytes) if index else 0.0,
     )
 
 

@@ -50,7 +50,7 @@ from torchckpt.planning.work.inputs import Links, Stages
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 
-__all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead"]
+__all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead", "first_cause"]
 
 MEASURED_STEPS = 4
 """With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
@@ -181,7 +181,7 @@ class RecomputeAhead(Runtime):
                 self._frames.recompute((stage, micro_batch), self._stage_by_index[stage].submod)  # [2]
 
     def _agree_in_pipeline(self) -> None:
-        """Before the first step: a rank that would wait for what others never send says so instead."""
+        """Before the first step, a rank that would wait for what others never send says so instead."""
         if self._agreed:
             return
         with self._record.device_current():
@@ -191,7 +191,7 @@ class RecomputeAhead(Runtime):
     # what a subclass may do otherwise -------------------------------------------------------------------------------
 
     def _told(self) -> tuple[str, str]:
-        """Equal on all ranks that will exchange the same; and how an error names it."""
+        """A key that is equal on all ranks that will exchange the same, and its name in an error."""
         text = "costs='measured'" if self._is_measuring else "neither"
         return text, text
 
@@ -215,13 +215,13 @@ class RecomputeAhead(Runtime):
         return True
 
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
-        """Right after a forward. Raises if its regions are not what they should be."""
+        """Check a forward that has ended. Raises if its regions are not what they should be."""
         if not scope.keep and not scope.regions:
             raise_without_regions(visit[0], self._stage_by_index[visit[0]].submod, outputs)
 
     @contextmanager
     def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
-        """Around the replay of a region, which fills ``recomputed``."""
+        """A context around the replay of a region, which fills ``recomputed``."""
         with self._record.replaying(visit, region):
             yield
         counted_visit, scope = self._counting.get(visit[0], (None, None))
@@ -270,7 +270,7 @@ class RecomputeAhead(Runtime):
         self._before = measured  # what there is to report on until the next step
 
     def _measured(self, call: str) -> Gathered:
-        """Collective, for this ``call`` of the user."""
+        """The measurements for this ``call`` of the user. Collective."""
         if not self._record.steps and self._before is not None:
             return self._before
         if not self._record.steps:
@@ -292,17 +292,22 @@ class RecomputeAhead(Runtime):
             more = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
         if self._last_action is not None and match is not None:
             stage, kind, micro_batch = match.groups()
-            at = f", micro-batch {micro_batch}" if micro_batch else ""
-            where = f"stage {stage}{at}, {_WORDS.get(kind, kind)} ({self._last_action})"
-        first: BaseException = error
-        while first.__cause__ is not None:  # torch wraps what a stage raises
-            first = first.__cause__
+            of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
+            where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({self._last_action})"
+        first = first_cause(error)
         return (
             f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
             f"  received: {type(first).__name__}: {_said(first)}\n"
             "  works:    the step without that error; if it is one of communication, another rank failed before, and "
             f"says at what itself{more}"
         )
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that a stage raised, which torch wraps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _said(error: BaseException) -> str:

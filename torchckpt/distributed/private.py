@@ -214,9 +214,9 @@ class Runtime(_PipelineScheduleRuntime):
     def reorder(self, schedule: Schedule | None) -> None:
         """From the next :meth:`follow` on, run the forwards and backwards in the order of ``schedule``, which has the
         same forwards and backwards on the same ranks. torch puts messages between them anew. None: as at first."""
-        given, plain = self._given
+        listed, plain = self._given
         if schedule is None:
-            self.pipeline_order, self._plain = dict(given), plain
+            self.pipeline_order, self._plain = dict(listed), plain
             self.pipeline_order_with_comms = dict(plain)
             return
         pairs = {tuple(_parts(pair)): pair for actions in plain.values() for pair in actions if len(_parts(pair)) > 1}
@@ -230,7 +230,7 @@ class Runtime(_PipelineScheduleRuntime):
     def pairs(self) -> frozenset[tuple[Action, Action]]:
         """The actions of all ranks that torch runs as one."""
         each = (list(_computations([action])) for own in self._given[1].values() for action in own)
-        return frozenset((one[0], one[1]) for one in each if len(one) == 2)
+        return frozenset((pair[0], pair[1]) for pair in each if len(pair) == 2)
 
     @property
     def is_training(self) -> bool:
@@ -255,7 +255,7 @@ class Runtime(_PipelineScheduleRuntime):
 
     @contextmanager
     def _watched(self, stage: LiveStage) -> Iterator[None]:
-        """Within, the computations of ``stage`` are :meth:`computing`."""
+        """Inside the block, the computations of ``stage`` are inside of :meth:`computing`."""
         index = stage.stage_index
         plain = [getattr(stage, name) for name in _CHUNKS]
         places: dict[int, int] = {}  # of the outputs of micro-batches among those that the last stage keeps

@@ -194,7 +194,7 @@ def _step(
 
 
 def _choices_of(blocks: int, segments: int | None) -> tuple[Choice, Choice]:
-    """Of a visit with an ``R``, which replays the last blocks; and of one without, whose backward replays all."""
+    """The choices for a visit with an ``R``, which replays the last blocks, and for one whose backward replays all."""
     every = tuple(range(blocks))
     first = 0 if segments is None else max(0, blocks - segments)
     return Choice((), every[first:], every[:first]), Choice((), (), every)

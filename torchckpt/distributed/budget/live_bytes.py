@@ -85,8 +85,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
         """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
-        found = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
-        return {storage: size for storage, size in found.items() if storage not in self._made}
+        sizes = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
+        return {storage: size for storage, size in sizes.items() if storage not in self._made}
 
     def _forget_the_dead(self) -> None:
         alive = [storage for storage in self._made if not storage.expired()]  # type: ignore[no-untyped-call]  # likewise

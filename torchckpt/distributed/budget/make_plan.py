@@ -43,7 +43,7 @@ class _Outcome:
 
 
 def digest_of(plan: PipelinePlan) -> str:
-    """Equal for equal plans."""
+    """A short text that is equal for equal plans."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
 
 
@@ -88,7 +88,7 @@ def _outcome(
     try:
         steps = [_measured_step(*step) for step in zip(orders, zip(*levels_of_processes))]
         raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
-        found = fitted(_CALLER, schedule, stages, links, budget, steps, tied, pairs)
+        fit = fitted(_CALLER, schedule, stages, links, budget, steps, tied, pairs)
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)
@@ -98,7 +98,7 @@ def _outcome(
         return _Outcome("", refusal=f"{_CALLER}: rank 0 could not make the plan\n"
                         f"  received: {type(error).__name__}: {error}\n"
                         "  works:    plan=plan_pipeline(...), made in a process of its own")
-    return _Outcome(found.plan.to_json(), found.budget_bytes, found.peak_bytes)
+    return _Outcome(fit.plan.to_json(), fit.budget_bytes, fit.peak_bytes)
 
 
 def _refuse(outcome: _Outcome) -> NoReturn:

@@ -50,11 +50,11 @@ class Measuring:
         self._whole_order = schedule
 
     def told(self) -> tuple[str, str]:
-        """Equal on all ranks that have the same budget; and how an error names it."""
+        """A key that is equal on all ranks that have the same budget, and its name in an error."""
         return self._budget_key, f"budget={self.budget!r}"
 
     def agreed(self, tied: bool) -> Measuring:
-        """All processes are about to make the first step. ``tied``: stages of one of them share parameters."""
+        """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""
         self._whole_order = done_whole(self._plain, tied)
         return self
 
@@ -74,7 +74,7 @@ class Measuring:
 
 
 class Following:
-    """The steps of a plan."""
+    """The steps of a plan, whose choices and order they run."""
 
     def __init__(self, fitted: Fitted) -> None:
         self.fitted, self.plan = fitted, fitted.plan
@@ -83,17 +83,17 @@ class Following:
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Following:
-        """``plan`` was made before, or in another run."""
+        """The phase of a ``plan`` that was made before, or in another run."""
         summed = summed_as_given(plan)
         return cls(Fitted(summed, *(plan.whole_step or WholeStep(plan.problem.budget_bytes, summed.peak_bytes))))
 
     def told(self) -> tuple[str, str]:
-        """Equal on all ranks that have the same plan; and how an error names it."""
+        """A key that is equal on all ranks that have the same plan, and its name in an error."""
         text = f"plan {digest_of(self.plan)}"
         return text, text
 
     def agreed(self, tied: bool) -> Following:
-        """All processes are about to make a step. ``tied``: stages of one of them share parameters."""
+        """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""
         return Following(replace(self.fitted, plan=summed_as_given(self.plan, tied=True))) if tied else self
 
     def order(self, step: int) -> Schedule:

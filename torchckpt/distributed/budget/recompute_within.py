@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from torchckpt.distributed.ahead import SAME, RecomputeAhead
+from torchckpt.distributed.ahead import SAME, RecomputeAhead, first_cause
 from torchckpt.distributed.budget.live_bytes import LiveBytes
 from torchckpt.distributed.budget.make_plan import made
 from torchckpt.distributed.budget.phases import FIRST_STEPS, Following, Measuring
@@ -127,7 +127,7 @@ class RecomputeWithin(RecomputeAhead):
             with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
                 yield
         except (torch.OutOfMemoryError, ScheduleError) as error:
-            if isinstance(_first_cause(error), torch.OutOfMemoryError):  # torch wraps what a forward raises
+            if isinstance(first_cause(error), torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
             raise
         if self.is_training:
@@ -163,7 +163,7 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def _noting_inputs(self, stage: int) -> Iterator[None]:
-        """Around a forward, the shapes of whose inputs are noted."""
+        """A context around a forward that notes the shapes of its inputs."""
         module, self._input_shapes = self._stage_by_index[stage].submod, ()
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,7 +239,8 @@ class RecomputeWithin(RecomputeAhead):
     def _planned(self, phase: Measuring) -> Following:
         """The plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
-        self._counted = {stage: _with_replays(own, replays.get(stage, {})) for stage, own in self._counted.items()}
+        for stage, counted in self._counted.items():
+            self._counted[stage] = _with_replays(counted, replays.get(stage, {}))
         measured = self._gathered(None)
         with self._record.device_current():
             return Following(
@@ -252,7 +253,7 @@ class RecomputeWithin(RecomputeAhead):
         self._run(phase.order(0))
 
     def _agree(self) -> None:
-        """Collective, before the first step of a phase."""
+        """Before the first step of a phase, all processes compare what they were given. Collective."""
         key, text = self._told()
         with self._record.device_current():
             processes = all_gather((key, text, self._is_tied()))
@@ -293,15 +294,9 @@ def _with_replays(stage: Stage, seconds: Mapping[int, float]) -> Stage:
     return replace(stage, blocks=tuple(blocks))
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _seconds_of(step: Sequence[Sequence[Span]]) -> float:
-    """From the begin of the first action to the end of the last, of all ranks."""
-    spans = [span for own in step for span in own]
+    """The seconds from the begin of the first action to the end of the last, of all ranks."""
+    spans = [span for spans_of_rank in step for span in spans_of_rank]
     return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)
 
 
@@ -310,7 +305,7 @@ def _shape_of(value: object) -> Any:
 
 
 def _shown(seen: tuple[Any, ...]) -> str:
-    regions, given, *outputs = seen
+    regions, leaves, *outputs = seen
     shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in outputs)
-    inputs = ", ".join(f"{list(one[1])}" for one in given if isinstance(one, tuple))
+    inputs = ", ".join(f"{list(leaf[1])}" for leaf in leaves if isinstance(leaf, tuple))
     return f"{regions} regions, input {inputs or 'unknown'}, output {shapes or 'unknown'}"
