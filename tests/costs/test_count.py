@@ -28,10 +28,10 @@ def subsets(blocks: int) -> list[tuple[int, ...]]:
 def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
     real = Real(MODELS[name], DTYPES[dtype])
     for at, stage in enumerate(counted(name, dtype)):
-        fixed = stage.before.held.saved_bytes + stage.after.held.saved_bytes
+        fixed = stage.before.work.saved_bytes + stage.after.work.saved_bytes
         for dropped in subsets(len(stage.blocks)):
             expected = fixed + sum(
-                block.held.boundary_bytes if place in dropped else block.held.saved_bytes
+                block.work.boundary_bytes if place in dropped else block.work.saved_bytes
                 for place, block in enumerate(stage.blocks)
             )
             assert real.saved_bytes(at, dropped) == expected, (at, dropped)
@@ -41,10 +41,9 @@ def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
 def test_flops_are_those_of_a_run(name):
     real = Real(MODELS[name])
     for at, stage in enumerate(counted(name, "fp32")):
-        parts = [stage.before, *stage.blocks, stage.after]
-        assert sum(part.forward.flops for part in parts) == real.forward_flops(at)
-        backward = sum(part.input_grad.flops + part.weight_grad.flops for part in parts)
+        assert sum(part.forward_flops for part in stage.parts) == real.forward_flops(at)
+        backward = sum(part.backward_flops for part in stage.parts)
         assert backward == real.backward_flops(at)
         every = range(len(stage.blocks))
         replays = real.backward_flops(at, every) - backward
-        assert sum(block.recompute.flops for block in stage.blocks) == replays
+        assert sum(block.replay_flops for block in stage.blocks) == replays

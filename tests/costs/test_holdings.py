@@ -31,8 +31,7 @@ def held(call):
 
     found = pipeline_costs(build, "h100", kernels="cpu").counted[1]
     assert found.message_bytes == VECTOR
-    parts = [found.before, *found.blocks, found.after]
-    return [(part.held.saved_bytes // VECTOR, part.held.boundary_bytes // VECTOR) for part in parts]
+    return [(part.work.saved_bytes // VECTOR, part.work.boundary_bytes // VECTOR) for part in found.parts]
 
 
 def sine(x):
@@ -81,5 +80,5 @@ def test_an_input_that_is_not_saved_is_there_beside_a_recompute_alone():
 
     costs = pipeline_costs(build, "h100", kernels="cpu")
     (block,) = costs.counted[1].blocks
-    assert (block.held.saved_bytes, block.held.boundary_bytes, block.held.unsaved_bytes) == (2 * VECTOR, VECTOR, VECTOR)
+    assert (block.work.saved_bytes, block.work.boundary_bytes, block.unsaved_bytes) == (2 * VECTOR, VECTOR, VECTOR)
     assert costs.stages[1].blocks[0].saved_bytes == 3 * VECTOR

@@ -29,7 +29,7 @@ def saved_bytes(call, shape, dtype="bf16", kernels="accelerator"):
         stages = [nn.Sequential(nn.Identity()), nn.Sequential(*(Call(call, *shape) for _ in range(2)))]
         return stages, torch.randn(shape)
 
-    return pipeline_costs(build, "h100", dtype=dtype, kernels=kernels).counted[1].blocks[-1].held.saved_bytes
+    return pipeline_costs(build, "h100", dtype=dtype, kernels=kernels).counted[1].blocks[-1].work.saved_bytes
 
 
 def attention(dropout=0.0, mask=False, groups=1):
@@ -87,6 +87,6 @@ def test_flops_are_the_same():
             return [nn.Sequential(*layers)], torch.randn(B, L, D)
 
         (stage,) = pipeline_costs(build, "h100", dtype="bf16", kernels=kernels).counted
-        return [part.forward.flops for part in (stage.before, *stage.blocks, stage.after)]
+        return [part.forward_flops for part in stage.parts]
 
     assert flops("accelerator") == flops("cpu")

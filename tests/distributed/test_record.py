@@ -1,13 +1,15 @@
 """The record of a rank's steps, and all ranks' put together: replicas, other hosts' clocks, sizes."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from torchckpt.distributed import record as module
-from torchckpt.distributed.record import KEPT_STEPS, Record, Size, gather
-from torchckpt.planning import Action, Choice, Kind, ahead, gpipe, with_recompute
+from torchckpt.distributed.record import KEPT_STEPS, Record, gather
+from torchckpt.planning import Action, Block, Choice, Kind, Stage, ahead, fixed, gpipe, with_recompute
 from torchckpt.planning.step.measured import Span
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -81,6 +83,20 @@ def test_last_steps_are_remembered(record):
     assert record.spans() == []
 
 
+@pytest.mark.parametrize(("early", "regions"), [(True, {0: 2.0, 1: 4.0}), (False, {1: 4.0})])
+def test_replays_of_regions_are_medians_without_the_first_step(record, early, regions):
+    """Those inside of an action that recomputes are noted where that is asked for."""
+    record.times_early_replays = early
+    for seconds in (9.0, 2.0, 1.0, 7.0):
+        record.begin()
+        with record.recomputing(Action(3, Kind.RECOMPUTE, 0)), record.replaying((3, 0), 0):
+            record._clock.time += seconds
+        with record.replaying((3, 0), 1):
+            record._clock.time += 2 * seconds
+        record.end()
+    assert record.replay_seconds() == {3: regions}
+
+
 # all ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -95,17 +111,17 @@ def step_of(rank, begin=0.0, pace=1):
     return [span(Action(rank, kind, 0), start, end) for kind, (start, end) in zip((F, B), moments)]
 
 
-def gathered(monkeypatch, said, schedule=None, steps=None, found=None):
+def gathered(monkeypatch, said, schedule=None, segments=None):
     """``gather()`` where the processes say ``said``."""
 
     def all_gather(mine, group):
-        assert mine[2:] == (0, record.spans(), found or {})
+        assert mine[2:] == (0, record.spans(), {})
         return said
 
     record = Record(torch.device("cpu"))
     monkeypatch.setattr(module.dist, "barrier", lambda group: None)
     monkeypatch.setattr(module, "all_gather", all_gather)
-    return gather(schedule or gpipe(2, 1), (), 0, record, found or {}, None)
+    return gather(schedule or gpipe(2, 1), (), segments, 0, record, {}, None)
 
 
 def events(step):
@@ -145,12 +161,13 @@ def test_first_step_is_warm_up_for_the_costs(monkeypatch):
     assert [one.forward_seconds for one in found.step.stages] == [1.0, 1.0]
 
 
-def test_sizes_of_all_ranks_are_costs_and_segments(monkeypatch):
-    sizes = Size(saved_bytes=80.0, boundary_bytes=8.0, regions=4, early=1), Size(saved_bytes=30.0)
-    said = [("host", 0.0, rank, [step_of(rank)], {rank: sizes[rank]}) for rank in range(2)]
+def test_bytes_of_all_ranks_are_costs_and_segments_choices(monkeypatch):
+    block = Block(0.0, 0.0, 0.0, 0.0, 20.0, 2.0)
+    counted = Stage((block,) * 4), Stage((replace(fixed(), saved_bytes=30.0),))
+    said = [("host", 0.0, rank, [step_of(rank)], {rank: counted[rank]}) for rank in range(2)]
     schedule = gpipe(2, 1)
     placed = with_recompute(schedule, ahead(schedule))
-    found = gathered(monkeypatch, said, placed).step
+    found = gathered(monkeypatch, said, placed, segments=1).step
     assert [(one.saved_bytes, one.least_bytes) for one in found.stages] == [(80.0, 8.0), (30.0, 0.0)]
     assert found.choices == {(0, 0): Choice((), (3,), (0, 1, 2)), (1, 0): Choice((), (0,))}
 
@@ -158,7 +175,7 @@ def test_sizes_of_all_ranks_are_costs_and_segments(monkeypatch):
 @pytest.mark.usefixtures("alone")
 def test_on_one_rank(record):
     run(record, Action(0, F, 0), Action(0, B, 0))
-    found = gather(gpipe(1, 1), (), 0, record, {0: Size(saved_bytes=5.0)}, dist.group.WORLD)
+    found = gather(gpipe(1, 1), (), None, 0, record, {0: Stage((fixed(saved_bytes=5.0),))}, dist.group.WORLD)
     assert events(found.spans[0]) == [[("0F0", 2.0, 5.0), ("0B0", 12.0, 15.0)]]
     assert found.step.links == ()
     assert [one.saved_bytes for one in found.step.stages] == [5.0]

@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, count, line, say, shape
+from torchckpt.command.shared import Parser, Unusable, add_command, count, line, say, say_json, shape
 from torchckpt.command.target import CONTRACT, Made, layers_at
 from torchckpt.errors import ArgumentError
 
@@ -31,13 +30,9 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32")
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    balance = commands.add_parser(
-        "balance",
-        help="cut an nn.Sequential into stages that cost alike",
-        description="Cut an nn.Sequential into stages that cost alike, by what its layers cost on a sample.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    short = "cut an nn.Sequential into stages that cost alike"
+    description = "Cut an nn.Sequential into stages that cost alike, by what its layers cost on a sample."
+    balance = add_command(commands, "balance", short, description, _EXAMPLES)
     balance.add_argument("module", metavar="MODULE:FUNCTION", help="what returns the layers and an example of a call")
     balance.add_argument("--stages", type=count, required=True, metavar="P", help="of the whole pipeline")
     balance.add_argument(
@@ -56,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     found = _balanced(layers_at(options.module), options)
     if options.json:
         layers = [{"name": name, found.unit: cost} for name, cost in zip(found.names, found.costs)]
-        say(json.dumps({"balance": found, "layers": layers, "stages": found.stage_costs}, indent=2))
+        say_json({"balance": found, "layers": layers, "stages": found.stage_costs})
         return
     say(f"{options.module}: {len(found)} stages, {len(found.costs)} layers\n\n{found.table()}\n\nbalance={found}")
 

@@ -87,7 +87,7 @@ def model_faults(options: argparse.Namespace) -> None:
 
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
-    """Of what ``target`` makes."""
+    """The costs of the stages that ``target`` makes."""
     from torchckpt.costs import pipeline_costs
 
     given = {
@@ -107,12 +107,12 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
 
 def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[[], Any]:
     """``build``, which fails before anything is counted if a device of so much memory cannot hold a stage."""
-    from torchckpt.costs.parts import Static, static_of
+    from torchckpt.costs.parts import static_of
 
     def built() -> Any:
         made = build()
         for at, stage in enumerate(made[0]):
-            static = sum(static_of(stage).values(), Static()).total_bytes(options.optimizer_bytes)
+            static = sum(static_of(stage, options.optimizer_bytes).values())
             if static >= options.device_memory:
                 raise Unusable(
                     "a device holds parameters, gradients and optimizer state, and has memory left for activations; "

@@ -5,7 +5,17 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, comma_list, file_to_write, say, with_unit, write
+from torchckpt.command.shared import (
+    Parser,
+    Unusable,
+    add_command,
+    comma_list,
+    file_to_write,
+    say,
+    say_json,
+    with_unit,
+    write,
+)
 from torchckpt.command.target import CONTRACT, model_at
 from torchckpt.errors import CheckpointError
 from torchckpt.planning.budget import Budget, check_budget
@@ -41,13 +51,8 @@ examples:
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    fit = commands.add_parser(
-        "fit",
-        help="plan a training step within a byte budget",
-        description="Plan a training step within a byte budget: what to save for the backward, what to recompute.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Plan a training step within a byte budget: what to save for the backward, what to recompute."
+    fit = add_command(commands, "fit", "plan a training step within a byte budget", description, _EXAMPLES)
     fit.add_argument("module", metavar="MODULE:FUNCTION", help="what returns the model and an example of a call")
     _add_plan(fit)
     _add_output(fit)
@@ -66,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         write(options.frontier, curve)
     line = _line(inputs is example, options)
     if options.json:
-        say(json.dumps({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line}, indent=2))
+        say_json({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line})
         return
     say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, line])))
 

@@ -12,16 +12,16 @@ from torchckpt.command.costs import add_model, model_costs, model_faults
 from torchckpt.command.shared import (
     Parser,
     Unusable,
+    add_command,
     add_schedule,
     amount,
-    check_size,
     count,
-    file_or_counts,
     file_to_write,
     positive,
     say,
+    say_json,
     schedule_name,
-    schedule_of,
+    schedule_of_csv,
     with_unit,
     write,
 )
@@ -79,13 +79,9 @@ repeat.
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="what to keep and what to recompute in a pipeline, under a byte budget",
-        description="Plan what a pipeline keeps, what it recomputes, and when, under a byte budget.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    short = "what to keep and what to recompute in a pipeline, under a byte budget"
+    description = "Plan what a pipeline keeps, what it recomputes, and when, under a byte budget."
+    plan = add_command(commands, "plan", short, description, _EXAMPLES)
     group = add_schedule(plan, _schedule_name, "; all: each that fits, and the table")
     group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
     _add_stages(plan)
@@ -110,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
         write(options.svg, plan.draw())
     over = _over_device(plan, options)
     if options.json:
-        say(json.dumps({**_as_json(plan, compared), **({"does_not_fit": over} if over else {})}, indent=2))
+        say_json({**_as_json(plan, compared), **({"does_not_fit": over} if over else {})})
         return
     say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
 
@@ -153,7 +149,7 @@ def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
 
 
 def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
-    """As of the plan; without a step where it does not fit."""
+    """The numbers of a rule, named as those of the plan; without a step where it does not fit."""
     fits = math.isfinite(rule.step_seconds)
     asked = plan.asked or plan.problem
     stages = asked.stages
@@ -189,15 +185,11 @@ def _asked(options: argparse.Namespace, counted: Sequence[Stage] | None) -> tupl
     """No schedule: every one. ``counted`` are the stages of a model."""
     if counted is not None and options.csv is None:
         options.stages = len(counted)
-    counts = {"--stages": options.stages, "--microbatches": options.microbatches}
-    ranks = {"--ranks": options.ranks}
-    csv = file_or_counts(options, counts, ranks)
-    if csv is not None:
-        schedule = schedule_of(csv)
-        return schedule, counted or _stages(options, schedule.stages)
-    check_size(options, _MOST)
-    stages = counted or _stages(options, options.stages)
-    return None if options.schedule == _ALL else _schedule(options), stages
+    schedule = schedule_of_csv(options, "ranks", _MOST)
+    stages = counted or _stages(options, schedule.stages if schedule else options.stages)
+    if schedule is None and options.schedule != _ALL:
+        schedule = _schedule(options)
+    return schedule, stages
 
 
 def _schedule(options: argparse.Namespace) -> Schedule:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import math
 import os
 import re
@@ -18,9 +19,9 @@ from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.schedules import NAMES, named_schedule
 
 __all__ = [
-    "Parser", "Unusable", "add_schedule", "amount", "check_apart", "check_size", "comma_list", "count",
-    "file_or_counts", "file_to_write", "in_options", "kind_of", "line", "positive", "say", "schedule_name",
-    "schedule_of", "shape", "size", "state_bytes", "with_unit", "write",
+    "Parser", "Unusable", "add_command", "add_schedule", "amount", "check_apart", "comma_list", "count",
+    "file_to_write", "in_options", "kind_of", "line", "positive", "say", "say_json", "schedule_name",
+    "schedule_of_csv", "shape", "size", "state_bytes", "with_unit", "write",
 ]
 
 _LARGEST = 1e12
@@ -81,10 +82,23 @@ def in_options(text: str) -> str:
 
 
 def kind_of(found: Any) -> str:
-    """In words, such as ``(Linear, Tensor)``."""
+    """The class of a value in words, such as ``(Linear, Tensor)``."""
     if isinstance(found, tuple):
         return f"({', '.join(type(one).__name__ for one in found)})"
     return type(found).__name__
+
+
+def add_command(
+    commands: argparse._SubParsersAction[Parser], name: str, short: str, description: str, epilog: str
+) -> Parser:
+    """The parser of one command; ``short`` is its line in the help of all."""
+    return commands.add_parser(
+        name,
+        help=short,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def add_schedule(
@@ -105,23 +119,42 @@ def add_schedule(
     return group
 
 
-def schedule_of(path: Path) -> Schedule:
-    """Of the file of ``--csv``."""
-    try:
-        return from_csv(_text_of(path), path.stem)
-    except Unusable:
-        raise
-    except ArgumentError as error:
-        raise Unusable(f"argument --csv: {path}: {line(error)}") from error
+def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Schedule | None:
+    """The schedule of ``--csv``; None where ``--schedule`` and all counts are given, and ``other`` may be.
+
+    Args:
+        most: stages times micro-batches.
+    """
+    counts = {"--stages": options.stages, "--microbatches": options.microbatches}
+    if options.csv is None:
+        missing = [name for name, value in counts.items() if value is None]
+        if missing:
+            raise Unusable(f"--schedule needs {' and '.join(missing)}")
+        if options.stages * options.microbatches > most:
+            received = f"--stages {options.stages} --microbatches {options.microbatches}"
+            raise Unusable(f"--stages times --microbatches is at most {most}; received: {received}; works: "
+                           f"--microbatches {max(1, most // options.stages)}")
+        return None
+    counts[f"--{other}"] = getattr(options, other)
+    given = [name for name, value in counts.items() if value is not None]
+    if given:
+        raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
+    return _read_csv(options.csv)
 
 
-def _text_of(path: Path) -> str:
+def _read_csv(path: Path) -> Schedule:
     try:
-        return path.read_text(encoding="utf-8")
+        return from_csv(path.read_text(encoding="utf-8"), path.stem)
     except UnicodeDecodeError:
         raise Unusable(f"argument --csv: cannot read {path}: it is not text; {_CSV}") from None
     except OSError as error:
         raise Unusable(f"argument --csv: cannot read {path}: {error.strerror}; {_CSV}") from None
+    except ArgumentError as error:
+        raise Unusable(f"argument --csv: {path}: {line(error)}") from error
+
+
+def say_json(numbers: Mapping[str, Any]) -> None:
+    say(json.dumps(numbers, indent=2))
 
 
 def say(text: str) -> None:
@@ -217,7 +250,7 @@ def positive(text: str) -> float:
 
 
 def with_unit(text: str) -> str | float:
-    """What is written for a budget: text, or a number of bytes.
+    """A budget as it was written: text, or a number of bytes.
 
     Raises:
         Unusable: the number is so small that a unit is missing.
@@ -248,26 +281,3 @@ def state_bytes(text: str) -> float:
         return amount(whole) / (count(ranks) if "/" in text else 1)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"a number from 0 such as 12, or 12/64; received: {text}") from None
-
-
-def file_or_counts(
-    options: argparse.Namespace, counts: Mapping[str, int | None], others: Mapping[str, int | None]
-) -> Path | None:
-    """The file of ``--csv``; None where ``--schedule`` and all of ``counts`` say what is asked for. ``others`` may."""
-    if options.csv is not None:
-        given = [name for name, value in {**counts, **others}.items() if value is not None]
-        if given:
-            raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
-        csv: Path = options.csv
-        return csv
-    missing = [name for name, value in counts.items() if value is None]
-    if missing:
-        raise Unusable(f"--schedule needs {' and '.join(missing)}")
-    return None
-
-
-def check_size(options: argparse.Namespace, most: int) -> None:
-    if options.stages * options.microbatches > most:
-        received = f"--stages {options.stages} --microbatches {options.microbatches}"
-        raise Unusable(f"--stages times --microbatches is at most {most}; received: {received}; works: --microbatches "
-                       f"{max(1, most // options.stages)}")

@@ -2,23 +2,23 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 
 from torchckpt.command.shared import (
     Parser,
     Unusable,
+    add_command,
     add_schedule,
     amount,
-    check_size,
     comma_list,
     count,
-    file_or_counts,
     file_to_write,
     line,
     positive,
     say,
+    say_json,
     schedule_name,
-    schedule_of,
+    schedule_of_csv,
     write,
 )
 from torchckpt.errors import ArgumentError
@@ -59,13 +59,9 @@ examples:
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    simulate = commands.add_parser(
-        "simulate",
-        help="simulate one step, and compare ways to recompute",
-        description="Simulate one step of a pipeline schedule, and compare ways to recompute.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    short = "simulate one step, and compare ways to recompute"
+    description = "Simulate one step of a pipeline schedule, and compare ways to recompute."
+    simulate = add_command(commands, "simulate", short, description, _EXAMPLES)
     _add_schedule(simulate)
     _add_costs(simulate)
     _add_output(simulate)
@@ -81,11 +77,9 @@ def run(options: argparse.Namespace) -> None:
     found = report(schedule, block, options.link, options.compare)
     _write_pictures(found, options)
     if options.json:
-        say(json.dumps({**found.as_json(), "costs": _costs(options)}, indent=2))
+        say_json({**found.as_json(), "costs": _costs(options)})
         return
-    costed = ", ".join(f"{name} {number(value)}" for name, value in _costs(options).items())
-    counted = f"{found.schedule.stages} stages, {found.schedule.micro_batches} micro-batches"
-    say(f"{found.schedule.name}: {counted}; {costed}\n\n{found.table()}")
+    say(f"{found.schedule.name}: {_described(found.schedule, _costs(options))}\n\n{found.table()}")
     for row in found.rows if options.gantt else ():
         say(f"\n{row.name}\n{gantt(row.timeline)}")
 
@@ -96,11 +90,9 @@ def _costs(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _schedule(options: argparse.Namespace) -> Schedule:
-    counts = {"--stages": options.stages, "--microbatches": options.microbatches}
-    csv = file_or_counts(options, counts, {"--chunks": options.chunks})
-    if csv is not None:
-        return schedule_of(csv)
-    check_size(options, _MOST)
+    schedule = schedule_of_csv(options, "chunks", _MOST)
+    if schedule is not None:
+        return schedule
     each = named_schedule(options.schedule, 1, 2, options.chunks).stages  # on one rank
     if options.stages % each:
         works = max(each, round(options.stages / each) * each)
@@ -111,17 +103,16 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     return named_schedule(options.schedule, options.stages // each, options.microbatches, options.chunks)
 
 
-def _described(found: Report, options: argparse.Namespace) -> str:
-    """What was simulated."""
-    costed = ", ".join(f"{name} {number(value)}" for name, value in _costs(options).items() if value)
-    counted = f"{found.schedule.stages} stages, {found.schedule.micro_batches} micro-batches"
-    return f"{found.schedule.name} on paper: {counted}; {costed}"
+def _described(schedule: Schedule, costs: Mapping[str, float]) -> str:
+    counted = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
+    return f"{counted}; {', '.join(f'{name} {number(value)}' for name, value in costs.items())}"
 
 
 def _write_pictures(found: Report, options: argparse.Namespace) -> None:
     timelines = [row.timeline for row in found.rows]
     if options.svg is not None:
-        write(options.svg, found.draw(options.budget, _described(found, options)))
+        described = _described(found.schedule, {name: cost for name, cost in _costs(options).items() if cost})
+        write(options.svg, found.draw(options.budget, f"{found.schedule.name} on paper: {described}"))
     if options.trace is not None:
         write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
 

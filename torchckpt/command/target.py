@@ -53,7 +53,7 @@ class Made:
     modules: list[Any] | None
     """None where there is one module, which is no list of others."""
     model: Any
-    """That one; or the nn.Sequential. None of a list."""
+    """The one module, or the nn.Sequential; None of a list."""
     example: Any = None
     loss: Callable[[Any], Any] | None = None
     has_example: bool = False
@@ -73,7 +73,7 @@ def built(place: str, command: str) -> Made:
     loss = others[1] if len(others) == 2 else None
     if loss is not None and (not callable(loss) or _is("Tensor", loss)):
         rule = "what a target returns third is the loss, a function; several arguments of a call are a tuple"
-        raise Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
+        raise _unfit(place, command, found, rule)
     return Made(modules, what if _is("nn.Module", what) else None, others[0] if others else None, loss, bool(others))
 
 
@@ -81,8 +81,7 @@ def model_at(place: str) -> tuple[Any, Any]:
     """For ``fit``: a model and its example."""
     made = built(place, "fit")
     if not made.has_example:
-        raise Unusable(f"fit needs an example of a call; received: {place}, {kind_of(made.model or made.modules)}; "
-                       f"works: {_WORKS['fit']}")
+        raise _unfit(place, "fit", made.model or made.modules, "fit needs an example of a call")
     if made.model is not None and not _is("nn.ModuleList", made.model):
         return made.model, made.example
     from torchckpt.command.chain import Chain
@@ -109,8 +108,7 @@ def stages_at(place: str) -> Callable[[], Any]:
     def build() -> Any:
         made = built(place, "plan")
         if not made.has_example:
-            rule = "plan needs an example of a micro-batch"
-            raise Unusable(f"{rule}; received: {place}, {kind_of(made.model or made.modules)}; works: {_WORKS['plan']}")
+            raise _unfit(place, "plan", made.model or made.modules, "plan needs an example of a micro-batch")
         stages = [made.model] if made.modules is None else made.modules
         return (stages, made.example) if made.loss is None else (stages, made.example, made.loss)
 
@@ -143,7 +141,7 @@ def _with_folder() -> None:
 
 
 def _nearest(wanted: str, inside: Any) -> str:
-    """Of the public functions and modules that are there."""
+    """The name nearest to ``wanted`` of the public functions and modules that there are."""
     names = [name for name, one in vars(inside).items() if not name.startswith("_") and callable(one)]
     close = difflib.get_close_matches(wanted, names, 1, 0.4)
     return close[0] if close else "function, one that is there"
@@ -153,8 +151,7 @@ def _called(place: str, found: Any, command: str) -> Any:
     if _is("nn.Module", found):
         return found
     if not callable(found):
-        rule = "a target is a function without arguments"
-        raise Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
+        raise _unfit(place, command, found, "a target is a function without arguments")
     try:
         return found()
     except (Exception, SystemExit) as error:  # of the user's code

@@ -37,7 +37,9 @@ class _Made:
     loss: Callable[[Any], Any] | None
 
 
-def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torch.dtype | None) -> list[Counted]:
+def counted_chain(
+    build: Build, seconds_of: SecondsOf, kernels: str, dtype: torch.dtype | None, optimizer_bytes: float | None
+) -> list[Counted]:
     """Count each stage, called with the output of the previous stage.
 
     Raises:
@@ -47,16 +49,16 @@ def counted_chain(build: Build, seconds_of: SecondsOf, kernels: str, dtype: torc
         stack.enter_context(_environment(kernels, dtype))
         made = stack.enter_context(_stand_ins(_made(build)))
         children = None if _has_regions(made) else repeated_children(made.stages)
-        found: list[Counted] = []
+        counts: list[Counted] = []
         inputs = made.inputs
         for at, stage in enumerate(made.stages):
             call = _call(made, at, inputs)
-            own = None if children is None else [one for one in stage.modules() if one in set(children)]
+            blocks = None if children is None else [module for module in stage.modules() if module in set(children)]
             with _explained(at, made, inputs):
-                one, outputs = counted(stage, call, inputs, seconds_of, own)
-            found.append(one)
+                count, outputs = counted(stage, call, inputs, seconds_of, blocks, optimizer_bytes)
+            counts.append(count)
             inputs = _handed_on(outputs)
-        return found
+        return counts
 
 
 @contextmanager
@@ -162,21 +164,15 @@ class _Seen(Exception):
     """Raised at the first region."""
 
 
-class _Once:
-    """A watcher that stops the forward at the first region."""
-
-    def enter(self, *_: Any) -> None:
+def _has_regions(made: _Made) -> bool:
+    def seen(*_: Any) -> None:
         raise _Seen
 
-    def leave(self) -> None: ...
-
-
-def _has_regions(made: _Made) -> bool:
     inputs = made.inputs
     for at in range(len(made.stages)):
         with _explained(at, made, inputs):
             try:
-                with watched(_Once()):
+                with watched(seen, seen):
                     inputs = _handed_on(_call(made, at, inputs)())
             except _Seen:
                 return True

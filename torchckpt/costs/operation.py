@@ -69,7 +69,8 @@ _ATTENTION: dict[str, Callable[[Any], int]] = {
     for direction, count in (("", _attention), ("_backward", _attention_backward))
     for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
-"""FLOP counts of attention. Torch's registry lacks the kernel of the CPU before 2.15."""
+"""FLOP counts of attention. Before 2.15, ``torch/utils/flop_counter.py`` lacks the kernel of the CPU. Ends when that is
+the oldest release that is supported."""
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -8,12 +8,11 @@ classes, such as a convolution, a norm and an activation. Otherwise its children
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.regions.core.frame import Frame
@@ -22,51 +21,48 @@ from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.saved import storage_of
 from torchckpt.typing import Function
 
-__all__ = ["Static", "Watcher", "repeated_children", "static_of", "watched"]
+__all__ = ["repeated_children", "static_of", "watched"]
+
+Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Watcher(Protocol):
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-    def leave(self) -> None: ...
-
-
 class _Regions(Scope):
-    """Tells a watcher when outermost regions start and end, and makes every region keep its saved tensors."""
+    """Tells when outermost regions start and end, and makes every region keep its saved tensors."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, enter: Enter, leave: Callable[[], None]) -> None:
         super().__init__(keep=True)
-        self._watcher = watcher
+        self._enter, self._leave = enter, leave
         self._depth = 0
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
         if not self._depth:
-            self._watcher.enter(args, kwargs)
+            self._enter(args, kwargs)
         self._depth += 1
         outputs = super().run(function, args, kwargs, options)
         self._depth -= 1
         if not self._depth:
-            self._watcher.leave()
+            self._leave()
         return outputs
 
 
 @contextmanager
-def watched(watcher: Watcher, children: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Inside this context, ``watcher`` is told of each block: each outermost region, or each call of ``children``."""
+def watched(enter: Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
+    """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
+    ``children``."""
     with ExitStack() as stack:
         if children is None:
-            stack.enter_context(_Regions(watcher).entered())
+            stack.enter_context(_Regions(enter, leave).entered())
         else:
             stack.enter_context(Scope(keep=True).entered())
             for child in children:
                 entering = child.register_forward_pre_hook(
-                    lambda _, args, kwargs: watcher.enter(args, kwargs), with_kwargs=True, prepend=True
+                    lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
                 )
-                leaving = child.register_forward_hook(lambda *_: watcher.leave())
+                leaving = child.register_forward_hook(lambda *_: leave())
                 stack.callback(entering.remove)
                 stack.callback(leaving.remove)
         yield
@@ -103,56 +99,24 @@ _MASTER_BYTES, _MOMENTS_BYTES = 4, 8
 """Bytes of Adam's state in mixed precision: a float32 copy of a smaller parameter, and two float32 moments."""
 
 
-@dataclass(frozen=True)
-class Static:
-    """Weights, their gradients, and the counts that decide the bytes of optimizer state.
+def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[StorageWeakRef, float]:
+    """The bytes of weights, gradients and optimizer state, by the storage of the parameter or buffer.
 
     A gradient has the dtype of its parameter. A frozen parameter has no gradient and no optimizer state.
+
+    >>> sum(static_of(nn.Linear(5, 1, bias=False, dtype=torch.bfloat16)).values())
+    80
+
+    Args:
+        optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
     """
-
-    weight_bytes: int = 0
-    grad_bytes: int = 0
-    trained: int = 0
-    """Elements of trained parameters."""
-    below_float32: int = 0
-    """Those of fewer than 4 bytes each."""
-
-    def __add__(self, other: Static) -> Static:
-        return Static(
-            self.weight_bytes + other.weight_bytes,
-            self.grad_bytes + other.grad_bytes,
-            self.trained + other.trained,
-            self.below_float32 + other.below_float32,
-        )
-
-    def total_bytes(self, optimizer_bytes: float | None = None) -> float:
-        """Bytes of weights, gradients and optimizer state.
-
-        >>> Static(weight_bytes=20, grad_bytes=20, trained=10, below_float32=10).total_bytes()
-        160
-
-        Args:
-            optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
-        """
-        state_bytes: float = _MOMENTS_BYTES * self.trained + _MASTER_BYTES * self.below_float32
+    sizes: dict[StorageWeakRef, float] = {}
+    for tensor in (*stage.parameters(), *stage.buffers()):
+        state_bytes: float = _MOMENTS_BYTES + (_MASTER_BYTES if tensor.element_size() < 4 else 0)
         if optimizer_bytes is not None:
-            state_bytes = optimizer_bytes * self.trained
-        return self.weight_bytes + self.grad_bytes + state_bytes
-
-
-def static_of(stage: nn.Module) -> dict[StorageWeakRef, Static]:
-    """What each storage of a parameter or a buffer adds."""
-    found: dict[StorageWeakRef, Static] = {}
-    for parameter in stage.parameters():
-        trained = parameter.numel() if parameter.requires_grad else 0
-        below_float32 = trained if parameter.element_size() < 4 else 0
-        _add(found, parameter, Static(0, trained * parameter.element_size(), trained, below_float32))
-    for buffer in stage.buffers():
-        _add(found, buffer, Static())
-    return found
-
-
-def _add(found: dict[StorageWeakRef, Static], tensor: Tensor, own: Static) -> None:
-    """Add ``own`` to the storages of ``tensor``. Several parameters may be views of one storage; it counts once."""
-    for storage, size in storage_of(tensor).items():
-        found[storage] = found.get(storage, Static(size)) + own
+            state_bytes = optimizer_bytes
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        added_bytes = tensor.numel() * (tensor.element_size() + state_bytes) if is_trained else 0
+        for storage, size in storage_of(tensor).items():
+            sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
+    return sizes

@@ -10,7 +10,7 @@ operations moves less.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,17 +48,16 @@ class PipelineCosts:
     """The same in FLOPs and bytes, by block."""
     link: Link
     optimizer_bytes: float | None = None
-    """Of each trained parameter, as asked."""
+    """The bytes of state for each trained parameter, as the caller gave them."""
 
     def __str__(self) -> str:
         rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
-        for at, (stage, own) in enumerate(zip(self.stages, self.counted)):
-            parts = [own.before, *own.blocks, own.after]
-            flops = sum(part.forward.flops + part.input_grad.flops + part.weight_grad.flops for part in parts)
+        for index, (stage, counted) in enumerate(zip(self.stages, self.counted)):
+            flops = sum(part.forward_flops + part.backward_flops for part in counted.parts)
             rows.append((
-                str(at),
+                str(index),
                 str(len(stage.blocks)),
-                f"{sum(part.static.trained for part in parts) / 1e9:.3g} G",
+                f"{counted.parameters / 1e9:.3g} G",
                 f"{stage.forward_seconds * 1e3:.4g} ms",
                 f"{(stage.input_grad_seconds + stage.weight_grad_seconds) * 1e3:.4g} ms",
                 f"{flops / 1e12:.4g}",
@@ -112,62 +111,48 @@ def pipeline_costs(
     Raises:
         ArgumentError: an argument is wrong, or the stages do not run without values, or not on one another.
     """
-    found = device_named(device) if not isinstance(device, Device) else device
+    machine = device_named(device) if not isinstance(device, Device) else device
     raise_faults(_CALLER, _faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
 
     def seconds_of(operation: Operation) -> float:
         kind = "tf32" if dtype == "tf32" and operation.dtype == "float32" else operation.dtype
-        return found.seconds(operation.flops, operation.moved_bytes, kind, efficiency)
+        return machine.seconds(operation.flops, operation.moved_bytes, kind, efficiency)
 
-    chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype])
-    stages = tuple(_stage(at, one, optimizer_bytes) for at, one in enumerate(chain))
+    chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype], optimizer_bytes)
+    stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):
         rule = "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
         raise_faults(_CALLER, [Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)")])
-    bandwidth = found.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
-    return PipelineCosts(found, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
+    bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
+    return PipelineCosts(machine, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
 
 
-def _stage(at: int, own: Counted, optimizer_bytes: float | None) -> Stage:
+def _stage(index: int, counted: Counted) -> Stage:
     """The planner's stage. A part that has no backward, saves nothing, or changes its input in place is not a block."""
-    before, after, blocks = own.before, own.after, list(own.blocks)
-    first = next((place for place, one in enumerate(blocks) if _is_block(one)), len(blocks))
-    kept = [one for one in blocks if _is_block(one)]
-    fixed_before = [before, *blocks[:first]]
-    fixed_after = [*(one for one in blocks[first:] if not _is_block(one)), after]
+    blocks = list(counted.blocks)
+    first = next((place for place, part in enumerate(blocks) if _is_block(part)), len(blocks))
     return Stage(
-        tuple(_block(one, optimizer_bytes) for one in kept),
-        _fixed(fixed_before, optimizer_bytes),
-        _fixed(fixed_after, optimizer_bytes),
-        float(own.message_bytes) if at else 0.0,
+        tuple(_block(part) for part in blocks if _is_block(part)),
+        _fixed([counted.before, *blocks[:first]]),
+        _fixed([*(part for part in blocks[first:] if not _is_block(part)), counted.after]),
+        float(counted.message_bytes) if index else 0.0,
     )
 
 
 def _is_block(part: Part) -> bool:
-    takes_time = part.forward.seconds > 0 and part.input_grad.seconds + part.weight_grad.seconds > 0
-    return takes_time and part.held.saved_bytes > 0 and not part.changes_input
+    work = part.work
+    takes_time = work.forward_seconds > 0 and work.input_grad_seconds + work.weight_grad_seconds > 0
+    return takes_time and work.saved_bytes > 0 and not part.changes_input
 
 
-def _block(part: Part, optimizer_bytes: float | None) -> Block:
-    return Block(
-        part.forward.seconds,
-        part.input_grad.seconds,
-        part.weight_grad.seconds,
-        max(part.recompute.seconds, _LEAST_SECONDS),
-        part.held.saved_bytes + part.held.unsaved_bytes,
-        part.held.boundary_bytes,
-        part.static.total_bytes(optimizer_bytes),
-    )
+def _block(part: Part) -> Block:
+    work, replay_seconds = part.work, max(part.work.recompute_seconds, _LEAST_SECONDS)
+    return replace(work, recompute_seconds=replay_seconds, saved_bytes=work.saved_bytes + part.unsaved_bytes)
 
 
-def _fixed(parts: Sequence[Part], optimizer_bytes: float | None) -> Block:
-    return fixed(
-        sum(part.forward.seconds for part in parts),
-        sum(part.input_grad.seconds for part in parts),
-        sum(part.weight_grad.seconds for part in parts),
-        sum(part.held.saved_bytes for part in parts),
-        sum(part.static.total_bytes(optimizer_bytes) for part in parts),
-    )
+def _fixed(parts: Sequence[Part]) -> Block:
+    names = "forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved_bytes", "static_bytes"
+    return fixed(*(sum(getattr(part.work, name) for part in parts) for name in names))
 
 
 def _faults(

@@ -45,8 +45,9 @@ def unallocated() -> AbstractContextManager[Any]:
     The ``meta`` device is public, but operators choose other kernels there: attention saves other bytes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # The mode keeps a weak reference to each new tensor, and needs it only for tensors from outside. Torch cannot swap
-    # the parameters of a converted module (bfloat16(), to()) if they have weak references.
+    # The mode keeps a weak reference to each new tensor, by set_tensor_memo of torch/_subclasses/fake_tensor.py, and
+    # needs it only for tensors from outside. swap_tensors of torch/utils/__init__.py refuses tensors with weak
+    # references, and a module that is converted (bfloat16(), to()) swaps its parameters. Ends when it does not refuse.
     mode.fake_tensor_converter.set_tensor_memo = _forget  # type: ignore[method-assign,assignment]
     return mode
 

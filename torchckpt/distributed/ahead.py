@@ -13,20 +13,35 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from torchckpt.distributed.frames import Frames, RegionOptions
+from torchckpt.distributed.counting import CountingScope
+from torchckpt.distributed.frames import Frames
 from torchckpt.distributed.meeting import agree, meeting
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
-from torchckpt.distributed.private import Live, Runtime, Stage, finds_shapes, stages_of
-from torchckpt.distributed.record import Gathered, Record, Sizes, gather
+from torchckpt.distributed.private import Live, LiveStage, Runtime, finds_shapes, stages_of
+from torchckpt.distributed.record import Gathered, Record, gather
 from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.planning import Action, Kind, Schedule, Timeline, ahead, exempt, quickest, with_recompute
+from torchckpt.planning import (
+    Action,
+    Choice,
+    Kind,
+    Schedule,
+    Stage,
+    State,
+    Timeline,
+    ahead,
+    exempt,
+    quickest,
+    with_recompute,
+)
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.step.comparison import Comparison, compare
 from torchckpt.planning.step.measured import measured_timeline
@@ -35,7 +50,7 @@ from torchckpt.planning.work.inputs import Links, Stages
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 
-__all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead"]
+__all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead", "first_cause"]
 
 MEASURED_STEPS = 4
 """With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
@@ -76,27 +91,27 @@ class RecomputeAhead(Runtime):
     def __init__(
         self,
         live: Live,
-        schedule: Schedule,
+        plain: Schedule,
         segments: int | None,
         exempt: frozenset[Visit],
         costs: Stages | str | None,
         link: Links,
     ) -> None:
-        self._plain_schedule = schedule
-        self._exempt = exempt
+        self._plain_schedule = plain
+        self._segments, self._exempt = segments, exempt
         self._is_measuring = costs == "measured"
-        self._is_early = segments != 0
-        placed = self._placed(None if isinstance(costs, str) else costs, link)
-        first: Stage = stages_of(live)[0]
+        first: LiveStage = stages_of(live)[0]
         self._group: dist.ProcessGroup | None = first.group
-        self._stage_by_index: dict[int, Stage] = {stage.stage_index: stage for stage in stages_of(live)}
+        self._stage_by_index: dict[int, LiveStage] = {stage.stage_index: stage for stage in stages_of(live)}
         self._frames = Frames(segments)
         self._record = Record(torch.device(first.device))
-        self._sizes = Sizes(segments)
+        self._checked: set[int] = set()  # stages of which a forward ran
+        self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
+        self._counted: dict[int, Stage] = {}  # their bytes, of a step before
         self._last_action: str | None = None
         self._agreed = False
         self._before: Gathered | None = None
-        super().__init__(live, placed)
+        super().__init__(live, self._placed(None if isinstance(costs, str) else costs, link))
 
     def timeline(self) -> Timeline:
         """The last step as it was measured, of all ranks, in the type of a simulated one.
@@ -129,12 +144,15 @@ class RecomputeAhead(Runtime):
         self._record.begin()
         try:
             yield
+            if self.is_training:
+                self._counted |= {stage: scope.stage for stage, (_, scope) in self._counting.items()}
         except (RegionError, ScheduleError, torch.OutOfMemoryError):
             raise  # the ones say what to do, and loops that try again look for the last
         except Exception as error:
             raise ScheduleError(self._failure(error)) from error
         finally:
             self._frames.clear()
+            self._counting.clear()
         if self.is_training:
             self._stepped()
         if self._is_measuring and self._record.steps == MEASURED_STEPS:
@@ -147,12 +165,12 @@ class RecomputeAhead(Runtime):
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
         start = self._record.now()
-        stage, kind, micro_batch = action
-        if kind is Kind.FORWARD and self.is_training:
-            with self._gathering(stage, micro_batch, outputs):
+        visit = action.stage, action.micro_batch
+        if action.kind is Kind.FORWARD and self.is_training:
+            with self._gathering(visit, outputs):
                 yield
         else:
-            self._frames.drop(stage, micro_batch)  # [3]
+            self._frames.drop(visit)  # [3]
             yield
         self._record.ended(action, start)
 
@@ -160,10 +178,10 @@ class RecomputeAhead(Runtime):
         stage, _, micro_batch = action
         with record_function(f"torchckpt::recompute[stage={stage},mb={micro_batch}]"):
             with self._record.recomputing(action):
-                self._frames.recompute(stage, micro_batch, self._stage_by_index[stage].submod)  # [2]
+                self._frames.recompute((stage, micro_batch), self._stage_by_index[stage].submod)  # [2]
 
     def _agree_in_pipeline(self) -> None:
-        """Before the first step: a rank that would wait for what others never send says so instead."""
+        """Before the first step, a rank that would wait for what others never send says so instead."""
         if self._agreed:
             return
         with self._record.device_current():
@@ -173,61 +191,72 @@ class RecomputeAhead(Runtime):
     # what a subclass may do otherwise -------------------------------------------------------------------------------
 
     def _told(self) -> tuple[str, str]:
-        """Equal on all ranks that will exchange the same; and how an error names it."""
+        """A key that is equal on all ranks that will exchange the same, and its name in an error."""
         text = "costs='measured'" if self._is_measuring else "neither"
         return text, text
 
     def _stepped(self) -> None:
-        """A step was made."""
+        """Note that a step was made."""
         self._record.end()
 
-    def _region_options(self, visit: Visit) -> RegionOptions:
-        return RegionOptions(visit in self._exempt)
+    def _choice(self, visit: Visit) -> Choice | State:
+        """What becomes of the regions of a visit."""
+        return State.KEPT if visit in self._exempt else State.EARLY
 
-    def _scope(self, visit: Visit, options: RegionOptions) -> Scope:
-        return Scope(options.keep, partial(self._replaying, visit))
+    def _counts(self, visit: Visit) -> bool:
+        """Whether the bytes of a visit are counted: of its stage, the first that is recomputed, or else the first."""
+        stage = visit[0]
+        counted_visit, _ = self._counting.get(stage, (None, None))
+        is_better = counted_visit in self._exempt and visit not in self._exempt
+        return stage not in self._counted and (counted_visit is None or is_better)
 
-    def _counting(self, visit: Visit, options: RegionOptions, scope: Scope) -> AbstractContextManager[None]:
-        """Around a forward, at whose end ``scope`` has its regions."""
-        return self._sizes.of_forward(*visit, bool(options.keep), scope.frames)
+    def _is_new(self, storage: StorageWeakRef) -> bool:
+        """Whether the bytes of a storage are those of a step."""
+        return True
 
-    def _forwarded(self, visit: Visit, options: RegionOptions, scope: Scope, outputs: list[object]) -> None:
-        """Right after a forward. Raises if its regions are not what they should be."""
-        if not options.keep and not scope.regions:
+    def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
+        """Check a forward that has ended. Raises if its regions are not what they should be."""
+        if not scope.keep and not scope.regions:
             raise_without_regions(visit[0], self._stage_by_index[visit[0]].submod, outputs)
 
-    def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> AbstractContextManager[None]:
-        """Around the replay of a region, which fills ``recomputed``."""
-        return self._replay_recorded(visit, recomputed)
+    @contextmanager
+    def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
+        """A context around the replay of a region, which fills ``recomputed``."""
+        with self._record.replaying(visit, region):
+            yield
+        counted_visit, scope = self._counting.get(visit[0], (None, None))
+        if scope is not None and counted_visit == visit:
+            scope.replayed(region, recomputed)
 
     # how ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _gathering(self, stage: int, micro_batch: int, outputs: list[object]) -> Iterator[None]:
-        visit = stage, micro_batch
-        options = self._region_options(visit)
-        scope, is_first = self._scope(visit, options), stage not in self._sizes.found
-        module = self._stage_by_index[stage].submod
+    def _gathering(self, visit: Visit, outputs: list[object]) -> Iterator[None]:
+        stage, choice = visit[0], self._choice(visit)
+        module, is_first = self._stage_by_index[stage].submod, stage not in self._checked
+        scope = self._scope(visit, choice, module)
         with ExitStack() as stack:
             if is_first:
                 stack.enter_context(plain_regions_refused(stage, module))
-            frames = stack.enter_context(self._frames.gathered(stage, micro_batch, scope, options.early))  # [1]
-            with self._counting(visit, options, scope):
-                yield
-        if is_first and frames:
-            warn_of_compiled_regions(stage, module)
-        self._forwarded(visit, options, scope, outputs)
-
-    @contextmanager
-    def _replay_recorded(self, visit: Visit, recomputed: deque[SavedTensors]) -> Iterator[None]:
-        stage, micro_batch = visit
-        sized = self._sizes.of_replay(stage, micro_batch, recomputed, self._stage_by_index[stage].submod)
-        with self._record.replaying(visit), sized:
+            stack.enter_context(self._frames.gathered(visit, scope, choice))  # [1]
             yield
+        if is_first and scope.frames:
+            warn_of_compiled_regions(stage, module)
+        self._checked.add(stage)
+        self._forwarded(visit, scope, outputs)
+
+    def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
+        keep = choice is State.KEPT if isinstance(choice, State) else frozenset(choice.kept)
+        around = partial(self._replaying, visit)
+        if not self._counts(visit):
+            return Scope(keep, around)
+        scope = CountingScope(keep, around, module, self._is_new)
+        self._counting[visit[0]] = visit, scope
+        return scope
 
     def _placed(self, costs: Stages | None, link: Links) -> Schedule:
         plain = self._plain_schedule
-        if not self._is_early:
+        if self._segments == 0:
             return plain
         choices = exempt(plain, ahead(plain), *self._exempt)
         return with_recompute(plain, choices) if costs is None else quickest(plain, choices, costs, link)
@@ -235,13 +264,13 @@ class RecomputeAhead(Runtime):
     def _place_as_measured(self) -> None:
         self._is_measuring = False
         # All processes of the job agree: replicas of a pipeline have collectives in common.
-        measured = gather(self.schedule, self._exempt, self.rank, self._record, self._sizes.found, None)
+        measured = self._gathered(None)
         self.schedule = self.follow(quickest_of(measured.step, 1))
         self._record.clear()
         self._before = measured  # what there is to report on until the next step
 
     def _measured(self, call: str) -> Gathered:
-        """Collective, for this ``call`` of the user."""
+        """The measurements for this ``call`` of the user. Collective."""
         if not self._record.steps and self._before is not None:
             return self._before
         if not self._record.steps:
@@ -250,7 +279,11 @@ class RecomputeAhead(Runtime):
                 "  works:    schedule.step(x, target=y); then print(schedule.report())"
             )
         with meeting(call, self._group, self._record.device):
-            return gather(self.schedule, self._exempt, self.rank, self._record, self._sizes.found, self._group)
+            return self._gathered(self._group)
+
+    def _gathered(self, group: dist.ProcessGroup | None) -> Gathered:
+        own = self.rank, self._record, self._counted
+        return gather(self.schedule, self._exempt, self._segments, *own, group)
 
     def _failure(self, error: Exception) -> str:
         match = _ACTION.match(self._last_action or "")
@@ -259,17 +292,22 @@ class RecomputeAhead(Runtime):
             more = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
         if self._last_action is not None and match is not None:
             stage, kind, micro_batch = match.groups()
-            at = f", micro-batch {micro_batch}" if micro_batch else ""
-            where = f"stage {stage}{at}, {_WORDS.get(kind, kind)} ({self._last_action})"
-        first: BaseException = error
-        while first.__cause__ is not None:  # torch wraps what a stage raises
-            first = first.__cause__
+            of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
+            where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({self._last_action})"
+        first = first_cause(error)
         return (
             f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
             f"  received: {type(first).__name__}: {_said(first)}\n"
             "  works:    the step without that error; if it is one of communication, another rank failed before, and "
             f"says at what itself{more}"
         )
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that a stage raised, which torch wraps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _said(error: BaseException) -> str:

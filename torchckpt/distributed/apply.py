@@ -118,9 +118,9 @@ def recompute_ahead(
     _warn_of_statistics(schedule)
     if budget is not None:
         budget_key(_CALLER, budget, len(plain.ranks))
-        return RecomputeWithin(schedule, plain, budget, None)
+        return RecomputeWithin(schedule, plain, budget)
     if plan is not None:
-        return RecomputeWithin(schedule, plain, None, plan_for(_CALLER, plan, plain))
+        return RecomputeWithin(schedule, plain, plan_for(_CALLER, plan, plain))
     return RecomputeAhead(schedule, plain, segments, kept, costs, link or 0.0)
 
 
@@ -131,7 +131,7 @@ def _kept(exempt: str | Collection[Visit], segments: int | None, schedule: Sched
 
 
 def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> Iterator[Fault]:
-    """Of the stages of this rank that are to be recomputed."""
+    """The faults of the stages of this rank that are to be recomputed."""
     for stage in stages_of(live):
         if any((stage.stage_index, i) not in kept for i in range(schedule.micro_batches)):
             yield from traced_faults(stage.stage_index, stage.submod)
@@ -156,7 +156,7 @@ def _warn_of_statistics(live: Live) -> None:
 
 
 def _given(segments: object, exempt: object, costs: object, link: object) -> dict[str, object]:
-    """Those that are not as by default."""
+    """The arguments that differ from their defaults."""
     named = {"segments": segments, "exempt": None if exempt == "auto" else exempt, "costs": costs, "link": link}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -183,7 +183,7 @@ def _numpy_faults(live: Live) -> Iterator[Fault]:
 
 
 def _has_numpy() -> bool:
-    """Whether torch could load it."""
+    """Whether torch could load NumPy."""
     try:
         torch.empty(0).numpy()
     except RuntimeError:
@@ -223,7 +223,7 @@ def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fa
 
 
 def _use_faults(segments: object, costs: object, link: object) -> Iterator[Fault]:
-    """What would be ignored."""
+    """The faults of arguments that would be ignored."""
     if link is not None and (costs is None or isinstance(costs, str)):
         rule = "a link goes with costs that are given"
         yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=Block(1.0, 1.0, 1.0, 1.0), link=0.5")

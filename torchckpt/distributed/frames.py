@@ -1,9 +1,8 @@
 """Frames: holds the frames of this rank's regions, by stage and micro-batch, until they are recomputed."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,60 +10,57 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchckpt.distributed.private import in_backward
 from torchckpt.modules import module_of
+from torchckpt.planning import Choice, State
+from torchckpt.planning.order.orders import Visit
 from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.scope import Keep, Scope
+from torchckpt.regions.core.scope import Scope
 
-__all__ = ["Frames", "RegionOptions"]
+__all__ = ["Frames"]
+
 
 class Frames:
-    """The frames of one schedule. ``gathered()`` is a context around a forward, ``recompute()`` is the action."""
+    """The frames of one schedule. ``gathered()`` is a context around a forward, ``recompute()`` is the action.
+
+    Args:
+        segments: how many regions of a stage ``State.EARLY`` means, the last ones; None for all.
+    """
 
     def __init__(self, segments: int | None) -> None:
         self._segments = segments
-        self._waiting: dict[tuple[int, int], list[Frame]] = {}
+        self._waiting: dict[Visit, list[Frame]] = {}
         self._sharded: dict[nn.Module, list[FSDPModule]] = {}  # by the module of a stage
         self._used: dict[object, list[FSDPModule]] = {}  # by the module that a region calls
 
     @contextmanager
-    def gathered(
-        self, stage: int, micro_batch: int, scope: Scope, early: Collection[int] | None = None
-    ) -> Iterator[list[Frame]]:
-        """Inside the block, the regions that this thread enters belong to this stage and micro-batch, and to ``scope``.
-
-        Args:
-            early: the numbers of the regions that :meth:`recompute` replays. None: the last ``segments`` regions.
-        """
+    def gathered(self, visit: Visit, scope: Scope, choice: Choice | State) -> Iterator[None]:
+        """Inside the block, the regions that this thread enters belong to ``visit``, and to ``scope``."""
         with scope.entered():
-            yield scope.frames
-        numbered = zip(scope.numbers, scope.frames)
-        waiting = scope.frames if early is None else [frame for number, frame in numbered if number in early]
-        self._waiting[stage, micro_batch] = waiting
+            yield
+        if isinstance(choice, Choice):
+            self._waiting[visit] = [frame for at, frame in zip(scope.numbers, scope.frames) if at in choice.early]
+        elif choice is State.EARLY:
+            late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
+            self._waiting[visit] = scope.frames[late:]
 
-    def waiting(self, stage: int, micro_batch: int) -> tuple[Frame, ...]:
-        """The frames that have not been recomputed."""
-        return tuple(self._waiting.get((stage, micro_batch), ()))
-
-    def recompute(self, stage: int, micro_batch: int, module: nn.Module) -> None:
-        """Replay the waiting frames, the last one first, at most ``segments`` of them. The backward replays the rest.
+    def recompute(self, visit: Visit, module: nn.Module) -> None:
+        """Replay the waiting frames, the last one first. The backward replays the others.
 
         Args:
             module: the module of the stage.
         """
-        frames = self._waiting.pop((stage, micro_batch), [])
-        early = len(frames) if self._segments is None else min(self._segments, len(frames))
         if module not in self._sharded:
             self._sharded[module] = [child for child in module.modules() if isinstance(child, FSDPModule)]
-        sharded = self._sharded[module]
-        while early > 0:
-            frame, early = frames.pop(), early - 1
+        sharded, frames = self._sharded[module], self._waiting.pop(visit, [])
+        while frames:
+            frame = frames.pop()
             if sharded:
                 self._recompute_gathered(frame, sharded)
             else:
                 frame.recompute()
 
-    def drop(self, stage: int, micro_batch: int) -> None:
+    def drop(self, visit: Visit) -> None:
         """Forget the waiting frames: their backward begins, and replays what is left."""
-        self._waiting.pop((stage, micro_batch), None)
+        self._waiting.pop(visit, None)
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -81,15 +77,6 @@ class Frames:
             frame.recompute()
 
 
-def _is_in_line(one: Any, other: nn.Module) -> bool:
+def _is_in_line(module: Any, other: nn.Module) -> bool:
     """Whether one of the two modules is, or contains, the other."""
-    return any(child is other for child in one.modules()) or any(child is one for child in other.modules())
-
-
-@dataclass(frozen=True)
-class RegionOptions:
-    """Regions are numbered in the order of their forwards. The backward recomputes all that are in neither field."""
-
-    keep: Keep = False
-    early: Collection[int] | None = None
-    """The regions that the recompute action ``R`` replays. None: as many as the ``segments`` of the schedule say."""
+    return any(child is other for child in module.modules()) or any(child is module for child in other.modules())

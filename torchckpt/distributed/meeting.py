@@ -68,7 +68,7 @@ def _object_of(sent: Tensor) -> Any:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the collectives of ``group`` are: the CPU if they can be, else the current accelerator."""
+    """The device of the collectives of ``group``: the CPU if they can run there, else the current accelerator."""
     devices = [backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in devices else devices[0])
 
@@ -79,16 +79,16 @@ _MET, _MISSED = "met", "missed"
 
 @contextmanager
 def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Within, all ranks of ``group`` make this ``call``, such as ``"report()"``, whose body is collective.
+    """Inside the block, all ranks of ``group`` make this ``call``, such as ``"report()"``, and may be collective.
 
     A rank waits for half of the timeout of the group, and warns before.
 
     Raises:
         ScheduleError: a rank does not make the call, or makes another one, or is lost in it.
     """
-    found = dist.group.WORLD if group is None else group
-    if found is not None and found.size() > 1:
-        _meet(call, found, device)
+    ranks = dist.group.WORLD if group is None else group
+    if ranks is not None and ranks.size() > 1:
+        _meet(call, ranks, device)
     try:
         yield
     except CheckpointError:
@@ -128,21 +128,21 @@ def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
     turn = turns.entered(call)
     warned = min(_WARNED_AFTER, patience / 2)
     if not turns.wait(turn, warned):
-        said = f"schedule.{call} waits for {_ranks(turns.absent(turn))}: it is collective, every rank is to call it"
-        warnings.warn(said, stacklevel=6)
+        text = f"schedule.{call} waits for {_ranks(turns.absent(turn))}: it is collective, every rank is to call it"
+        warnings.warn(text, stacklevel=6)
         turns.wait(turn, patience - warned)
     absent = turns.absent(turn)
     if turns.decided(turn, _MISSED if absent else _MET) == _MISSED:
         late = f"no such call on {_ranks(absent)}" if absent else "the last call after another rank had given up"
         raise _refusal(call, f"{call} on rank {group.rank()}, {late} within {patience.total_seconds():g} s")
-    said_by = turns.left(turn)
-    if len(set(said_by)) > 1:
-        received = ", ".join(f"{said} on rank {rank}" for rank, said in enumerate(said_by))
+    calls = turns.left(turn)
+    if len(set(calls)) > 1:
+        received = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(calls))
         raise _refusal(call, received)
 
 
 class _Turns:
-    """Of one rank, in the ``store`` of its group."""
+    """The turns of one rank, in the ``store`` of its group."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -172,11 +172,11 @@ class _Turns:
         return first.decode()
 
     def left(self, turn: int) -> list[str]:
-        """What each rank called."""
-        said = [self._store.get(key).decode() for key in self._keys(turn)]
+        """Leave a turn; the call that each rank made in it."""
+        calls = [self._store.get(key).decode() for key in self._keys(turn)]
         if self._store.add(f"{turn}/left", 1) == self._size:  # nobody reads this turn, or one before it, again
             self._clear(turn)
-        return said
+        return calls
 
     def _clear(self, turn: int) -> None:
         while self._store.check([f"{turn}/verdict"]):

@@ -57,7 +57,7 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Those that a hook can be put on: one inside of compiled code would be compiled, too."""
+    """The modules that a hook can be put on: a hook inside of compiled code would be compiled, too."""
     if not is_compiled(module):
         yield module
         for child in () if COMPILED in module.__dict__ else module.children():
@@ -90,7 +90,7 @@ def _in_graphs(module: nn.Module, name: str) -> Iterator[str]:
 
 
 _TRACERS = ("torch.fx.", "torch.export.", "torch.nn.modules.")
-"""Where the classes are of what ``torch.distributed.pipelining.pipeline()`` makes of a model."""
+"""The modules of the classes that ``torch.distributed.pipelining.pipeline()`` makes of a model."""
 
 _KNOWN = ("torch", "_operator", "operator", "builtins", "math")
 """The packages of functions that enter no region."""

@@ -1,7 +1,7 @@
-"""Every private name of torch's that this folder uses: of the runtime of pipeline schedules, of FSDP2, of groups.
+"""Private: every private name of torch's that this folder uses: of pipeline schedules, of FSDP2, of process groups.
 
-torch.distributed.pipelining can run lists of actions, but lets no one add a kind of action, or see where it is. What
-:class:`Runtime` overrides and reads to do so is all here; :mod:`torchckpt.distributed.ahead` builds on its methods.
+:class:`Runtime` is for ``torch/distributed/pipelining/schedules.py``, whose runtime runs lists of actions, but lets no
+one add a kind of action, or see where it is. It ends when the runtime takes a function for an action of the user's.
 """
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from torchckpt.tensors import tensors_in
 
 __all__ = [
     "Live",
+    "LiveStage",
     "Runtime",
-    "Stage",
     "TorchDispatchMode",
     "finds_shapes",
     "in_backward",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
-Stage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
+LiveStage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its private base
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -64,20 +64,19 @@ except (ImportError, AttributeError) as missing:
 
 
 class _Computation(str, Enum):
-    """Ours beside torch's ``_ComputationType``; the runtime looks its function up in the same table."""
+    """A member more than torch's ``_ComputationType``; the runtime looks up its function in the same table."""
 
     RECOMPUTE = "R"
 
 
 _RECOMPUTE: Any = _Computation.RECOMPUTE  # which torch's types know nothing of
-_OVERLAP = _ComputationType.OVERLAP_F_B
 _KINDS = tuple(kind.value for kind in Kind)
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-_OF_FORWARDS = ("F", "SEND_F", "RECV_F", "WAIT_SEND_F")
+_OF_FORWARDS = "F", "SEND_F", "RECV_F", "WAIT_SEND_F"
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
-_LEFT_BEHIND = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "_deferred_stages")
-"""By a step that failed. After one that did not, stages may be left gathered: ``step(finalize_gradients=False)``."""
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
+_LEFT_BEHIND = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "_deferred_stages")
+"""What a step that failed leaves. After one that did not, stages may stay gathered: ``finalize_gradients=False``."""
 
 
 def raise_unless_supported(schedule: object) -> None:
@@ -93,12 +92,12 @@ def raise_unless_supported(schedule: object) -> None:
         )
 
 
-def stages_of(live: Live) -> list[Stage]:
+def stages_of(live: Live) -> list[LiveStage]:
     """The stages of this rank."""
     return [live._stage] if isinstance(live, PipelineScheduleSingle) else list(live._stages)
 
 
-def sends_objects(stage: Stage) -> bool:
+def sends_objects(stage: LiveStage) -> bool:
     """Whether torch finds out in the first step what ``stage`` takes and gives, and tells other ranks, as objects."""
     if dist.get_world_size(stage.group) == 1:
         return False
@@ -110,7 +109,7 @@ def sends_objects(stage: Stage) -> bool:
     return bool(InferenceMode.needs_dynamic(metas, True))
 
 
-def finds_shapes(stage: Stage) -> bool:
+def finds_shapes(stage: LiveStage) -> bool:
     """Whether torch will find out the shapes of ``stage`` by running it: unless it is the first, on whatever is in
     fresh memory."""
     if hasattr(stage, "_user_meta"):
@@ -119,11 +118,12 @@ def finds_shapes(stage: Stage) -> bool:
 
 
 def micro_batches_of(live: Live) -> int:
+    """How many micro-batches a step of ``live`` has."""
     return int(live._n_microbatches)
 
 
 def order_of(live: Live) -> dict[int, list[Any]]:
-    """Per rank the actions that ``live`` lists; empty where it lists none, or others than it runs."""
+    """The actions that ``live`` lists, by rank; empty where it lists none, or others than it runs."""
     if isinstance(live, (ScheduleGPipe, Schedule1F1B)):
         return {}
     return getattr(live, "pipeline_order", None) or getattr(live, "pipeline_order_with_comms", None) or {}
@@ -152,9 +152,8 @@ class Runtime(_PipelineScheduleRuntime):
     """
 
     def __init__(self, live: Live, schedule: Schedule) -> None:
-        options = {}
-        if hasattr(live, "_backward_requires_autograd"):
-            options["backward_requires_autograd"] = live._backward_requires_autograd
+        name = "_backward_requires_autograd"  # which not every release has
+        options = {name[1:]: getattr(live, name)} if hasattr(live, name) else {}
         super().__init__(  # type: ignore[no-untyped-call]  # in torch
             stages=stages_of(live),
             n_microbatches=live._n_microbatches,
@@ -174,32 +173,30 @@ class Runtime(_PipelineScheduleRuntime):
             for rank, order in enumerate(schedule.ranks)
         }
         prepared = getattr(live, "pipeline_order_with_comms", None)  # which may have been read from a file
-        if prepared:
-            self._prepare_schedule_with_comms(prepared, format="compute_comms")
-        else:
-            self._prepare_schedule_with_comms(self.pipeline_order)
+        form: dict[str, Any] = {"format": "compute_comms"} if prepared else {}
+        self._prepare_schedule_with_comms(prepared or self.pipeline_order, **form)
         self._plain: dict[int, list[Any]] = dict(self.pipeline_order_with_comms)
         self._given = dict(self.pipeline_order), self._plain
         self.schedule = self.follow(schedule)
-        """What is run, on all ranks, as data."""
+        """The order that is run, on all ranks."""
 
     # what a subclass does -------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
-        """Around all actions of a step, or of ``eval()``."""
+        """A context around all actions of a step, or of ``eval()``."""
         raise NotImplementedError
 
     def reaches(self, action: str) -> None:
-        """Right before each action, such as ``1F0`` or ``1RECV_B3``."""
+        """Called right before each action, such as ``1F0`` or ``1RECV_B3``."""
         raise NotImplementedError
 
     def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
-        """Around the computation of each action, when its input is there; at the end ``outputs`` has what it returned.
-        """
+        """A context around the computation of an action, when its input is there. At the end ``outputs`` has what it
+        returned."""
         raise NotImplementedError
 
     def recompute(self, action: Action) -> None:
-        """Do it."""
+        """Replay the regions of the action's stage and micro-batch."""
         raise NotImplementedError
 
     # what torch calls -----------------------------------------------------------------------------------------------
@@ -217,12 +214,12 @@ class Runtime(_PipelineScheduleRuntime):
     def reorder(self, schedule: Schedule | None) -> None:
         """From the next :meth:`follow` on, run the forwards and backwards in the order of ``schedule``, which has the
         same forwards and backwards on the same ranks. torch puts messages between them anew. None: as at first."""
-        given, plain = self._given
+        listed, plain = self._given
         if schedule is None:
-            self.pipeline_order, self._plain = dict(given), plain
+            self.pipeline_order, self._plain = dict(listed), plain
             self.pipeline_order_with_comms = dict(plain)
             return
-        pairs = {tuple(_parts(one)): one for own in plain.values() for one in own if len(_parts(one)) > 1}
+        pairs = {tuple(_parts(pair)): pair for actions in plain.values() for pair in actions if len(_parts(pair)) > 1}
         for rank, order in enumerate(schedule.ranks):
             actions = [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
             self.pipeline_order[rank] = list(_paired(actions, pairs))
@@ -233,7 +230,7 @@ class Runtime(_PipelineScheduleRuntime):
     def pairs(self) -> frozenset[tuple[Action, Action]]:
         """The actions of all ranks that torch runs as one."""
         each = (list(_computations([action])) for own in self._given[1].values() for action in own)
-        return frozenset((one[0], one[1]) for one in each if len(one) == 2)
+        return frozenset((pair[0], pair[1]) for pair in each if len(pair) == 2)
 
     @property
     def is_training(self) -> bool:
@@ -257,8 +254,8 @@ class Runtime(_PipelineScheduleRuntime):
                 getattr(self, name, set()).clear()
 
     @contextmanager
-    def _watched(self, stage: Stage) -> Iterator[None]:
-        """Within, the computations of ``stage`` are :meth:`computing`."""
+    def _watched(self, stage: LiveStage) -> Iterator[None]:
+        """Inside the block, the computations of ``stage`` are inside of :meth:`computing`."""
         index = stage.stage_index
         plain = [getattr(stage, name) for name in _CHUNKS]
         places: dict[int, int] = {}  # of the outputs of micro-batches among those that the last stage keeps
@@ -277,9 +274,9 @@ class Runtime(_PipelineScheduleRuntime):
 
         def backward(bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
             action = Action(index, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id)
-            found = computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            gradients = computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
             _let_go(stage, places.pop(bwd_chunk_id, None))
-            return found
+            return gradients
 
         def weights(bwd_chunk_id: int, **kwargs: Any) -> Any:
             return computed(Action(index, Kind.WEIGHT_GRAD, bwd_chunk_id), plain[2], bwd_chunk_id, **kwargs)
@@ -293,20 +290,21 @@ class Runtime(_PipelineScheduleRuntime):
             stage.__dict__.update(before)
 
 
-def _let_go(stage: Stage, place: int | None) -> None:
+def _let_go(stage: LiveStage, place: int | None) -> None:
     """Take the graph off the outputs at ``place`` of those that the last ``stage`` keeps for the end of the step.
 
-    torch (2.11 to 2.15, ``backward_one_chunk``) detaches them in place, which leaves views as they are, and the outputs
-    of the only stage: their graph would hold what the forward saved, after an I until the next step.
+    ``backward_one_chunk`` of ``torch/distributed/pipelining/stage.py`` (2.11 to 2.15) detaches them in place, which
+    leaves views and the outputs of the only stage as they are: their graph would hold what the forward saved, after an
+    I until the next step. Ends when torch keeps detached copies.
     """
     if place is not None and place < len(stage.output_chunks):
         kept = stage.output_chunks[place]
-        if any(one.grad_fn is not None for one in tensors_in(kept)):
+        if any(output.grad_fn is not None for output in tensors_in(kept)):
             stage.output_chunks[place] = pytree.tree_map_only(Tensor, Tensor.detach, kept)
 
 
 def _recompute(action: Any, context: Any) -> None:
-    """What the runtime calls for our kind of action."""
+    """The function that the runtime calls for our kind of action."""
     context.schedule_ref.recompute(Action(action.stage_index, Kind.RECOMPUTE, action.microbatch_index))
 
 
@@ -321,7 +319,7 @@ def _parts(action: Any) -> list[Any]:
 
 
 def _paired(actions: Sequence[Any], pairs: Mapping[tuple[Any, ...], Any]) -> Iterator[Any]:
-    """``actions``, with two that are the parts of one of ``pairs`` as that."""
+    """``actions``, where one of ``pairs`` stands in place of its two parts."""
     place = 0
     while place < len(actions):
         pair = pairs.get(tuple(actions[place : place + 2]))
@@ -352,23 +350,24 @@ def _computations(actions: Sequence[Any]) -> Iterator[Action]:
 
 
 def _forwards_of(actions: Sequence[Any]) -> list[Any]:
-    """What ``eval()`` needs: forwards and their messages, with the parameters of each stage gathered meanwhile."""
+    """The actions of ``eval()``: forwards and their messages, with the parameters of each stage gathered meanwhile."""
     kept = [part for action in actions for part in _parts(action) if part.computation_type.value in _OF_FORWARDS]
     forwards = [part for part in kept if part.computation_type.value == "F"]
     first = {part.stage_index: part for part in reversed(forwards)}
     last = {part.stage_index: part for part in forwards}
-    found = []
+    evaluated = []
     for part in kept:
         stage = part.stage_index
-        found += [_Action(stage, _ComputationType.UNSHARD, None)] if part is first[stage] else []
-        found.append(part)
-        found += [_Action(stage, _ComputationType.RESHARD, None)] if part is last[stage] else []
-    return found
+        evaluated += [_Action(stage, _ComputationType.UNSHARD, None)] if part is first[stage] else []
+        evaluated.append(part)
+        evaluated += [_Action(stage, _ComputationType.RESHARD, None)] if part is last[stage] else []
+    return evaluated
 
 
 @contextmanager
 def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Within, FSDP2 takes a forward of ``modules`` for a replay: parameters stay gathered, and nothing is recorded."""
+    """Inside the block, FSDP2 takes a forward of ``modules`` for a replay: parameters stay gathered. It knows replays
+    by this state alone (``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``). Ends when it has a public way."""
     states = [module._get_fsdp_state() for module in modules]
     before = [state._training_state for state in states]
     for state in states:
@@ -376,13 +375,14 @@ def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     try:
         yield
     finally:
-        for state, one in zip(states, before):
-            state._training_state = one
+        for state, training_state in zip(states, before):
+            state._training_state = training_state
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """Where the ranks of ``group`` met to make it; None of a backend that needs none."""
-    get = getattr(group, "get_group_store", None)  # of later releases than the first that is supported, maybe
+    """The store in which the ranks of ``group`` met to make it; None of a backend that needs none. Ends when the oldest
+    release that is supported has ``get_group_store``."""
+    get = getattr(group, "get_group_store", None)
     try:
         store: Store | None = dist.distributed_c10d._get_process_group_store(group) if get is None else get()
     except (AttributeError, KeyError, RuntimeError):
@@ -391,9 +391,9 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective on ``device`` may take."""
+    """How long a collective on ``device`` may take, which no public name of torch says."""
     try:
-        found: timedelta = group._get_backend(device).options._timeout
+        timeout: timedelta = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
-    return found
+    return timeout

@@ -4,93 +4,39 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
+from itertools import chain
+from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchckpt.distributed.counting import measured_stage
 from torchckpt.distributed.meeting import all_gather
-from torchckpt.planning import Action, Block, Choice, Schedule, Stage, Step
+from torchckpt.planning import Action, Choice, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.step.measured import Seconds, Span, Spans, measured_links, measured_seconds, replays_apart
+from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.regions.clock import Clock, Stamp
-from torchckpt.regions.core.frame import Frame, SavedTensors
-from torchckpt.regions.saved import bytes_of, saved_bytes
 
-__all__ = ["Gathered", "Record", "Size", "Sizes", "gather"]
-
-@dataclass
-class Size:
-    """The bytes that one micro-batch keeps on one stage. Parameters do not count."""
-
-    saved_bytes: float | None = None
-    """The bytes that are held if its forward keeps its activations, the inputs of regions included; None if not counted
-    yet."""
-    boundary_bytes: float | None = None
-    """The bytes that its forward saves if it is recomputed; None if not counted yet."""
-    regions: int = 0
-    early: int = 0
-    """How many of its regions the recompute action replays, before the backward."""
-
-
-class Sizes:
-    """Counts the size of each stage, once, into ``found``. Later calls cost nothing."""
-
-    def __init__(self, segments: int | None) -> None:
-        self._segments = segments
-        self.found: dict[int, Size] = {}
-        self._boundaries: dict[int, dict[int, Set[StorageWeakRef]]] = {}  # by stage and micro-batch, until counted
-        self._to_count: dict[int, tuple[int, int]] = {}  # by stage: micro-batch, regions left to count
-
-    @contextmanager
-    def of_forward(self, stage: int, micro_batch: int, keep: bool, frames: Sequence[Frame]) -> Iterator[None]:
-        """A context around a forward. At its end, ``frames`` must hold the frames of the forward's regions."""
-        size = self.found.setdefault(stage, Size())
-        if size.saved_bytes is not None and (keep or size.boundary_bytes is not None):
-            yield
-            return
-        with saved_bytes() as saved:
-            yield
-        if keep:
-            size.saved_bytes = saved.total if size.saved_bytes is None else size.saved_bytes
-            return
-        if size.boundary_bytes is None:
-            size.boundary_bytes = saved.total
-            size.regions = len(frames)
-            size.early = size.regions if self._segments is None else min(self._segments, size.regions)
-        if size.saved_bytes is None:  # until a replay of one of them is counted
-            self._boundaries.setdefault(stage, {})[micro_batch] = saved.storages
-
-    @contextmanager
-    def of_replay(
-        self, stage: int, micro_batch: int, recomputed: deque[SavedTensors], module: nn.Module
-    ) -> Iterator[None]:
-        """A context around the replay of one region, which fills ``recomputed``."""
-        yield
-        size = self.found.setdefault(stage, Size())
-        if size.saved_bytes is None:
-            size.saved_bytes, self._to_count[stage] = size.boundary_bytes or 0.0, (micro_batch, size.regions)
-        counted, left = self._to_count.get(stage, (micro_batch, 0))
-        if counted == micro_batch and left:
-            fresh = [tensor for saved in recomputed for tensor, _ in saved]
-            boundary = self._boundaries.get(stage, {}).get(micro_batch, set())
-            size.saved_bytes += bytes_of(fresh, but=module.parameters(), but_storages=boundary)
-            self._to_count[stage] = micro_batch, left - 1
-        if not left:
-            self._boundaries.pop(stage, None)
-
+__all__ = ["Gathered", "Record", "gather"]
 
 KEPT_STEPS = 8
 """How many steps are kept, for medians."""
 
-_Replay: TypeAlias = "tuple[Visit, Stamp, Stamp]"
 _Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
+
+
+class _Replay(NamedTuple):
+    visit: Visit
+    region: int
+    start: Stamp
+    end: Stamp
+    is_early: bool
+    """Whether an action recomputed, not a backward."""
 
 
 class Record:
@@ -99,10 +45,11 @@ class Record:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.times_early_replays = False
+        """Whether replays inside of actions that recompute are noted, for :meth:`replay_seconds`."""
         self._clock = Clock(device)
-        self._steps: deque[list[_Noted]] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[tuple[list[_Noted], list[_Replay]]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
-        self._replays: deque[list[_Replay]] = deque(maxlen=KEPT_STEPS)
         self._current_replays: list[_Replay] = []
         self._due: Stamp = None
         self._is_recomputing = False
@@ -113,10 +60,6 @@ class Record:
             return nullcontext()
         context: AbstractContextManager[Any] = torch.get_device_module(self.device).device(self.device)
         return context
-
-    def reader(self) -> Callable[[Stamp], float]:
-        """A function that turns stamps of :meth:`now` into seconds."""
-        return self._clock.reader()
 
     def begin(self) -> None:
         self._current, self._current_replays = [], []
@@ -144,22 +87,20 @@ class Record:
         self.ended(action, start)
 
     @contextmanager
-    def replaying(self, visit: Visit) -> Iterator[None]:
+    def replaying(self, visit: Visit, region: int) -> Iterator[None]:
         """A context around the replay of one region of a stage and micro-batch."""
-        if self._is_recomputing:
+        if self._is_recomputing and not self.times_early_replays:
             yield
             return
         start = self._clock.stamp()
         yield
-        self._current_replays.append((visit, start, self._clock.stamp()))
+        self._current_replays.append(_Replay(visit, region, start, self._clock.stamp(), self._is_recomputing))
 
     def end(self) -> None:
-        self._steps.append(self._current)
-        self._replays.append(self._current_replays)
+        self._steps.append((self._current, self._current_replays))
 
     def clear(self) -> None:
         self._steps.clear()
-        self._replays.clear()
 
     @property
     def steps(self) -> int:
@@ -169,21 +110,30 @@ class Record:
     def spans(self) -> list[list[Span]]:
         """The spans of the kept steps, the latest step last."""
         seconds = self._clock.reader()
-        found = []
-        for step, replays in zip(self._steps, self._replays):
+        spans_of_steps = []
+        for step, replays in self._steps:
             spans = [Span(action, seconds(due), seconds(start), seconds(end)) for action, due, start, end in step]
             inside: defaultdict[Visit, float] = defaultdict(float)
-            for visit, start, end in replays:
-                inside[visit] += seconds(end) - seconds(start)
-            found.append(replays_apart(spans, inside))
-        return found
+            for replay in replays:
+                if not replay.is_early:
+                    inside[replay.visit] += seconds(replay.end) - seconds(replay.start)
+            spans_of_steps.append(replays_apart(spans, inside))
+        return spans_of_steps
+
+    def replay_seconds(self) -> dict[int, dict[int, float]]:
+        """The medians of the replays of each region, by stage. The first of several steps is warm-up."""
+        seconds, replays = self._clock.reader(), [replays for _, replays in self._steps]
+        times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for (stage, _), region, start, end, _ in chain.from_iterable(replays[1:] or replays):
+            times[stage][region].append(seconds(end) - seconds(start))
+        return {stage: {at: median(each) for at, each in regions.items()} for stage, regions in times.items()}
 
 
 class Gathered(NamedTuple):
     """The measurements of all ranks of a group; equal on every rank."""
 
     step: Step
-    """What was run, with the medians that were measured; each region is a block of its stage, all alike."""
+    """The step that was run, with the medians that were measured; each region is a block of its stage."""
     spans: list[Spans]
     """The spans of each kept step. If the pipeline has replicas, the steps of the first come first."""
 
@@ -191,9 +141,10 @@ class Gathered(NamedTuple):
 def gather(
     schedule: Schedule,
     kept: Collection[Visit],
+    segments: int | None,
     rank: int,
     record: Record,
-    sizes: Mapping[int, Size],
+    counted: Mapping[int, Stage],
     group: dist.ProcessGroup | None,
 ) -> Gathered:
     """Combine the records of all ranks. Collective: all ranks must call it.
@@ -203,49 +154,50 @@ def gather(
 
     Args:
         kept: the visits of which nothing is recomputed.
-        sizes: those of the stages of this ``rank`` of the pipeline.
+        segments: how many regions a recompute action replays, the last ones; None for all.
+        counted: the bytes of the stages of this ``rank`` of the pipeline.
     """
     with record.device_current():  # NCCL's collectives are on the current device
         dist.barrier(group)
-        mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), sizes
-        said = all_gather(mine, group)
+        mine = socket.gethostname(), time.perf_counter(), rank, record.spans(), counted
+        processes = all_gather(mine, group)
     replicas: list[list[list[list[Span]]]] = [[] for _ in schedule.ranks]
-    every: dict[int, Size] = {}
-    for host, now, place, steps, own in said:
-        ahead = 0.0 if host == said[0][0] else now - said[0][1]
+    stages: dict[int, Stage] = {}
+    for host, now, place, steps, stages_of_process in processes:
+        ahead = 0.0 if host == processes[0][0] else now - processes[0][1]
         replicas[place].append([[_shifted(span, ahead) for span in step] for step in steps])
-        every.update(own)
+        stages = {**stages_of_process, **stages}  # the first replica of the pipeline counts
     spans: list[Spans] = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
-    return Gathered(_step(schedule, kept, [every.get(stage, Size()) for stage in range(schedule.stages)], spans), spans)
+    in_order = [stages.get(stage, _UNKNOWN) for stage in range(schedule.stages)]
+    return Gathered(_step(schedule, kept, segments, in_order, spans), spans)
 
 
-def _step(schedule: Schedule, kept: Collection[Visit], sizes: Sequence[Size], spans: Sequence[Spans]) -> Step:
+_UNKNOWN = Stage((fixed(),))
+"""A stage whose bytes were not counted yet."""
+
+
+def _step(
+    schedule: Schedule, kept: Collection[Visit], segments: int | None, counted: Sequence[Stage], spans: Sequence[Spans]
+) -> Step:
     early = recomputed_early(schedule)
-    each = [_choices_of(size) for size in sizes]
+    each = [_choices_of(len(stage.blocks), segments) for stage in counted]
     choices = {
         (stage, i): each[stage][(stage, i) not in early]
         for stage in range(schedule.stages)
         for i in range(schedule.micro_batches)
         if (stage, i) not in kept
     }
-    unknown = Step(schedule, (Stage((Block(),)),) * schedule.stages, (), choices)
+    step = Step(schedule, tuple(counted), (), choices)
     measured = spans[1:] or spans
-    stages = tuple(map(_stage, sizes, measured_seconds(unknown, measured)))
-    return replace(unknown, stages=stages, links=measured_links(unknown, measured))
+    stages = tuple(map(measured_stage, counted, measured_seconds(step, measured)))
+    return replace(step, stages=stages, links=measured_links(step, measured))
 
 
-def _choices_of(size: Size) -> tuple[Choice, Choice]:
-    """Of a visit with an ``R``, which replays the last regions; and of one without, whose backward replays all."""
-    regions = tuple(range(max(1, size.regions)))
-    first = len(regions) - max(1, min(size.early, len(regions)))
-    return Choice((), regions[first:], regions[:first]), Choice((), (), regions)
-
-
-def _stage(size: Size, seconds: Seconds) -> Stage:
-    regions = max(1, size.regions)
-    boundary = size.boundary_bytes or 0.0
-    amounts = (*astuple(seconds), max(size.saved_bytes or 0.0, boundary), boundary)
-    return Stage((Block(*(amount / regions for amount in amounts)),) * regions, message_bytes=boundary)
+def _choices_of(blocks: int, segments: int | None) -> tuple[Choice, Choice]:
+    """The choices for a visit with an ``R``, which replays the last blocks, and for one whose backward replays all."""
+    every = tuple(range(blocks))
+    first = 0 if segments is None else max(0, blocks - segments)
+    return Choice((), every[first:], every[:first]), Choice((), (), every)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

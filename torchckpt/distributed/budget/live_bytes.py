@@ -26,11 +26,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     Args:
         looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
             every storage counts as made in the step.
+        more_bytes: added to the levels of every action.
     """
 
-    def __init__(self, device: torch.device, looks: bool = True) -> None:
+    def __init__(self, device: torch.device, looks: bool = True, more_bytes: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._looks = looks
+        self._looks, self._more_bytes = looks, more_bytes
         self._action: Action | None = None
         self._entered_bytes = 0.0
         self._made: dict[StorageWeakRef, int] = {}
@@ -57,9 +58,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def reaches(self, action: Action | None) -> None:
         """Note that ``action`` begins. It lasts until the next call; None ends the last action."""
         if self._action is not None and (self._looks or self._allocator):
-            highest = float(self._highest())
+            highest = self._highest()
             self._begin()
-            self.levels[self._action] = Level(highest, float(self._now()), self._entered_bytes)
+            amounts = highest, self._now(), self._entered_bytes
+            self.levels[self._action] = Level(*(amount + self._more_bytes for amount in amounts))
         else:
             self._begin()
         self._action, self._entered_bytes = action, 0.0
@@ -83,8 +85,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
         """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
-        found = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
-        return {storage: size for storage, size in found.items() if storage not in self._made}
+        sizes = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
+        return {storage: size for storage, size in sizes.items() if storage not in self._made}
 
     def _forget_the_dead(self) -> None:
         alive = [storage for storage in self._made if not storage.expired()]  # type: ignore[no-untyped-call]  # likewise

@@ -8,11 +8,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchckpt.distributed.budget.stage_parts import Parts, stage_of
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
-from torchckpt.planning import Action, Schedule, Stage, State, arrival
+from torchckpt.planning import Action, Schedule, State, arrival
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
@@ -21,7 +20,7 @@ from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.placement import recomputed_early
 
-__all__ = ["Costs", "digest_of", "made"]
+__all__ = ["digest_of", "made"]
 
 _CALLER = "recompute_ahead()"
 _NO_REGIONS = Fault(
@@ -29,18 +28,6 @@ _NO_REGIONS = Fault(
     "stages whose forwards entered none",
     "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
 )
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The measurements of one process."""
-
-    parts: Mapping[int, Parts]
-    """The bytes of each stage."""
-    seconds: Mapping[int, Mapping[int, float]]
-    """The seconds of the replay of each region, by stage and region."""
-    taken: Sequence[Mapping[Action, Level]]
-    """Of each step in which bytes were counted, those of each action, beyond those allocated before the step."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +43,32 @@ class _Outcome:
 
 
 def digest_of(plan: PipelinePlan) -> str:
+    """A short text that is equal for equal plans."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
 
 
 def made(
-    schedule: Schedule, budget: Bytes, measured: Gathered, counted: Sequence[Schedule], costs: Costs, tied: bool,
-    pairs: Collection[tuple[Action, Action]],
+    schedule: Schedule, budget: Bytes, measured: Gathered, counted: Sequence[tuple[Schedule, Mapping[Action, Level]]],
+    tied: bool, pairs: Collection[tuple[Action, Action]],
 ) -> Fitted:
     """Make the plan. Collective: all processes of the job must call it, and all get the same plan.
 
     Args:
         schedule: the schedule without recompute actions.
         measured: the combined records of steps that recomputed all regions.
-        counted: the orders of the steps in which bytes were counted; first that with whole backwards.
-        costs: the measurements of this process.
+        counted: the orders of the steps in which bytes were counted, first that with whole backwards; and the bytes of
+            this process's actions in each, beyond those allocated before the step.
         tied: whether stages of some process share parameters.
         pairs: actions that torch runs as one where the second follows the first.
 
     Raises:
         ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
     """
-    said = all_gather(costs)
+    levels_of_processes = all_gather([levels for _, levels in counted])
     outcome = None
     if not dist.get_rank():
-        outcome = _outcome(schedule, budget, measured, counted, said, tied, pairs)
+        orders = [order for order, _ in counted]
+        outcome = _outcome(schedule, budget, measured, orders, levels_of_processes, tied, pairs)
     outcome = broadcast(outcome)
     if outcome.refusal:
         _refuse(outcome)
@@ -91,14 +80,15 @@ def made(
 
 
 def _outcome(
-    schedule: Schedule, budget: Bytes, measured: Gathered, counted: Sequence[Schedule], costs: Sequence[Costs],
-    tied: bool, pairs: Collection[tuple[Action, Action]],
+    schedule: Schedule, budget: Bytes, measured: Gathered, orders: Sequence[Schedule],
+    levels_of_processes: Sequence[Sequence[Mapping[Action, Level]]], tied: bool,
+    pairs: Collection[tuple[Action, Action]],
 ) -> _Outcome:
+    stages, links = measured.step.stages, measured.step.links
     try:
-        stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
+        steps = [_measured_step(*step) for step in zip(orders, zip(*levels_of_processes))]
         raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
-        took = [_took(order, stages, [own.taken[at] for own in costs]) for at, order in enumerate(counted)]
-        found = fitted(_CALLER, schedule, stages, measured.step.links, budget, took, tied, pairs)
+        fit = fitted(_CALLER, schedule, stages, links, budget, steps, tied, pairs)
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)
@@ -108,7 +98,7 @@ def _outcome(
         return _Outcome("", refusal=f"{_CALLER}: rank 0 could not make the plan\n"
                         f"  received: {type(error).__name__}: {error}\n"
                         "  works:    plan=plan_pipeline(...), made in a process of its own")
-    return _Outcome(found.plan.to_json(), found.budget_bytes, found.peak_bytes)
+    return _Outcome(fit.plan.to_json(), fit.budget_bytes, fit.peak_bytes)
 
 
 def _refuse(outcome: _Outcome) -> NoReturn:
@@ -118,16 +108,9 @@ def _refuse(outcome: _Outcome) -> NoReturn:
     raise BudgetInfeasible(outcome.refusal, outcome.least_bytes, plan, outcome.rank)
 
 
-def _stage(stage: int, measured: Gathered, costs: Sequence[Costs]) -> Stage:
-    """The stage as measured. If the pipeline has replicas, the measurements of the first one count."""
-    parts = next(own.parts[stage] for own in costs if stage in own.parts)
-    seconds = next((own.seconds[stage] for own in costs if stage in own.seconds), {})
-    return stage_of(parts, measured.step.stages[stage], seconds)
-
-
-def _took(order: Schedule, stages: Sequence[Stage], each: Sequence[Mapping[Action, Level]]) -> MeasuredStep:
-    """A step in which bytes were counted; ``each`` has what its actions took, by process."""
-    taken: dict[Action, Level] = {}
-    for own in each:
-        taken = {**own, **taken}  # the first replica of the pipeline wins
-    return MeasuredStep(order, {**arrival(order), **dict.fromkeys(recomputed_early(order), State.EARLY)}, taken)
+def _measured_step(order: Schedule, each: Sequence[Mapping[Action, Level]]) -> MeasuredStep:
+    """A step in which bytes were counted; ``each`` has those of its actions, by process."""
+    levels: dict[Action, Level] = {}
+    for levels_of_process in each:
+        levels = {**levels_of_process, **levels}  # the first replica of the pipeline wins
+    return MeasuredStep(order, {**arrival(order), **dict.fromkeys(recomputed_early(order), State.EARLY)}, levels)
