@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import TypeAlias
 
-from torchckpt.planning.order.program import NOTHING, Program
+from torchckpt.planning.order.program import Program, run_deciding
 from torchckpt.planning.plan.search.holding import Holding
 from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, Lane
 
@@ -93,7 +92,11 @@ def dispatch(
         limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
     """
     ranks = [_Rank(lane, own, strategy) for lane, own in zip(lanes, held)]
-    return _Clock(program, ranks, expected, limit_seconds).run()
+    messages = run_deciding(program, ranks, expected, limit_seconds)
+    done = [rank.done for rank in ranks]
+    if messages is None:
+        return SimulatedStep(_LONG, done, [], {})
+    return SimulatedStep(max((own[-1][3] for own in done if own), default=0.0), done, *messages)
 
 
 class _Rank:
@@ -107,7 +110,6 @@ class _Rank:
         if strategy.memory_share < _LONG:
             most = max(lane.profile(lane.all_kept()), default=0.0)
             self.budget_bytes = min(self.budget_bytes, strategy.memory_share * most)
-        self.last = len(lane.kinds)
         self.profile = lane.profile(held)
         """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""
         self.place = 0
@@ -184,10 +186,17 @@ class _Rank:
                     return count, most
         return 0, most
 
-    def run(self, kind: int, visit: int, early: int) -> float:
-        """Run an action; returns its seconds."""
-        own, lane = self.held[visit], self.lane
-        holdings = lane.holdings[visit]
+    def run(self, choice: Choice, now: float, awaited: int) -> float:
+        kind, visit, early = choice
+        seconds = self._start(kind, visit, early)
+        self.left_seconds -= seconds
+        end = now + seconds
+        self.done.append((kind, visit, early, end, awaited))
+        return end
+
+    def _start(self, kind: int, visit: int, early: int) -> float:
+        """Count what an action does to the memory; returns its seconds."""
+        own, holdings = self.held[visit], self.lane.holdings[visit]
         if kind == WEIGHT_GRAD:
             self.waiting.pop(0)
             self.alive_bytes -= holdings.full_bytes
@@ -215,83 +224,3 @@ class _Rank:
             self.profile[place] += more
         self.profile[use] += own.use_bytes[early] - own.use_bytes[0]
 
-
-class _Clock:
-    """Wakes a rank when its action ends, or when the message arrives that it waits for."""
-
-    def __init__(
-        self, program: Program, ranks: list[_Rank], expected: Sequence[float] | None, limit_seconds: float
-    ) -> None:
-        self.program, self.ranks, self.expected, self.limit_seconds = program, ranks, expected, limit_seconds
-        self.arrived = [_NEVER] * program.tokens
-        for token in program.given:
-            self.arrived[token] = 0.0
-        self.wire_free = [0.0] * program.wires
-        self.sender: dict[int, tuple[int, int]] = {}
-        self.blocked: dict[int, tuple[int, float]] = {}
-        """By token, the rank that waits for it, and since when."""
-        self.agenda = [(0.0, rank) for rank in range(len(ranks))]
-
-    def run(self) -> SimulatedStep:
-        agenda = self.agenda
-        while agenda:
-            now, at = heappop(agenda)
-            if not self._wake(at, now):
-                return SimulatedStep(_LONG, [rank.done for rank in self.ranks], self.arrived, self.sender)
-        step = max((rank.done[-1][3] for rank in self.ranks if rank.done), default=0.0)
-        return SimulatedStep(step, [rank.done for rank in self.ranks], self.arrived, self.sender)
-
-    def _wake(self, at: int, now: float) -> bool:
-        """Run a rank until it waits, or until another rank comes first in time. False if the step exceeds its limit."""
-        rank, instructions = self.ranks[at], self.program.ranks[at]
-        agenda, arrived, last = self.agenda, self.arrived, rank.last
-        while rank.place < last:
-            token, sends, _, wire, travel = instructions[rank.place]
-            there = 0.0 if token == NOTHING else arrived[token]
-            if 0.0 <= there <= now:
-                choice: Choice | None = rank.next_in_order()
-            else:
-                choice = rank.while_idle(self._idle_seconds(token, there, now))
-            if choice is None:
-                self._sleep(at, now, token, there)
-                return True
-            kind, visit, early = choice
-            seconds = rank.run(kind, visit, early)
-            end = now + seconds
-            rank.done.append((kind, visit, early, end, token if there == now else NOTHING))
-            rank.left_seconds -= seconds
-            if end + rank.left_seconds > self.limit_seconds:
-                return False
-            now = end
-            if sends != NOTHING and kind <= INPUT_GRAD:
-                self._send(at, end, sends, wire, travel)
-            if agenda and agenda[0][0] <= now:
-                heappush(agenda, (now, at))
-                return True
-        for visit in list(rank.waiting):
-            now += rank.run(WEIGHT_GRAD, visit, 0)
-            rank.done.append((WEIGHT_GRAD, visit, 0, now, NOTHING))
-        return True
-
-    def _idle_seconds(self, token: int, there: float, now: float) -> float:
-        """How long the rank expects to wait."""
-        if there < 0.0:
-            there = self.expected[token] if self.expected else _NEVER
-        return there - now if there > now else _LONG
-
-    def _sleep(self, at: int, now: float, token: int, there: float) -> None:
-        if there < 0.0:
-            self.blocked[token] = at, now
-        else:
-            heappush(self.agenda, (there, at))
-
-    def _send(self, at: int, end: float, sends: int, wire: int, travel: float) -> None:
-        arrives = end
-        if wire != NOTHING:
-            free = self.wire_free[wire]
-            arrives = self.wire_free[wire] = (free if free > end else end) + travel
-        self.arrived[sends] = arrives
-        self.sender[sends] = at, len(self.ranks[at].done) - 1
-        if sends in self.blocked:
-            waiter, since = self.blocked.pop(sends)
-            heappush(self.agenda, (arrives if arrives > since else since, waiter))
