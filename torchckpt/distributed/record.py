@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.distributed.meeting import all_gather
 from torchckpt.planning import Action, Block, Choice, Schedule, Stage, Step
 from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.step.measured import Seconds, Span, Spans, measured_links, measured_seconds, replays_apart
+from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.regions.clock import Clock, Stamp
 from torchckpt.regions.core.frame import Frame, SavedTensors
@@ -241,11 +241,11 @@ def _choices_of(size: Size) -> tuple[Choice, Choice]:
     return Choice((), regions[first:], regions[:first]), Choice((), (), regions)
 
 
-def _stage(size: Size, seconds: Seconds) -> Stage:
+def _stage(size: Size, seconds: Block) -> Stage:
     regions = max(1, size.regions)
     boundary = size.boundary_bytes or 0.0
-    amounts = (*astuple(seconds), max(size.saved_bytes or 0.0, boundary), boundary)
-    return Stage((Block(*(amount / regions for amount in amounts)),) * regions, message_bytes=boundary)
+    whole = replace(seconds, saved_bytes=max(size.saved_bytes or 0.0, boundary), boundary_bytes=boundary)
+    return Stage((Block(*(amount / regions for amount in astuple(whole))),) * regions, message_bytes=boundary)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

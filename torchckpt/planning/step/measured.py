@@ -16,9 +16,9 @@ from torchckpt.planning.order.program import Run
 from torchckpt.planning.order.schedule import Action, Kind
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
-from torchckpt.planning.work.block import Link
+from torchckpt.planning.work.block import Block, Link
 
-__all__ = ["Seconds", "Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
+__all__ = ["Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
 
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
@@ -110,18 +110,8 @@ def _played(step: Step, spans: Spans, zero: float) -> Run:
     return Run(starts, [[span.end_seconds - zero for span in own] for own in ordered], [], [])
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """The medians of what a stage took for one micro-batch."""
-
-    forward_seconds: float
-    input_grad_seconds: float
-    weight_grad_seconds: float
-    recompute_seconds: float
-
-
-def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Seconds, ...]:
-    """For each stage, the medians over all micro-batches and steps.
+def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Block, ...]:
+    """For each stage, the medians over all micro-batches and steps, as a block without bytes.
 
     A backward that ran whole counts half as input, half as weight gradients. What is recomputed early and late of one
     micro-batch counts together. A stage that is never recomputed would take as long as its forward.
@@ -140,13 +130,13 @@ def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Seconds, ..
     return tuple(_seconds_of(stage, seconds) for stage in range(step.schedule.stages))
 
 
-def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> Seconds:
+def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> Block:
     def of(kind: Kind, otherwise: float) -> float:
         return median(seconds[stage, kind]) if seconds.get((stage, kind)) else otherwise
 
     forward, half = of(Kind.FORWARD, 0.0), of(Kind.BACKWARD, 0.0) / 2
     weights = of(Kind.WEIGHT_GRAD, half)
-    return Seconds(forward, of(Kind.INPUT_GRAD, half), weights, of(Kind.RECOMPUTE, forward))
+    return Block(forward, of(Kind.INPUT_GRAD, half), weights, of(Kind.RECOMPUTE, forward), saved_bytes=0.0)
 
 
 def measured_links(step: Step, measured: Iterable[Spans]) -> tuple[Link, ...]:
