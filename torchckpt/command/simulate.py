@@ -121,7 +121,7 @@ def _described(found: Report, options: argparse.Namespace) -> str:
 def _write_pictures(found: Report, options: argparse.Namespace) -> None:
     timelines = [row.timeline for row in found.rows]
     if options.svg is not None:
-        write(options.svg, found.draw(options.budget, _described(found, options)))
+        write(options.svg, found.draw(budget_bytes=options.budget, subtitle=_described(found, options)))
     if options.trace is not None:
         write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
 

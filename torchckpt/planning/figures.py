@@ -1,11 +1,32 @@
-"""Figures: one step as data, simulated or measured, and what follows from it. No text and no picture."""
+"""Figures: one step as data, simulated or measured, and what follows from it; and how every result is drawn."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
 from torchckpt.planning.order.schedule import Action, Schedule
 
-__all__ = ["Event", "Message", "TimelineFigures"]
+__all__ = ["Drawn", "Event", "Message", "TimelineFigures"]
+
+
+class Drawn:
+    """A result that has a picture. ``draw()`` returns it, and a notebook shows it."""
+
+    def draw(self, path: str | PathLike[str] | None = None) -> str:
+        """The picture as SVG text. It is written to ``path``, if one is given."""
+        return self._written(path, self._svg())
+
+    def _svg(self) -> str:
+        raise NotImplementedError
+
+    def _written(self, path: str | PathLike[str] | None, text: str) -> str:
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_svg_(self) -> str:
+        return self.draw()
 
 
 @dataclass(frozen=True, slots=True)

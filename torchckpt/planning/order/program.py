@@ -1,5 +1,8 @@
-"""Program: a schedule compiled to numbers, and what runs it: :func:`run` where the order of each rank is given, and
-:func:`run_deciding` where ranks decide as time goes by, which takes a queue of events and several times as long."""
+"""Program: a schedule compiled to numbers, and two ways to run it.
+
+:func:`run` is for ranks whose order is given. :func:`run_deciding` is for ranks that decide as time goes by; it needs a
+queue of events, and takes several times as long.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

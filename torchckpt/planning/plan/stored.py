@@ -96,13 +96,9 @@ _FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved
 
 
 def _stored_stage(stage: Stage) -> dict[str, Any]:
-    parts = {name: {key: getattr(part, key) for key in _FIXED} for name, part in _fixed_parts(stage)}
+    before, after = ({key: getattr(part, key) for key in _FIXED} for part in (stage.before, stage.after))
     blocks = [asdict(block) for block in stage.blocks]
-    return {"blocks": blocks, **parts, "message_bytes": stage.message_bytes}
-
-
-def _fixed_parts(stage: Stage) -> tuple[tuple[str, Block], ...]:
-    return ("before", stage.before), ("after", stage.after)
+    return {"blocks": blocks, "before": before, "after": after, "message_bytes": stage.message_bytes}
 
 
 def _stage(stored: dict[str, Any]) -> Stage:

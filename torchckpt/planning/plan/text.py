@@ -10,7 +10,7 @@ from torchckpt.planning.draw.units import Units, aligned, number, percent, units
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.work.choice import Choice
 
-__all__ = ["by_stage", "draw", "step_text", "summary", "table", "units_of"]
+__all__ = ["by_stage", "picture", "step_text", "summary", "table", "units_of"]
 
 _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
@@ -114,15 +114,13 @@ def _rule(name: str, seconds: float, plan: PlanFigures) -> str:
     return f"{name} {_over(plan, seconds)}" if math.isfinite(seconds) else f"{name} does not fit"
 
 
-def draw(plan: PlanFigures) -> str:
+def picture(plan: PlanFigures) -> str:
     """The step that keeps all and the planned step: the actions of each rank, and its memory under its budget."""
     before, after, units = plan.problem.keep_all.timeline, plan.timeline, replace(units_of(plan), digits=3)
     least, most = (max(of.peak_bytes) for of in (after, before))
     change = f"for {plan.overhead(plan.step_seconds) * 100:.1f} % more time"
     title = f"Peak memory {units.of_memory(least)} in place of {units.of_memory(most)}, {change}"
-    schedule = plan.schedule
-    counts = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-    subtitle = f"{schedule.name}: {counts}; planned within the budget of each rank"
+    counts = f"{plan.schedule.stages} stages, {plan.schedule.micro_batches} micro-batches"
     return svg(
         before,
         after,
@@ -130,6 +128,6 @@ def draw(plan: PlanFigures) -> str:
         budget_bytes=plan.problem.budget_bytes,
         units=units,
         title=title if plan.recomputed_share else "Everything fits, so nothing is recomputed",
-        subtitle=subtitle,
+        subtitle=f"{plan.schedule.name}: {counts}; planned within the budget of each rank",
         lines=[{}, {"bound": plan.bound_seconds}] if plan.recomputed_share else (),
     )

@@ -20,7 +20,7 @@ from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_order, check_schedule
 from torchckpt.planning.step.memory import Change, Curve, Level, change_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
-from torchckpt.planning.step.timeline import Timeline, critical_path
+from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
@@ -55,12 +55,12 @@ class Step:
         """What the simulation runs."""
         seconds = {
             (stage, kind): value
-            for stage, own in enumerate(self.stages)
+            for stage, work in enumerate(self.stages)
             for kind, value in (
-                (Kind.FORWARD, own.forward_seconds),
-                (Kind.BACKWARD, own.input_grad_seconds + own.weight_grad_seconds),
-                (Kind.INPUT_GRAD, own.input_grad_seconds),
-                (Kind.WEIGHT_GRAD, own.weight_grad_seconds),
+                (Kind.FORWARD, work.forward_seconds),
+                (Kind.BACKWARD, work.input_grad_seconds + work.weight_grad_seconds),
+                (Kind.INPUT_GRAD, work.input_grad_seconds),
+                (Kind.WEIGHT_GRAD, work.weight_grad_seconds),
             )
         }
 
@@ -70,7 +70,8 @@ class Step:
                 return self._recompute_seconds(stage, self.choice((stage, i)).early)
             return seconds[stage, kind]
 
-        late = {visit: self._recompute_seconds(visit[0], self.choice(visit).late) for visit in self._late}
+        blocks = ((visit, self.choice(visit).late) for visit in self.choices)
+        late = {visit: self._recompute_seconds(visit[0], late) for visit, late in blocks if late}
         return compile_program(self.schedule, seconds_of, self.travel_seconds, late)
 
     @cached_property
@@ -93,9 +94,8 @@ class Step:
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most bytes that each rank holds."""
-        return tuple(
-            max((level.highest for level in self.levels(rank)), default=0.0) for rank in range(len(self.schedule.ranks))
-        )
+        levels = map(self.levels, range(len(self.schedule.ranks)))
+        return tuple(max((level.highest for level in of_rank), default=0.0) for of_rank in levels)
 
     @property
     def static_bytes(self) -> tuple[float, ...]:
@@ -152,15 +152,8 @@ class Step:
 
     @cached_property
     def _uniform(self) -> dict[tuple[int, State], Choice]:
-        return {
-            (stage, state): Choice.all(state, len(own.blocks))
-            for stage, own in enumerate(self.stages)
-            for state in State
-        }
-
-    @property
-    def _late(self) -> list[Visit]:
-        return [visit for visit in self.choices if self.choice(visit).late]
+        stages = enumerate(self.stages)
+        return {(stage, state): Choice.all(state, len(work.blocks)) for stage, work in stages for state in State}
 
     def _recompute_seconds(self, stage: int, blocks: Sequence[int]) -> float:
         return sum(self.stages[stage].blocks[at].recompute_seconds for at in blocks)
@@ -187,32 +180,21 @@ class Step:
                 taken = False
 
     def _messages(self) -> tuple[Message, ...]:
-        m, stages = self.schedule.micro_batches, self.schedule.stages
-        sent, arrived = self.run.sent, self.run.arrived
-        messages = []
-        for order in self.schedule.ranks:
-            for action in order:
-                stage, kind, i = action
-                if kind is Kind.FORWARD:
-                    to_stage = stage + 1
-                    token = to_stage * m + i
-                elif kind is Kind.BACKWARD or kind is Kind.INPUT_GRAD:
-                    to_stage = stage - 1
-                    token = (stages + to_stage) * m + i
-                else:
-                    continue
-                if 0 <= to_stage < stages and sent[token] >= 0.0:
-                    messages.append(Message(action, to_stage, sent[token], arrived[token]))
-        return tuple(messages)
+        return tuple(
+            message_of(self.schedule, action, self.run, token)
+            for pair in zip(self.program.actions, self.program.ranks)
+            for action, (_, token, _, _, _) in zip(*pair)
+            if token != NOTHING and self.run.sent[token] >= 0.0
+        )
 
     def _exposed(self) -> Iterator[float]:
         """For each stage: the step, less the same step where the recomputation of that stage takes no time."""
         recomputing = {stage for stage, _ in self.recomputed}
-        for stage, own in enumerate(self.stages):
+        for stage, work in enumerate(self.stages):
             if stage not in recomputing:
                 yield 0.0
                 continue
-            free = replace(own, blocks=tuple(replace(block, recompute_seconds=0.0) for block in own.blocks))
+            free = replace(work, blocks=tuple(replace(block, recompute_seconds=0.0) for block in work.blocks))
             stages = (*self.stages[:stage], free, *self.stages[stage + 1 :])
             yield self.seconds - replace(self, stages=stages).seconds
 

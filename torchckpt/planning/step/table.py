@@ -5,11 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent
+from torchckpt.planning.figures import Drawn
 from torchckpt.planning.order.orders import whole
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.validity import check_schedule
@@ -91,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Drawn):
     """Rows in the order in which they were asked for."""
 
     schedule: Schedule
@@ -101,21 +103,29 @@ class Report:
         """For people: the names on the left, numbers on the right of their columns."""
         return aligned([_HEADS, *(row.cells(units or Units()) for row in self.rows)])
 
-    def draw(self, budget_bytes: float | None = None, subtitle: str = "") -> str:
-        """An SVG: the rows one over the other, with lines at the step without recomputation and at the bound. Memory
-        counts in what one micro-batch saves on one stage.
+    def draw(
+        self, path: str | PathLike[str] | None = None, *, budget_bytes: float | None = None, subtitle: str = ""
+    ) -> str:
+        """The picture as SVG text: the rows one over the other, with lines at the step without recomputation and at the
+        bound. Memory counts in what one micro-batch saves on one stage.
 
         Args:
+            path: the file to which it is written. Default: none.
             budget_bytes: where to draw a line across the memory.
             subtitle: what the picture is of.
         """
         names = [in_words(row.name) for row in self.rows]
         lines = [{"no recomputation": row.none_seconds, "bound": row.bound_seconds} for row in self.rows]
-        drawn = [row.timeline for row in self.rows]
-        title = self._finding
-        return svg(
-            *drawn, names=names, budget_bytes=budget_bytes, units=_DRAWN, title=title, subtitle=subtitle, lines=lines
+        picture = svg(
+            *(row.timeline for row in self.rows),
+            names=names,
+            budget_bytes=budget_bytes,
+            units=_DRAWN,
+            title=self._finding,
+            subtitle=subtitle,
+            lines=lines,
         )
+        return self._written(path, picture)
 
     @property
     def _finding(self) -> str:

@@ -12,11 +12,9 @@ from typing import TypeAlias
 
 from torchckpt.planning.order.program import Program, run_deciding
 from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
 
-__all__ = ["RECOMPUTE", "WEIGHT_GRAD", "Done", "SimulatedStep", "Strategy", "dispatch"]
-
-WEIGHT_GRAD, RECOMPUTE = range(INPUT_GRAD + 1, INPUT_GRAD + 3)
+__all__ = ["Done", "SimulatedStep", "Strategy", "dispatch"]
 
 _LOOK = 4
 """How many visits with dropped blocks a rank looks at for an early recompute."""
@@ -119,19 +117,19 @@ class _Rank:
         """Visits whose weight gradients are still pending."""
         self.next_use = 0
         self.done: list[Done] = []
-        self.left_seconds = lane.plain_seconds + sum(own.late_seconds[0] for own in held)
+        self.left_seconds = lane.plain_seconds + sum(holding.late_seconds[0] for holding in held)
 
     def next_in_order(self) -> Choice:
         """The next action of the order, or a weight gradient that makes room for it: kind, visit, early blocks."""
         lane, waiting = self.lane, self.waiting
         visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
-        own, early = self.held[visit], self.early[visit]
+        holding, early = self.held[visit], self.early[visit]
         if kind == FORWARD:
-            adds = own.held_bytes
+            adds = holding.held_bytes
         elif kind == BACKWARD:
-            adds = own.use_bytes[early] - own.held_bytes - own.early_bytes[early]
+            adds = holding.use_bytes[early] - holding.held_bytes - holding.early_bytes[early]
         else:
-            adds = lane.holdings[visit].full_bytes - own.held_bytes - own.early_bytes[early]
+            adds = lane.holdings[visit].full_bytes - holding.held_bytes - holding.early_bytes[early]
         if self.alive_bytes + adds > self.budget_bytes:
             if waiting:
                 return WEIGHT_GRAD, waiting[0], 0
@@ -141,9 +139,11 @@ class _Rank:
 
     def while_idle(self, idle_seconds: float) -> Choice | None:
         """What to do if the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
-        found = self._recompute()
-        if found and idle_seconds >= self.patience * self.held[found[1]].early_seconds[found[2]]:
-            return found
+        recompute = self._recompute()
+        if recompute:
+            _, visit, early = recompute
+            if idle_seconds >= self.patience * self.held[visit].early_seconds[early]:
+                return recompute
         if self.waiting:
             visit = self.waiting[0]
             if idle_seconds >= self.patience * self.lane.holdings[visit].weight_grad_seconds:
@@ -173,12 +173,12 @@ class _Rank:
 
     def _room(self, visit: int) -> tuple[int, int]:
         """How many blocks can be early now, and how many later, when weight gradients are done or at the backward."""
-        own, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
+        holding, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
         high = max(self.profile[place:use]) if use > place else 0.0
         now = budget - (high if high > self.alive_bytes else self.alive_bytes)
         later = _LONG if self.all_at_once else budget - high
-        at_use = budget - self.profile[use] + own.use_bytes[0]
-        use_bytes, early_bytes, most = own.use_bytes, own.early_bytes, 0
+        at_use = budget - self.profile[use] + holding.use_bytes[0]
+        use_bytes, early_bytes, most = holding.use_bytes, holding.early_bytes, 0
         for count in range(len(use_bytes) - 1, 0, -1):
             if use_bytes[count] <= at_use and early_bytes[count] <= later:
                 most = most or count
@@ -196,31 +196,31 @@ class _Rank:
 
     def _start(self, kind: int, visit: int, early: int) -> float:
         """Count what an action does to the memory; returns its seconds."""
-        own, holdings = self.held[visit], self.lane.holdings[visit]
+        holding, holdings = self.held[visit], self.lane.holdings[visit]
         if kind == WEIGHT_GRAD:
             self.waiting.pop(0)
             self.alive_bytes -= holdings.full_bytes
             return holdings.weight_grad_seconds
         if kind == RECOMPUTE:
             self._begin(visit, early)
-            return own.early_seconds[early]
+            return holding.early_seconds[early]
         self.place += 1
         if kind == FORWARD:
-            self.alive_bytes += own.held_bytes
+            self.alive_bytes += holding.held_bytes
             return holdings.forward_seconds
-        self.alive_bytes -= own.held_bytes + own.early_bytes[early]
+        self.alive_bytes -= holding.held_bytes + holding.early_bytes[early]
         if kind == BACKWARD:
-            return own.late_seconds[early] + holdings.backward_seconds
+            return holding.late_seconds[early] + holdings.backward_seconds
         self.alive_bytes += holdings.full_bytes
         self.waiting.append(visit)
-        return own.late_seconds[early] + holdings.input_grad_seconds
+        return holding.late_seconds[early] + holdings.input_grad_seconds
 
     def _begin(self, visit: int, early: int) -> None:
-        own, use = self.held[visit], self.lane.backward_place[visit]
-        more = own.early_bytes[early]
+        holding, use = self.held[visit], self.lane.backward_place[visit]
+        more = holding.early_bytes[early]
         self.early[visit] = early
         self.alive_bytes += more
         for place in range(self.place, use):
             self.profile[place] += more
-        self.profile[use] += own.use_bytes[early] - own.use_bytes[0]
+        self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
 
