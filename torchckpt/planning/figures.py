@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What ``action`` sent to ``to_stage``: an activation after a forward, a gradient after a backward."""
+    """A message of ``action`` to ``to_stage``: an activation after a forward, a gradient after a backward."""
 
     action: Action
     to_stage: int
@@ -57,9 +57,9 @@ class TimelineFigures:
     events: tuple[Event, ...]
     messages: tuple[Message, ...]
     memory: tuple[tuple[tuple[float, float], ...], ...]
-    """Per rank the curve of bytes alive, as (time, bytes) at each change."""
+    """The curve of bytes alive on each rank, as (time, bytes) at each change."""
     exposed_seconds: tuple[float, ...] = ()
-    """Per stage, by how much its recomputation lengthens the step."""
+    """The seconds by which the recomputation of each stage lengthens the step."""
     critical_path: tuple[Event | Message, ...] = ()
 
     @property
@@ -68,12 +68,12 @@ class TimelineFigures:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank."""
+        """The most bytes of each rank."""
         return tuple(max((amount for _, amount in curve), default=0.0) for curve in self.memory)
 
     @property
     def idle_share(self) -> tuple[float, ...]:
-        """Per rank, the share of the step in which it computes nothing."""
+        """The share of the step in which each rank computes nothing."""
         step = self.step_seconds
         busy = [0.0] * len(self.schedule.ranks)
         for event in self.events:

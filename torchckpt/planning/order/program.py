@@ -178,15 +178,15 @@ class Deciding(Protocol[_Decision]):
     place: int
     """The next instruction of its program; what else it runs, it inserts."""
     left_seconds: float
-    """What it will run at least."""
+    """The least seconds that it still has to run."""
     done: list[Any]
-    """What it ran, in this order."""
+    """The actions that it ran, in this order."""
 
     def next_in_order(self) -> _Decision:
-        """What to run if the input of the next instruction is there: that, or what has to be done before it."""
+        """Decide when the input of the next instruction is there: for that, or for what has to be done before it."""
 
     def while_idle(self, idle_seconds: float) -> _Decision | None:
-        """What to run if that input is not there for at least ``idle_seconds``; None to wait for it."""
+        """Decide when that input will not be there for at least ``idle_seconds``; None to wait for it."""
 
     def run(self, decision: _Decision, now: float, awaited: int) -> float:
         """Run what was decided, which waited for the token ``awaited``. Returns when it ends."""

@@ -107,7 +107,7 @@ _WORK = 200_000
 def planned_with_moves(problem: Problem) -> PipelinePlan:
     """The best plan of ``problem``, with blocks moved between its stages or not."""
     path = _path(problem)
-    plans = [planned(one) for one in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not one.too_small]
+    plans = [planned(moved) for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not moved.too_small]
     if not plans:
         return planned(problem)  # which says what is wrong
     best = min(plans, key=lambda plan: plan.step_seconds)

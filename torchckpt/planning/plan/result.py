@@ -51,8 +51,8 @@ class PipelinePlan(PlanFigures, Drawn):
             ArgumentError: ``text`` is no plan, or is one that cannot run as it says: its orders, recomputes and bytes
                 are counted again.
         """
-        found = read(text)
-        return cls(found.problem, found.schedule, found.choices, found.asked, found.whole_step)
+        stored = read(text)
+        return cls(stored.problem, stored.schedule, stored.choices, stored.asked, stored.whole_step)
 
     def __str__(self) -> str:
         return f"{table(self)}\n\n{self.summary}"

@@ -22,13 +22,13 @@ class Comparison(Drawn):
 
     measured: Timeline
     simulated: Timeline
-    """The same schedule."""
+    """The step on paper, of the same schedule."""
     none: Timeline
-    """On paper, without recomputation."""
+    """The step on paper without recomputation."""
     arrival: Timeline
-    """On paper, everything recomputed when its gradient is there."""
+    """The step on paper in which everything is recomputed when its gradient is there."""
     bound_seconds: float
-    """What the recomputation of this schedule adds to ``none`` at least."""
+    """The least seconds that the recomputation of this schedule adds to ``none``."""
     step: Step
     """What was simulated, with the costs that were measured."""
 
@@ -44,11 +44,11 @@ class Comparison(Drawn):
 
     @property
     def deviation(self) -> float:
-        """Measured over simulated, less one."""
+        """The share by which the measured step is longer than the simulated one."""
         return self.measured.step_seconds / self.simulated.step_seconds - 1 if self.simulated.step_seconds else 0.0
 
     def table(self) -> str:
-        """For people: the steps, then the stages.
+        """The tables for people: the steps, then the stages.
 
         Everything is measured against the simulated step without recomputation, so what the machine adds to the
         measured one counts as overhead, and what is not recomputed at all as hidden.

@@ -40,19 +40,19 @@ class Step:
     """
 
     schedule: Schedule
-    """With an ``R`` for each visit that has early blocks, and no other."""
+    """The order of each rank. It has an ``R`` for each visit that has early blocks, and no other."""
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     choices: Choices = field(default_factory=dict)
 
     def choice(self, visit: Visit) -> Choice:
-        """What becomes of the blocks of ``visit``."""
+        """The choice for the blocks of ``visit``."""
         choice = self.choices.get(visit, State.KEPT)
         return choice if isinstance(choice, Choice) else self._uniform[visit[0], choice]
 
     @cached_property
     def program(self) -> Program:
-        """What the simulation runs."""
+        """The program that the simulation runs."""
         seconds = {
             (stage, kind): value
             for stage, work in enumerate(self.stages)
@@ -147,7 +147,7 @@ class Step:
 
     @cached_property
     def _change_by_key(self) -> dict[tuple[Kind, int, int], Change]:
-        """What was counted before: most visits of a stage share their choice."""
+        """The changes that were counted before, as most visits of a stage share their choice."""
         return {}
 
     @cached_property
@@ -156,7 +156,7 @@ class Step:
         return {(stage, state): Choice.all(state, len(work.blocks)) for stage, work in stages for state in State}
 
     def _recompute_seconds(self, stage: int, blocks: Sequence[int]) -> float:
-        return sum(self.stages[stage].blocks[at].recompute_seconds for at in blocks)
+        return sum(self.stages[stage].blocks[block].recompute_seconds for block in blocks)
 
     def _change(self, action: Action) -> Change:
         stage, kind, i = action
@@ -214,9 +214,9 @@ def simulate(
     (57.0, 73.0)
 
     Args:
-        stages: of every stage, or one per stage. A Block stands for a stage of that one block.
-        link: between any two neighbouring stages on different ranks, or one per pair of neighbouring stages: seconds,
-            or a Link. A message is as large as the input of the later stage, both ways.
+        stages: one for every stage, or a list with one for each. A Block stands for a stage of that one block.
+        link: seconds or a Link, between any two neighbouring stages on different ranks; or a list of Links, one for
+            each pair of neighbouring stages. A message is as large as the input of the later stage, both ways.
         choices: what becomes of the blocks of each visit. Default: what has an ``R`` in ``schedule`` is recomputed
             early, all else is kept. If the schedule has no ``R``, they are placed by
             :func:`~torchckpt.planning.step.placement.with_recompute`.

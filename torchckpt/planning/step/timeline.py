@@ -33,7 +33,7 @@ class Timeline(TimelineFigures, Drawn):
     """
 
     units: Units | None = field(default=None, compare=False, repr=False)
-    """How its times and its memory are written. Default: seconds and bytes where memory is large, else bare numbers."""
+    """The units in which it is written. Default: seconds and bytes where memory is large, else bare numbers."""
 
     def draw(
         self,

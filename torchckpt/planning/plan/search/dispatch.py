@@ -17,7 +17,7 @@ from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, R
 __all__ = ["Done", "SimulatedStep", "Strategy", "dispatch"]
 
 _LOOK = 4
-"""How many visits with dropped blocks a rank looks at for an early recompute."""
+"""A rank looks at so many visits with dropped blocks for an early recompute."""
 _NEVER = -1.0
 _LONG = float("inf")
 
@@ -61,7 +61,7 @@ class SimulatedStep:
 
     def critical(self) -> list[tuple[int, int]]:
         """Rank and visit of each action on one critical path, from the end of the step to its start."""
-        ends = [own[-1][3] if own else _NEVER for own in self.done]
+        ends = [done[-1][3] if done else _NEVER for done in self.done]
         rank = max(range(len(ends)), key=ends.__getitem__)
         place, path = len(self.done[rank]) - 1, []
         while place >= 0:
@@ -89,12 +89,12 @@ def dispatch(
         expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
         limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
     """
-    ranks = [_Rank(lane, own, strategy) for lane, own in zip(lanes, held)]
+    ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, held)]
     messages = run_deciding(program, ranks, expected, limit_seconds)
     done = [rank.done for rank in ranks]
     if messages is None:
         return SimulatedStep(_LONG, done, [], {})
-    return SimulatedStep(max((own[-1][3] for own in done if own), default=0.0), done, *messages)
+    return SimulatedStep(max((of_rank[-1][3] for of_rank in done if of_rank), default=0.0), done, *messages)
 
 
 class _Rank:
@@ -172,7 +172,7 @@ class _Rank:
         return None
 
     def _room(self, visit: int) -> tuple[int, int]:
-        """How many blocks can be early now, and how many later, when weight gradients are done or at the backward."""
+        """The number of blocks that can be early now, and later, when weight gradients are done or at the backward."""
         holding, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
         high = max(self.profile[place:use]) if use > place else 0.0
         now = budget - (high if high > self.alive_bytes else self.alive_bytes)

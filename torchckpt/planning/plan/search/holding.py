@@ -64,7 +64,7 @@ class Holdings:
             name: [self.without(order[:count]) for count in range(len(order) + 1)]
             for name, order in self.orders.items()
         }
-        """By drop order, the holding after each number of drops."""
+        """The holding after each number of drops, by drop order."""
         self.droppable = len(self.orders[DROP_ORDERS[0]])
         """The number of blocks that free bytes if they are dropped."""
         self.densities = {
