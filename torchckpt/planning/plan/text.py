@@ -10,7 +10,7 @@ from torchckpt.planning.draw.units import Units, aligned, number, percent, units
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.work.choice import Choice
 
-__all__ = ["by_stage", "picture", "step_text", "summary", "table", "units_of"]
+__all__ = ["by_stage", "picture", "summary", "table", "units_of"]
 
 _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
@@ -26,7 +26,7 @@ def table(plan: PlanFigures) -> str:
 
 def summary(plan: PlanFigures) -> str:
     """One line: the step, its bound, and what people do without a plan, over keeping all."""
-    parts = [f"step {step_text(plan, plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
+    parts = [f"step {_step(plan, plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
     parts[0] += f" (bound {_over(plan, plan.bound_seconds)})"
     if not plan.recomputed_share:
         parts.append("everything fits, so nothing need be recomputed")
@@ -96,7 +96,7 @@ def _by_rank(plan: PlanFigures, units: Units) -> list[tuple[str, ...]]:
     return rows
 
 
-def step_text(plan: PlanFigures, seconds: float) -> str:
+def _step(plan: PlanFigures, seconds: float) -> str:
     """The seconds of a step, with their unit where stages are in bytes and seconds."""
     units = units_of(plan)
     if units.time and seconds < 1:

@@ -133,19 +133,10 @@ def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple
 
 
 def _may_be_earlier(order: Sequence[Action], position: int, k: int) -> bool:
-    """Whether the recompute at position ``at`` may run before the action in front of it."""
+    """Whether the recompute at ``position`` may run before the action in front of it."""
     earlier, recompute = order[position - 1], order[position]
     if earlier[::2] == recompute[::2]:
         return False
-    return earlier.kind not in _BACKWARDS or _backwards_between(order, position) + 1 < k
-
-
-def _backwards_between(order: Sequence[Action], position: int) -> int:
-    """The number of backwards between the recompute at position ``at`` and its own backward."""
-    count = 0
-    for action in order[position + 1 :]:
-        if action.kind in _BACKWARDS:
-            if action[::2] == order[position][::2]:
-                break
-            count += 1
-    return count
+    backwards = (action[::2] for action in order[position:] if action.kind in _BACKWARDS)
+    between = next(count for count, visit in enumerate(backwards) if visit == recompute[::2])
+    return earlier.kind not in _BACKWARDS or between + 1 < k

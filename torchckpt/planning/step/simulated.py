@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, repeat
 
 from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.planning.figures import Event, Message
@@ -111,28 +112,21 @@ class Step:
 
     def curves(self, played: Run) -> tuple[Curve, ...]:
         """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
-        return tuple(
-            curve(self._changes(rank), played.starts[rank], played.ends[rank])
-            for rank in range(len(self.schedule.ranks))
-        )
+        changes = map(self._changes, range(len(self.schedule.ranks)))
+        return tuple(map(curve, changes, played.starts, played.ends))
 
     @cached_property
     def timeline(self) -> Timeline:
         """When everything happens, and the bytes of each rank."""
-        return Timeline(self.schedule, self.events(self.run), self._messages(), self.curves(self.run))
+        columns = enumerate(zip(self.program.actions, self.run.starts, self.run.ends))
+        events = tuple(chain.from_iterable(map(Event, repeat(rank), *each) for rank, each in columns))
+        return Timeline(self.schedule, events, self._messages(), self.curves(self.run))
 
     def explained(self) -> Timeline:
         """The timeline, with its critical path, and by how much the recomputation of each stage lengthens it. That runs
         the step once more for each stage that recomputes."""
         path = critical_path(self.schedule, self.program, self.run)
         return replace(self.timeline, exposed_seconds=tuple(self._exposed()), critical_path=path)
-
-    def events(self, played: Run) -> tuple[Event, ...]:
-        """All actions, in the order of ranks, and of actions on each."""
-        events: list[Event] = []
-        for rank, actions in enumerate(self.program.actions):
-            events.extend(map(Event, [rank] * len(actions), actions, played.starts[rank], played.ends[rank]))
-        return tuple(events)
 
     def is_late(self, rank: int, position: int) -> bool:
         """Whether the action at a position of :attr:`program` is a late recompute."""

@@ -42,24 +42,19 @@ class PlannedStep:
 
     def table(self) -> str:
         """The tables for people: the step, the peaks of the ranks, and what each stage recomputes."""
-        return f"{aligned(self._steps())}\n\n{aligned(self._peaks())}\n\n{by_stage(self.plan, units_of(self.plan))}"
+        plan = self.plan
+        named = ("planned", plan.step_seconds), ("measured", self.step_seconds), ("bound", plan.bound_seconds)
+        steps: list[tuple[str, ...]] = [("", "step", "over keeping all")]
+        steps += [(name, _UNITS.of_time(seconds), percent(plan.overhead(seconds))) for name, seconds in named]
+        measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
+        peaks: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
+        for rank, amounts in enumerate(zip(self.planned_peak_bytes, measured, self.budget_bytes)):
+            texts = ("-" if amount is None else _UNITS.of_memory(amount) for amount in amounts)
+            peaks.append((str(rank), *texts))
+        return f"{aligned(steps)}\n\n{aligned(peaks)}\n\n{by_stage(plan, units_of(plan))}"
 
     def __str__(self) -> str:
         return f"{self.table()}\n\n{self.plan.summary}"
-
-    def _steps(self) -> list[tuple[str, ...]]:
-        plan, units = self.plan, _UNITS
-        steps = ("planned", plan.step_seconds), ("measured", self.step_seconds), ("bound", plan.bound_seconds)
-        rows: list[tuple[str, ...]] = [("", "step", "over keeping all")]
-        return rows + [(name, units.of_time(seconds), percent(plan.overhead(seconds))) for name, seconds in steps]
-
-    def _peaks(self) -> list[tuple[str, ...]]:
-        measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
-        rows: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
-        for rank, (planned, taken) in enumerate(zip(self.planned_peak_bytes, measured)):
-            texts = (_UNITS.of_memory(planned), "-" if taken is None else _UNITS.of_memory(taken))
-            rows.append((str(rank), *texts, _UNITS.of_memory(self.budget_bytes[rank])))
-        return rows
 
 
 _UNITS = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
