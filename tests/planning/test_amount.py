@@ -12,12 +12,12 @@ from torchckpt.planning.budget import Amount, enough, read, trouble, whole
 @pytest.mark.parametrize(
     ("written", "amount"),
     [
-        ("1.5 KiB", Amount("1.5 KiB", Fraction(1536))),
-        (" 12.5 % ", Amount("12.5 %", Fraction(1, 8), is_share=True)),
-        (1.29, Amount("1.29", Fraction(129, 100))),
-        (np.float64(6e9), Amount("6000000000.0", Fraction(6_000_000_000))),
-        (np.int32(7), Amount("7", Fraction(7))),
-        (10**400, Amount(str(10**400), Fraction(10**400))),
+        ("1.5 KiB", Amount(Fraction(1536))),
+        (" 12.5 % ", Amount(Fraction(1, 8), is_share=True)),
+        (1.29, Amount(Fraction(129, 100))),
+        (np.float64(6e9), Amount(Fraction(6_000_000_000))),
+        (np.int32(7), Amount(Fraction(7))),
+        (10**400, Amount(Fraction(10**400))),
     ],
 )
 def test_what_is_read(written, amount):

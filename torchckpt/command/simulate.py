@@ -112,7 +112,8 @@ def _write_pictures(found: Report, options: argparse.Namespace) -> None:
     timelines = [row.timeline for row in found.rows]
     if options.svg is not None:
         described = _described(found.schedule, {name: cost for name, cost in _costs(options).items() if cost})
-        write(options.svg, found.draw(options.budget, f"{found.schedule.name} on paper: {described}"))
+        subtitle = f"{found.schedule.name} on paper: {described}"
+        write(options.svg, found.draw(budget_bytes=options.budget, subtitle=subtitle))
     if options.trace is not None:
         write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
 

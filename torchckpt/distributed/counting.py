@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.planning import Block, Stage, fixed
-from torchckpt.planning.step.measured import Seconds
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
@@ -111,7 +110,7 @@ class CountingScope(Scope):
 look_through(CountingScope._pack)
 
 
-def measured_stage(counted: Stage, seconds: Seconds) -> Stage:
+def measured_stage(counted: Stage, seconds: Block) -> Stage:
     """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
 
     The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
@@ -134,7 +133,7 @@ def measured_stage(counted: Stage, seconds: Seconds) -> Stage:
     return Stage(timed, before, fixed(rest, saved_bytes=after.saved_bytes))
 
 
-def _measured_block(counted: Block, replay: float, scale: float, replays: float, seconds: Seconds) -> Block:
+def _measured_block(counted: Block, replay: float, scale: float, replays: float, seconds: Block) -> Block:
     share = replay / replays
     least = 0.0 if counted.saved_bytes else _SMALL_BYTES
     return Block(

@@ -38,13 +38,12 @@ _WHOLE_FROM = 1000.0
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes, or a share of a peak that is not known yet. ``typed`` is the text that the user wrote.
+    """Bytes, or a share of a peak that is not known yet.
 
     >>> read("50%").of(8000), read("1.5 KiB").of(8000), read(2000).of(8000)
     (Fraction(4000, 1), Fraction(1536, 1), Fraction(2000, 1))
     """
 
-    typed: str
     number: Fraction
     is_share: bool = False
 
@@ -62,7 +61,7 @@ def read(written: object) -> Amount | None:
     if isinstance(written, bool) or not isinstance(written, (Integral, Real)) or not _is_finite(written):
         return None
     number = Fraction(int(written)) if isinstance(written, Integral) else Fraction(repr(float(written)))  # as typed
-    return Amount(str(written), number) if number >= 1 else None
+    return Amount(number) if number >= 1 else None
 
 
 def read_budgets(caller: str, budgets: Mapping[str, object], most: Fraction | None = None) -> list[Amount]:
@@ -116,7 +115,7 @@ def _read_text(text: str) -> Amount | None:
         number = Fraction(size[1]) * _BY_CAPITALS[size[2].upper()]
     else:
         return None
-    return Amount(text.strip(), number, share is not None) if number > 0 else None
+    return Amount(number, share is not None) if number > 0 else None
 
 
 def _is_below_one(written: object) -> TypeGuard[Real]:
@@ -149,11 +148,11 @@ class DeviceMemory:
 
 
 Bytes: TypeAlias = "Budget | Sequence[Budget]"
-"""Of every rank, or a list with one for each: bytes, a size such as ``"60GB"``, or ``"50%"`` of the peak of the rank
-that holds most when all is kept."""
+"""A budget for every rank, or a list with one for each: bytes, a size such as ``"60GB"``, or ``"50%"`` of the peak of
+the rank that holds most when all is kept."""
 
 Limit: TypeAlias = "Bytes | DeviceMemory"
-"""Or what devices have in all."""
+"""Budgets, or what devices have in all."""
 
 
 def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
@@ -220,7 +219,7 @@ def budget_bytes(budget: Budget, eager_peak_bytes: int) -> int:
 
 
 def typed(budget: Budget) -> str:
-    """As the user wrote it: ``"50%"``, ``"6GiB"``."""
+    """The budget as the user wrote it: ``"50%"``, ``"6GiB"``."""
     return str(budget).strip()
 
 

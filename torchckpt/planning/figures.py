@@ -1,11 +1,32 @@
-"""Figures: one step as data, simulated or measured, and what follows from it. No text and no picture."""
+"""Figures: one step as data, simulated or measured, and what follows from it; and how every result is drawn."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
 from torchckpt.planning.order.schedule import Action, Schedule
 
-__all__ = ["Event", "Message", "TimelineFigures"]
+__all__ = ["Drawn", "Event", "Message", "TimelineFigures"]
+
+
+class Drawn:
+    """A result that has a picture. ``draw()`` returns it, and a notebook shows it."""
+
+    def draw(self, path: str | PathLike[str] | None = None) -> str:
+        """The picture as SVG text. It is written to ``path``, if one is given."""
+        return self._written(path, self._svg())
+
+    def _svg(self) -> str:
+        raise NotImplementedError
+
+    def _written(self, path: str | PathLike[str] | None, text: str) -> str:
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_svg_(self) -> str:
+        return self.draw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What ``action`` sent to ``to_stage``: an activation after a forward, a gradient after a backward."""
+    """A message of ``action`` to ``to_stage``: an activation after a forward, a gradient after a backward."""
 
     action: Action
     to_stage: int
@@ -36,9 +57,9 @@ class TimelineFigures:
     events: tuple[Event, ...]
     messages: tuple[Message, ...]
     memory: tuple[tuple[tuple[float, float], ...], ...]
-    """Per rank the curve of bytes alive, as (time, bytes) at each change."""
+    """The curve of bytes alive on each rank, as (time, bytes) at each change."""
     exposed_seconds: tuple[float, ...] = ()
-    """Per stage, by how much its recomputation lengthens the step."""
+    """The seconds by which the recomputation of each stage lengthens the step."""
     critical_path: tuple[Event | Message, ...] = ()
 
     @property
@@ -47,12 +68,12 @@ class TimelineFigures:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank."""
+        """The most bytes of each rank."""
         return tuple(max((amount for _, amount in curve), default=0.0) for curve in self.memory)
 
     @property
     def idle_share(self) -> tuple[float, ...]:
-        """Per rank, the share of the step in which it computes nothing."""
+        """The share of the step in which each rank computes nothing."""
         step = self.step_seconds
         busy = [0.0] * len(self.schedule.ranks)
         for event in self.events:

@@ -188,6 +188,12 @@ def test_a_notebook_shows_the_picture(plan):
     assert plan._repr_svg_() == plan.draw()
 
 
+def test_the_picture_is_written_to_a_file(plan, tmp_path):
+    for number, drawn in enumerate((plan, plan.timeline)):
+        file = tmp_path / f"{number}.svg"
+        assert drawn.draw(file) == drawn.draw() == file.read_text(encoding="utf-8")
+
+
 def test_shares(plan):
     assert plan.balance == (8, 8, 8, 7)
     every = sum(len(stage.blocks) for stage in gpt(8, 8, 8, 7)) * 8

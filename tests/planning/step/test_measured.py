@@ -26,7 +26,6 @@ from torchckpt.planning import (
     zero_bubble,
 )
 from torchckpt.planning.step.measured import (
-    Seconds,
     Span,
     measured_links,
     measured_seconds,
@@ -49,7 +48,7 @@ def step_of(schedule, costs=SIZES, links=0.25, choices=None):
 
 
 def seconds_of(blocks):
-    return tuple(Seconds(*(getattr(block, name) for name in TIMES)) for block in blocks)
+    return tuple(Block(*(getattr(block, name) for name in TIMES), saved_bytes=0.0) for block in blocks)
 
 
 def costs_of(stages):

@@ -1,14 +1,21 @@
-"""Program: a schedule compiled to numbers: what each action waits for, how long it takes, what it sends."""
+"""Program: a schedule compiled to numbers, and two ways to run it.
+
+:func:`run` is for ranks whose order is given. :func:`run_deciding` is for ranks that decide as time goes by; it needs a
+queue of events, and takes several times as long.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from heapq import heappop, heappush
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 
-__all__ = ["NOTHING", "Instruction", "Program", "Run", "compile_program", "run"]
+__all__ = ["NOTHING", "Deciding", "Instruction", "Program", "Run", "compile_program", "run", "run_deciding"]
+
+_Decision = TypeVar("_Decision")
 
 NOTHING = -1
 """Stands for "no token" or "no wire" in an instruction."""
@@ -32,6 +39,11 @@ class Program:
     given: tuple[int, ...]
     """The tokens that exist from the start: the inputs of the first stage, and the gradients of the last stage."""
     wires: int
+
+
+_ABSENT = -1.0
+"""When a token arrives that was not sent."""
+_FOREVER = float("inf")
 
 
 def _no_time(action: Action) -> float:
@@ -106,12 +118,15 @@ class Run:
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
 
-def run(program: Program) -> Run:
+def run(program: Program, end_seconds: Sequence[Callable[[float], float]] | None = None) -> Run:
     """Simulate ``program``. Each rank runs until it needs a token that does not exist yet, and continues when the token
-    is produced. The work is linear in the number of actions. Messages on a wire queue in the sender's order."""
-    absent = -1.0
-    arrived = [absent] * program.tokens
-    sent = [absent] * program.tokens
+    is produced. The work is linear in the number of actions. Messages on a wire queue in the sender's order.
+
+    Args:
+        end_seconds: for each rank, a function from the start of its next action to its end. Default: the start plus the
+            seconds of the instruction.
+    """
+    arrived, sent = [_ABSENT] * program.tokens, [_ABSENT] * program.tokens
     for token in program.given:
         arrived[token] = 0.0
     wire_free = [0.0] * program.wires
@@ -124,7 +139,7 @@ def run(program: Program) -> Run:
     ready = list(reversed(range(len(program.ranks))))
     while ready:
         rank = ready.pop()
-        clock = clocks[rank]
+        clock, end_of = clocks[rank], end_seconds[rank] if end_seconds else None
         start_at, end_at = starts[rank].append, ends[rank].append
         instructions = rest[rank]
         instruction = blocked[rank] or next(instructions, None)
@@ -140,7 +155,7 @@ def run(program: Program) -> Run:
                 if there > clock:
                     clock = there
             start_at(clock)
-            clock += seconds
+            clock = end_of(clock) if end_of else clock + seconds
             end_at(clock)
             if gives >= 0:
                 if wire == NOTHING:
@@ -155,3 +170,86 @@ def run(program: Program) -> Run:
                     ready.append(waiting.pop(gives))
             instruction = next(instructions, None)
     return Run(starts, ends, sent, arrived, tuple(sorted(waiting.values())))
+
+
+class Deciding(Protocol[_Decision]):
+    """A rank that decides what to run next whenever it is free."""
+
+    place: int
+    """The next instruction of its program; what else it runs, it inserts."""
+    left_seconds: float
+    """The least seconds that it still has to run."""
+    done: list[Any]
+    """The actions that it ran, in this order."""
+
+    def next_in_order(self) -> _Decision:
+        """Decide when the input of the next instruction is there: for that, or for what has to be done before it."""
+
+    def while_idle(self, idle_seconds: float) -> _Decision | None:
+        """Decide when that input will not be there for at least ``idle_seconds``; None to wait for it."""
+
+    def run(self, decision: _Decision, now: float, awaited: int) -> float:
+        """Run what was decided, which waited for the token ``awaited``. Returns when it ends."""
+
+
+def run_deciding(
+    program: Program,
+    ranks: Sequence[Deciding[Any]],
+    expected: Sequence[float] | None = None,
+    limit_seconds: float = _FOREVER,
+) -> tuple[list[float], dict[int, tuple[int, int]]] | None:
+    """Run ``program`` on ranks that decide. A running action is never interrupted.
+
+    Args:
+        expected: when each token is expected to arrive; a rank that idles is told so. Default: not known.
+        limit_seconds: the simulation stops when the step must take longer. Default: never.
+
+    Returns:
+        when each token arrived; and for each token that was sent the rank, and the place in ``done`` of the action that
+        sent it. None if the step takes longer than its limit.
+    """
+    arrived = [_ABSENT] * program.tokens
+    for token in program.given:
+        arrived[token] = 0.0
+    wire_free = [0.0] * program.wires
+    senders: dict[int, tuple[int, int]] = {}
+    blocked: dict[int, tuple[int, float]] = {}  # by token, the rank that waits for it, and since when
+    agenda = [(0.0, rank) for rank in range(len(ranks))]
+    while agenda:
+        now, number = heappop(agenda)
+        rank, instructions = ranks[number], program.ranks[number]
+        last = len(instructions)
+        while (place := rank.place) < last:
+            token, gives, _, wire, travel = instructions[place]
+            arrival = 0.0 if token < 0 else arrived[token]
+            if 0.0 <= arrival <= now:
+                decision = rank.next_in_order()
+            else:
+                until = expected[token] if expected and arrival < 0.0 else arrival
+                decision = rank.while_idle(until - now if until > now else _FOREVER)
+            if decision is None:
+                if arrival < 0.0:
+                    blocked[token] = number, now
+                else:
+                    heappush(agenda, (arrival, number))
+                break
+            now = rank.run(decision, now, token if arrival == now else NOTHING)
+            if now + rank.left_seconds > limit_seconds:
+                return None
+            if gives >= 0 and rank.place > place:
+                arrival = now
+                if wire >= 0:
+                    free = wire_free[wire]
+                    arrival = wire_free[wire] = (free if free > now else now) + travel
+                arrived[gives] = arrival
+                senders[gives] = number, len(rank.done) - 1
+                if gives in blocked:
+                    waiter, since = blocked.pop(gives)
+                    heappush(agenda, (arrival if arrival > since else since, waiter))
+            if agenda and agenda[0][0] <= now:  # another rank comes first
+                heappush(agenda, (now, number))
+                break
+        else:
+            while (decision := rank.while_idle(_FOREVER)) is not None:
+                now = rank.run(decision, now, NOTHING)
+    return arrived, senders

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.planning.order import schedules
 from torchckpt.planning.order.orders import Visit, at_least, in_turn, nearest, phases, visits, whole
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 
@@ -31,7 +30,11 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
     """
     raise_faults("gpipe()", [*whole("p", p), *whole("m", m)])
     back = range(m)[::-1] if last_first else range(m)
-    return _looped("gpipe", p, 1, m, lambda j: _all_then_all(j, m, back))
+
+    def order(stage: int) -> Iterable[Action]:
+        return [*(Action(stage, Kind.FORWARD, i) for i in range(m)), *(Action(stage, Kind.BACKWARD, i) for i in back)]
+
+    return _looped("gpipe", p, 1, m, order)
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -160,10 +163,6 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
     return _folded("dualpipe_v", ranks, m, order)
 
 
-def _all_then_all(stage: int, m: int, back: Iterable[int]) -> Iterable[Action]:
-    return [*(Action(stage, Kind.FORWARD, i) for i in range(m)), *(Action(stage, Kind.BACKWARD, i) for i in back)]
-
-
 def _there_and_back(stages: Sequence[int], m: int, together: int) -> tuple[list[Visit], list[Visit]]:
     return visits(stages, m, together), visits(stages[::-1], m, together)
 
@@ -190,16 +189,16 @@ def _even_rounds(ranks: int, chunks: int, m: int) -> list[Fault]:
 
 
 _ONE_STAGE: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": schedules.gpipe,
-    "1f1b": schedules.one_f_one_b,
-    "eager_1f1b": schedules.eager_one_f_one_b,
-    "zbv": schedules.zbv,
-    "dualpipe_v": schedules.dualpipe_v,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager_1f1b": eager_one_f_one_b,
+    "zbv": zbv,
+    "dualpipe_v": dualpipe_v,
 }
 _CHUNKED: dict[str, Callable[[int, int, int], Schedule]] = {
-    "interleaved_1f1b": schedules.interleaved_one_f_one_b,
-    "looped_bfs": schedules.looped_bfs,
-    "zero_bubble": lambda ranks, chunks, m: schedules.zero_bubble(ranks, m, chunks=chunks),
+    "interleaved_1f1b": interleaved_one_f_one_b,
+    "looped_bfs": looped_bfs,
+    "zero_bubble": lambda ranks, chunks, m: zero_bubble(ranks, m, chunks=chunks),
 }
 _IN_TORCH = {"interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zbv"}
 

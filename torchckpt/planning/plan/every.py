@@ -14,7 +14,7 @@ from torchckpt.planning.plan.pipeline import planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.text import units_of
-from torchckpt.planning.work.block import NOTHING, Stage
+from torchckpt.planning.work.block import NOTHING, Stage, restaged
 from torchckpt.planning.work.inputs import Links, per_stage, plannable_faults
 
 __all__ = ["Comparison", "plan_every"]
@@ -24,7 +24,8 @@ _CALLER = "plan_every()"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plans of all named schedules that fit the budget, shortest step first."""
+    """The plans of all named schedules that fit the budget, shortest step first. (The class of this name in ``step``
+    is of a measured step.)"""
 
     plans: tuple[PipelinePlan, ...]
     too_small: tuple[str, ...]
@@ -89,13 +90,13 @@ def plan_every(
     if not fitting:
         received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
         raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
-    schedule, own = fitting[0]
-    limits = None if isinstance(budget, DeviceMemory) else problem_of(_CALLER, schedule, own, budget, link).budget_bytes
-    reference = planned(problem_of(_CALLER, schedule, own, "100%", link))
+    schedule, cut = fitting[0]
+    limits = None if isinstance(budget, DeviceMemory) else problem_of(_CALLER, schedule, cut, budget, link).budget_bytes
+    reference = planned(problem_of(_CALLER, schedule, cut, "100%", link))
     plans, refused = [], []
-    for schedule, own in fitting:
+    for schedule, cut in fitting:
         try:
-            problem = problem_of(_CALLER, schedule, own, budget if limits is None else "100%", link)
+            problem = problem_of(_CALLER, schedule, cut, budget if limits is None else "100%", link)
             problem = problem if limits is None else problem.within(limits)
             plans.append(planned_with_moves(problem) if balance else planned(problem))
         except BudgetInfeasible as error:
@@ -113,15 +114,15 @@ def _fitting(stages: Sequence[Stage], micro_batches: int, ranks: int) -> Iterato
     A schedule with several stages on each rank gets as many as ``stages`` has for a rank, but at least two.
     """
     per_rank = max(2, len(stages) // ranks)
-    for name in sorted(NAMES, key=lambda one: one != "1f1b"):
+    for name in sorted(NAMES, key=lambda name: name != "1f1b"):
         for chunks in (None, per_rank):
             try:
                 schedule = named_schedule(name, ranks, micro_batches, chunks)
             except ArgumentError:
                 continue
-            own = _cut(stages, schedule.stages)
-            if own is not None and (chunks is not None or name not in ("interleaved_1f1b", "looped_bfs")):
-                yield schedule, own
+            cut = _cut(stages, schedule.stages)
+            if cut is not None and (chunks is not None or name not in ("interleaved_1f1b", "looped_bfs")):
+                yield schedule, cut
 
 
 def _cut(stages: Sequence[Stage], count: int) -> Sequence[Stage] | None:
@@ -132,9 +133,8 @@ def _cut(stages: Sequence[Stage], count: int) -> Sequence[Stage] | None:
     if len(blocks) < count or any(part != NOTHING for part in inner):
         return None
     few, more = divmod(len(blocks), count)
-    found, rest = [], iter(blocks)
-    for stage in range(count):
-        found.append(Stage(tuple(next(rest) for _ in range(few + (stage < more)))))
-    found[0] = replace(found[0], before=stages[0].before)
-    found[-1] = replace(found[-1], after=stages[-1].after)
-    return found
+    counts = [few + (stage < more) for stage in range(count)]
+    cut = list(restaged([Stage(tuple(blocks)), *[Stage(())] * (count - 1)], counts))
+    cut[0] = replace(cut[0], before=stages[0].before)
+    cut[-1] = replace(cut[-1], after=stages[-1].after)
+    return cut

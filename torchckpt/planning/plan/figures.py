@@ -21,12 +21,12 @@ _WORK, _FEWEST = 200_000, 8
 
 @dataclass(frozen=True)
 class Rule:
-    """The same for all stages and micro-batches; recomputed inside the backward."""
+    """What people do without a plan: recompute the same for all stages and micro-batches, inside the backward."""
 
     blocks: int
-    """Of each stage, the first ones; stages that have fewer recompute all of theirs."""
+    """So many of the first blocks of each stage are recomputed; a stage that has fewer recomputes all of its own."""
     step_seconds: float
-    """Infinite if the rule does not fit the budget, however early weight gradients are done."""
+    """The seconds; infinite if the rule does not fit the budget, however early weight gradients are done."""
     peak_bytes: tuple[float, ...] = ()
     """Per rank."""
 
@@ -56,8 +56,8 @@ def _quickest(problem: Problem, counts: Sequence[int]) -> Rule:
 
 
 def _delays(schedule: Schedule) -> Iterator[Schedule]:
-    """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait, but
-    in so many orders as ``_WORK`` allows: these rules are for comparison, and must cost less than the plan."""
+    """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait.
+    ``_WORK`` limits their number, for these rules are for comparison, and must cost less than the plan."""
     yield schedule
     waiting = most = 0
     for order in schedule.ranks:
@@ -106,13 +106,14 @@ class PlanFigures:
     problem: Problem
     """What was planned: ``schedule``, ``stages``, ``links``, and ``budget_bytes`` of each rank."""
     schedule: Schedule
-    """With an ``R`` for each visit of which something is recomputed early, and weight gradients where they are done."""
+    """The planned order: with an ``R`` for each visit of which something is recomputed early, and with weight gradients
+    where they are done."""
     choices: Choices
-    """Per visit, (stage, micro-batch), which blocks are kept, early and late."""
+    """The blocks that are kept, early and late, of each visit (stage, micro-batch)."""
     asked: Problem | None = None
     """What was asked, if blocks were moved between stages since."""
     whole_step: WholeStep | None = None
-    """If the plan was made of measured steps: the bytes of a whole step, not of activations alone."""
+    """The bytes of a whole step, not of activations alone, if the plan was made of measured steps."""
 
     @property
     def bound_seconds(self) -> float:
@@ -156,14 +157,14 @@ class PlanFigures:
 
     @cached_property
     def recomputed_share(self) -> float:
-        """Of the seconds that recomputing every block of every visit takes."""
+        """The seconds of recomputation, as a share of what recomputing every block of every visit takes."""
         stages, m = self.problem.stages, self.schedule.micro_batches
         every = m * sum(stage.recompute_seconds for stage in stages)
         return sum(self.recompute_seconds) / every if every else 0.0
 
     @cached_property
     def recompute_seconds(self) -> tuple[float, ...]:
-        """Per stage, of all micro-batches."""
+        """The seconds of recomputation of each stage, of all micro-batches."""
         seconds = [0.0] * len(self.problem.stages)
         for (stage, _), recompute in self.step.recomputed.items():
             seconds[stage] += recompute
@@ -181,12 +182,12 @@ class PlanFigures:
 
     @property
     def balance(self) -> tuple[int, ...]:
-        """Blocks of each stage."""
+        """The number of blocks of each stage."""
         return tuple(len(stage.blocks) for stage in self.problem.stages)
 
     @property
     def static_bytes(self) -> tuple[float, ...]:
-        """Per rank: parameters, gradients, optimizer state. No budget counts them."""
+        """The parameters, gradients and optimizer state of each rank. No budget counts them."""
         return self.step.static_bytes
 
     def overhead(self, seconds: float) -> float:

@@ -17,25 +17,18 @@ from dataclasses import replace
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning.budget import Limit, enough, whole
 from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Schedule
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.candidates import search
-from torchckpt.planning.plan.search.dispatch import RECOMPUTE, WEIGHT_GRAD, SimulatedStep
+from torchckpt.planning.plan.search.dispatch import SimulatedStep
 from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD
+from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE
 from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.inputs import Links, Stages
 
 __all__ = ["plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
 
-_KINDS = {
-    FORWARD: Kind.FORWARD,
-    BACKWARD: Kind.BACKWARD,
-    INPUT_GRAD: Kind.INPUT_GRAD,
-    WEIGHT_GRAD: Kind.WEIGHT_GRAD,
-    RECOMPUTE: Kind.RECOMPUTE,
-}
 _ROUNDING = 1e-9
 
 
@@ -52,8 +45,8 @@ def planned(problem: Problem) -> PipelinePlan:
     target = problem.bound_seconds
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
-    found = search(problem.program, problem.lanes, target, keep_all=kept is not None)
-    plan = _plan(problem, found.step, found.held)
+    best = search(problem.program, problem.lanes, target, keep_all=kept is not None)
+    plan = _plan(problem, best.step, best.held)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
 
 
@@ -68,19 +61,20 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
 def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
-    for lane, done, own in zip(problem.lanes, step.done, held):
-        early = [0] * len(own)
+    for lane, done, holdings in zip(problem.lanes, step.done, held):
+        early = [0] * len(holdings)
         for kind, visit, blocks, _, _ in done:
             if kind == RECOMPUTE:
                 early[visit] = blocks
-        ranks.append(tuple(Action(lane.visits[at][0], _KINDS[kind], lane.visits[at][1]) for kind, at, *_ in done))
-        choices |= {visit: _choice(one, count) for visit, one, count in zip(lane.visits, own, early)}
+        visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
+        ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
+        choices |= dict(zip(lane.visits, map(_choice, holdings, early)))
     return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
 
 
-def _choice(held: Holding, early: int) -> Choice:
-    dropped = held.dropped
-    kept = tuple(at for at in range(held.kept + len(dropped)) if at not in dropped)
+def _choice(holding: Holding, early: int) -> Choice:
+    dropped = holding.dropped
+    kept = tuple(block for block in range(holding.kept + len(dropped)) if block not in dropped)
     late = len(dropped) - early
     return Choice(kept, dropped[late:], dropped[:late])
 
@@ -113,7 +107,7 @@ _WORK = 200_000
 def planned_with_moves(problem: Problem) -> PipelinePlan:
     """The best plan of ``problem``, with blocks moved between its stages or not."""
     path = _path(problem)
-    plans = [planned(one) for one in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not one.too_small]
+    plans = [planned(moved) for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not moved.too_small]
     if not plans:
         return planned(problem)  # which says what is wrong
     best = min(plans, key=lambda plan: plan.step_seconds)
@@ -144,10 +138,10 @@ def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
     for give, few in enumerate(counts):
         for take in range(len(counts)):
             if take != give and few > 1:
-                found = list(counts)
-                found[give] -= 1
-                found[take] += 1
-                yield found
+                moved = list(counts)
+                moved[give] -= 1
+                moved[take] += 1
+                yield moved
 
 
 def plan_pipeline(
@@ -167,7 +161,6 @@ def plan_pipeline(
         budget: bytes for activations, of every rank or one for each: a number, a size such as ``"60GB"``, or ``"50%"``
             of the peak of the rank that holds most when everything is kept.
         link: seconds of a message, or the links of :func:`~torchckpt.planning.step.simulated.simulate`.
-
         balance: also move blocks between stages, each with its parameters, where that makes the step shorter.
 
     Raises:

@@ -13,7 +13,7 @@ from torchckpt.planning.order.schedule import Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
 from torchckpt.planning.plan.search.bound import least_seconds
 from torchckpt.planning.plan.search.holding import Holdings
-from torchckpt.planning.plan.search.lane import Lane, lanes_of
+from torchckpt.planning.plan.search.lane import Lane
 from torchckpt.planning.step.placement import recomputed_early, without
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Link, Stage, restaged
@@ -52,9 +52,9 @@ class Problem:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        made: dict[Stage, Holdings] = {}
-        holdings = [made.setdefault(stage, Holdings(stage)) for stage in self.stages]
-        return lanes_of(self.schedule, holdings, self.budget_bytes)
+        by_stage = {stage: Holdings(stage) for stage in dict.fromkeys(self.stages)}
+        holdings = [by_stage[stage] for stage in self.stages]
+        return [Lane(rank, self.schedule, holdings, budget) for rank, budget in enumerate(self.budget_bytes)]
 
     @cached_property
     def least_bytes(self) -> tuple[float, ...]:
@@ -82,7 +82,7 @@ class Problem:
             return replace(self, stages=stages)
         static = Step(self.schedule, stages, self.links).static_bytes
         total = self.memory.total_bytes  # a budget below zero is one of a partition that is not planned
-        return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - one) for one in static))
+        return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - taken) for taken in static))
 
 
 def problem_of(caller: str, schedule: Schedule, stages: Stages, budget: Limit, link: Links) -> Problem:

@@ -3,18 +3,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchckpt.planning.figures import Drawn
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.stored import read, written
-from torchckpt.planning.plan.text import draw, summary, table
+from torchckpt.planning.plan.text import picture, summary, table
 from torchckpt.planning.work.choice import Choices
 
 __all__ = ["PipelinePlan"]
 
 
 @dataclass(frozen=True)
-class PipelinePlan(PlanFigures):
+class PipelinePlan(PlanFigures, Drawn):
     """What :func:`~torchckpt.planning.plan.pipeline.plan_pipeline` found."""
 
     @classmethod
@@ -34,13 +35,9 @@ class PipelinePlan(PlanFigures):
         """The tables by stage and by rank, and what the plan is worth."""
         print(self)
 
-    def draw(self) -> str:
-        """An SVG: who does what when, and of each rank the memory over time under its budget."""
-        return draw(self)
-
-    def _repr_svg_(self) -> str:
-        """For a notebook."""
-        return self.draw()
+    def _svg(self) -> str:
+        """Who does what when, and of each rank the memory over time under its budget."""
+        return picture(self)
 
     def to_json(self) -> str:
         """For :meth:`from_json`."""
@@ -54,8 +51,8 @@ class PipelinePlan(PlanFigures):
             ArgumentError: ``text`` is no plan, or is one that cannot run as it says: its orders, recomputes and bytes
                 are counted again.
         """
-        found = read(text)
-        return cls(found.problem, found.schedule, found.choices, found.asked, found.whole_step)
+        stored = read(text)
+        return cls(stored.problem, stored.schedule, stored.choices, stored.asked, stored.whole_step)
 
     def __str__(self) -> str:
         return f"{table(self)}\n\n{self.summary}"

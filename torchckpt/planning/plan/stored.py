@@ -82,27 +82,23 @@ def _refuse(received: str) -> NoReturn:
 
 
 def _choices_of(plan: PlanFigures, stage: int) -> list[tuple[tuple[int, ...], ...]]:
-    own = (plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches))
-    return [tuple(choice.blocks(state) for state in State) for choice in own]
+    choices = (plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches))
+    return [tuple(choice.blocks(state) for state in State) for choice in choices]
 
 
 def _schedule(text: str, name: str, ranks: int) -> Schedule:
     """The schedule of a CSV. Last ranks without actions are not in the CSV, and are added."""
-    found = from_csv(text, name)
-    return replace(found, ranks=(*found.ranks, *[()] * (ranks - len(found.ranks))))
+    schedule = from_csv(text, name)
+    return replace(schedule, ranks=(*schedule.ranks, *[()] * (ranks - len(schedule.ranks))))
 
 
 _FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved_bytes", "static_bytes")
 
 
 def _stored_stage(stage: Stage) -> dict[str, Any]:
-    parts = {name: {key: getattr(part, key) for key in _FIXED} for name, part in _fixed_parts(stage)}
+    before, after = ({key: getattr(part, key) for key in _FIXED} for part in (stage.before, stage.after))
     blocks = [asdict(block) for block in stage.blocks]
-    return {"blocks": blocks, **parts, "message_bytes": stage.message_bytes}
-
-
-def _fixed_parts(stage: Stage) -> tuple[tuple[str, Block], ...]:
-    return ("before", stage.before), ("after", stage.after)
+    return {"blocks": blocks, "before": before, "after": after, "message_bytes": stage.message_bytes}
 
 
 def _stage(stored: dict[str, Any]) -> Stage:
@@ -111,10 +107,10 @@ def _stage(stored: dict[str, Any]) -> Stage:
 
 
 def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:
-    found = tuple(map(float, stored))  # type: ignore[arg-type]  # what is no number is refused
-    if len(found) != ranks or not all(0 <= one < math.inf for one in found):
-        _refuse(f"{len(found)} amounts of bytes, {stored}")
-    return found
+    amounts = tuple(map(float, stored))  # type: ignore[arg-type]  # what is no number is refused
+    if len(amounts) != ranks or not all(0 <= amount < math.inf for amount in amounts):
+        _refuse(f"{len(amounts)} amounts of bytes, {stored}")
+    return amounts
 
 
 def _check(plan: PlanFigures) -> None:

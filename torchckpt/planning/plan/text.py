@@ -10,7 +10,7 @@ from torchckpt.planning.draw.units import Units, aligned, number, percent, units
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.work.choice import Choice
 
-__all__ = ["by_stage", "draw", "step_text", "summary", "table", "units_of"]
+__all__ = ["by_stage", "picture", "summary", "table", "units_of"]
 
 _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
@@ -26,16 +26,16 @@ def table(plan: PlanFigures) -> str:
 
 def summary(plan: PlanFigures) -> str:
     """One line: the step, its bound, and what people do without a plan, over keeping all."""
-    said = [f"step {step_text(plan, plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
-    said[0] += f" (bound {_over(plan, plan.bound_seconds)})"
+    parts = [f"step {_step(plan, plan.step_seconds)}, {_over(plan, plan.step_seconds)} over keeping all"]
+    parts[0] += f" (bound {_over(plan, plan.bound_seconds)})"
     if not plan.recomputed_share:
-        said.append("everything fits, so nothing need be recomputed")
-        return "; ".join(said)
+        parts.append("everything fits, so nothing need be recomputed")
+        return "; ".join(parts)
     every, same = plan.all_recomputed, plan.same_recomputed
     others = [_rule("recomputing all", every.step_seconds, plan)]
     blocks = "block" if same.blocks == 1 else f"{same.blocks} blocks"
     others.append(_rule(f"the same {blocks} on every stage", same.step_seconds, plan))
-    return "; ".join((*said, ", ".join(others)))
+    return "; ".join((*parts, ", ".join(others)))
 
 
 def units_of(plan: PlanFigures) -> Units:
@@ -47,12 +47,12 @@ def by_stage(plan: PlanFigures, units: Units) -> str:
     """A table of what each stage recomputes. The choices are its last column, as they may be long; a legend follows."""
     rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
     texts = ["kept/early/late"]
-    for stage, own in enumerate(plan.problem.stages):
+    for stage, work in enumerate(plan.problem.stages):
         redone = plan.recompute_seconds[stage]
-        every = plan.schedule.micro_batches * own.recompute_seconds
+        every = plan.schedule.micro_batches * work.recompute_seconds
         share = percent(redone / every) if every else "-"
         rank = plan.schedule.placement[stage]
-        blocks, saved = str(len(own.blocks)), units.of_memory(own.saved_bytes)
+        blocks, saved = str(len(work.blocks)), units.of_memory(work.saved_bytes)
         rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
         texts.append(_runs([plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches)]))
     lines = aligned(rows).split("\n")
@@ -63,23 +63,23 @@ def by_stage(plan: PlanFigures, units: Units) -> str:
 
 def _runs(choices: Sequence[Choice]) -> str:
     """The choices as text. ``3/0/5 x4, (8/0/0, 0/8/0) x2``: four equal micro-batches, then a pair that occurs twice."""
-    texts, found, at = list(map(str, choices)), [], 0
-    while at < len(texts):
-        period = max(range(1, _LONGEST_PERIOD + 1), key=lambda one: (_covered(texts, at, one), -one))
-        covered = max(period, _covered(texts, at, period))
+    texts, runs, start = list(map(str, choices)), [], 0
+    while start < len(texts):
+        period = max(range(1, _LONGEST_PERIOD + 1), key=lambda length: (_covered(texts, start, length), -length))
+        covered = max(period, _covered(texts, start, period))
         if covered == period:
             period = covered = 1
-        text = ", ".join(texts[at : at + period])
+        text = ", ".join(texts[start : start + period])
         times = covered // period
-        found.append((f"({text}) x{times}" if period > 1 else f"{text} x{times}") if times > 1 else text)
-        at += covered
-    return ", ".join(found)
+        runs.append((f"({text}) x{times}" if period > 1 else f"{text} x{times}") if times > 1 else text)
+        start += covered
+    return ", ".join(runs)
 
 
-def _covered(texts: Sequence[str], at: int, period: int) -> int:
-    """How many texts from ``at`` on the first ``period`` of them cover if they repeat; 0 if they do not."""
+def _covered(texts: Sequence[str], start: int, period: int) -> int:
+    """The texts from ``start`` on that repeat the first ``period`` of them, these included: their number, or 0."""
     times = 1
-    while texts[at : at + period] == texts[at + times * period : at + (times + 1) * period]:
+    while texts[start : start + period] == texts[start + times * period : start + (times + 1) * period]:
         times += 1
     return times * period if times > 1 else 0
 
@@ -96,7 +96,7 @@ def _by_rank(plan: PlanFigures, units: Units) -> list[tuple[str, ...]]:
     return rows
 
 
-def step_text(plan: PlanFigures, seconds: float) -> str:
+def _step(plan: PlanFigures, seconds: float) -> str:
     """The seconds of a step, with their unit where stages are in bytes and seconds."""
     units = units_of(plan)
     if units.time and seconds < 1:
@@ -114,15 +114,13 @@ def _rule(name: str, seconds: float, plan: PlanFigures) -> str:
     return f"{name} {_over(plan, seconds)}" if math.isfinite(seconds) else f"{name} does not fit"
 
 
-def draw(plan: PlanFigures) -> str:
+def picture(plan: PlanFigures) -> str:
     """The step that keeps all and the planned step: the actions of each rank, and its memory under its budget."""
     before, after, units = plan.problem.keep_all.timeline, plan.timeline, replace(units_of(plan), digits=3)
     least, most = (max(of.peak_bytes) for of in (after, before))
     change = f"for {plan.overhead(plan.step_seconds) * 100:.1f} % more time"
     title = f"Peak memory {units.of_memory(least)} in place of {units.of_memory(most)}, {change}"
-    schedule = plan.schedule
-    counts = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-    subtitle = f"{schedule.name}: {counts}; planned within the budget of each rank"
+    counts = f"{plan.schedule.stages} stages, {plan.schedule.micro_batches} micro-batches"
     return svg(
         before,
         after,
@@ -130,6 +128,6 @@ def draw(plan: PlanFigures) -> str:
         budget_bytes=plan.problem.budget_bytes,
         units=units,
         title=title if plan.recomputed_share else "Everything fits, so nothing is recomputed",
-        subtitle=subtitle,
+        subtitle=f"{plan.schedule.name}: {counts}; planned within the budget of each rank",
         lines=[{}, {"bound": plan.bound_seconds}] if plan.recomputed_share else (),
     )

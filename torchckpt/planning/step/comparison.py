@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torchckpt.planning.draw.gantt import gantt
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent, units_of_clock
+from torchckpt.planning.figures import Drawn
 from torchckpt.planning.step.bound import bound_of
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import Step
@@ -14,49 +15,53 @@ from torchckpt.planning.step.timeline import Timeline
 
 __all__ = ["Comparison", "compare"]
 
-_HEADS = ("", "step", "overhead", "hidden")
-
 
 @dataclass(frozen=True)
-class Comparison:
-    """Shares are of ``none``."""
+class Comparison(Drawn):
+    """A measured step, and what it is compared with. Shares are of ``none``."""
 
     measured: Timeline
     simulated: Timeline
-    """The same schedule."""
+    """The step on paper, of the same schedule."""
     none: Timeline
-    """On paper, without recomputation."""
+    """The step on paper without recomputation."""
     arrival: Timeline
-    """On paper, everything recomputed when its gradient is there."""
+    """The step on paper in which everything is recomputed when its gradient is there."""
     bound_seconds: float
-    """What the recomputation of this schedule adds to ``none`` at least."""
+    """The least seconds that the recomputation of this schedule adds to ``none``."""
     step: Step
     """What was simulated, with the costs that were measured."""
 
     def overhead(self, timeline: Timeline) -> float:
-        """By what share a step is longer than without recomputation."""
+        """The share by which a step is longer than without recomputation."""
         least = self.none.step_seconds
         return timeline.step_seconds / least - 1 if least else 0.0
 
     def hidden(self, timeline: Timeline) -> float:
-        """Of what recompute at arrival adds, the share that a step does not."""
+        """The share of what recompute at arrival adds that a step does not take."""
         least, most = self.none.step_seconds, self.arrival.step_seconds
         return 1 - (timeline.step_seconds - least) / (most - least) if most > least else 0.0
 
     @property
     def deviation(self) -> float:
-        """Measured over simulated, less one."""
+        """The share by which the measured step is longer than the simulated one."""
         return self.measured.step_seconds / self.simulated.step_seconds - 1 if self.simulated.step_seconds else 0.0
 
     def table(self) -> str:
-        """For people: the steps, then the stages.
+        """The tables for people: the steps, then the stages.
 
         Everything is measured against the simulated step without recomputation, so what the machine adds to the
         measured one counts as overhead, and what is not recomputed at all as hidden.
         """
         units = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
-        rows: list[tuple[str, ...]] = [_HEADS]
-        for name, timeline in self._steps():
+        rows: list[tuple[str, ...]] = [("", "step", "overhead", "hidden")]
+        steps = {
+            "none (simulated)": self.none,
+            "at arrival (simulated)": self.arrival,
+            "this schedule (simulated)": self.simulated,
+            "this schedule (measured)": self.measured,
+        }
+        for name, timeline in steps.items():
             hidden = "-" if timeline is self.none else f"{self.hidden(timeline):.2f}"
             shares = percent(self.overhead(timeline)), hidden
             rows.append((name, units.of_time(timeline.step_seconds), *shares))
@@ -65,9 +70,9 @@ class Comparison:
         rows.append(("bound", units.of_time(least + self.bound_seconds), share, ""))
         stages: list[tuple[str, ...]] = [("stage", "forward", "backward", "recompute", "peak of rank")]
         peaks = self.measured.peak_bytes
-        for stage, own in enumerate(self.step.stages):
-            backward = own.input_grad_seconds + own.weight_grad_seconds
-            times = own.forward_seconds, backward, own.recompute_seconds
+        for stage, work in enumerate(self.step.stages):
+            backward = work.input_grad_seconds + work.weight_grad_seconds
+            times = work.forward_seconds, backward, work.recompute_seconds
             peak = units.of_memory(peaks[self.measured.schedule.placement[stage]])
             stages.append((str(stage), *map(units.of_time, times), peak))
         return f"{aligned(rows)}\n\n{aligned(stages)}"
@@ -78,9 +83,9 @@ class Comparison:
         measured, simulated = (gantt(timeline, width, full) for timeline in (self.measured, self.simulated))
         return f"measured\n{measured}\n\nsimulated\n{simulated}"
 
-    def draw(self) -> str:
-        """An SVG: the measured step over the simulated one, with lines at the step without recomputation and at the
-        bound, both on paper."""
+    def _svg(self) -> str:
+        """The measured step over the simulated one, with lines at the step without recomputation and at the bound, both
+        on paper."""
         least = self.none.step_seconds
         by = f"{abs(self.deviation) * 100:.1f} % {'longer' if self.deviation > 0 else 'shorter'} than"
         most = max((*self.measured.peak_bytes, *self.simulated.peak_bytes), default=0.0)
@@ -95,20 +100,8 @@ class Comparison:
             units=units,
         )
 
-    def _repr_svg_(self) -> str:
-        """For a notebook."""
-        return self.draw()
-
     def __str__(self) -> str:
         return self.table()
-
-    def _steps(self) -> list[tuple[str, Timeline]]:
-        return [
-            ("none (simulated)", self.none),
-            ("at arrival (simulated)", self.arrival),
-            ("this schedule (simulated)", self.simulated),
-            ("this schedule (measured)", self.measured),
-        ]
 
 
 def compare(measured: Timeline, step: Step) -> Comparison:

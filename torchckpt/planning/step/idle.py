@@ -1,19 +1,18 @@
 """Idle: the idle seconds of each rank in a step, between its first and its last possible work."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from torchckpt.planning.order.program import NOTHING, Instruction, Program, run
 from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.block import Stage
 
 __all__ = ["Room", "in_any_order", "in_this_order"]
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """For a step without recomputation: its seconds, and for each rank its idle seconds."""
 
     step_seconds: float
@@ -38,46 +37,29 @@ def in_any_order(step: Step) -> Room:
 
     If backwards are split, a rank may run its weight gradients last, while other ranks still send gradients back.
     """
-    split = any(kind is Kind.INPUT_GRAD for order in step.schedule.ranks for _, kind, _ in order)
-    journey = _Journey.of(step, split)
-    needs = [journey.needed_by(rank, step, split) for rank in range(len(step.schedule.ranks))]
-    longest = max(*needs, journey.seconds)
+    schedule, stages = step.schedule, step.stages
+    split = any(kind is Kind.INPUT_GRAD for order in schedule.ranks for _, kind, _ in order)
+    pairs = zip(step.travel_seconds, schedule.placement, schedule.placement[1:])
+    travels = [0.0 if sender == receiver else seconds for seconds, sender, receiver in pairs]
+    forwards = [stage.forward_seconds for stage in stages]
+    backwards = [stage.input_grad_seconds + (0.0 if split else stage.weight_grad_seconds) for stage in stages]
+    heads, tails = _totals(forwards, travels), _totals(backwards, travels)
+    needs = [0.0] * len(schedule.ranks)
+    for rank in set(schedule.placement):
+        on_rank = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+        m = schedule.micro_batches
+        weights = m * sum(stages[stage].weight_grad_seconds for stage in on_rank)
+        others = m * sum(stages[stage].forward_seconds + stages[stage].input_grad_seconds for stage in on_rank)
+        tail = min(tails[stage] for stage in on_rank)
+        last = max(weights, tail) if split else weights + tail
+        needs[rank] = min(heads[stage] for stage in on_rank) + others + last
+    longest = max(*needs, heads[-1] + forwards[-1] + backwards[-1] + tails[-1])
     return Room(longest, tuple(longest - need for need in needs))
 
 
-@dataclass(frozen=True)
-class _Journey:
-    """One micro-batch: for each stage, the seconds to reach it in the forward, and to leave it in the backward."""
-
-    down: list[float]
-    up: list[float]
-    seconds: float
-
-    @classmethod
-    def of(cls, step: Step, split: bool) -> _Journey:
-        placement, stages = step.schedule.placement, step.stages
-        pairs = zip(step.travel_seconds, placement, placement[1:])
-        travels = [0.0 if here == there else seconds for seconds, here, there in pairs]
-        backwards = [_backward_seconds(stage, split) for stage in stages]
-        down = accumulate((stage.forward_seconds + travel for stage, travel in zip(stages, travels)), initial=0.0)
-        up = accumulate((seconds + travel for seconds, travel in zip(backwards, travels)), initial=0.0)
-        downs, ups = list(down), list(up)
-        return cls(downs, ups, downs[-1] + stages[-1].forward_seconds + backwards[-1] + ups[-1])
-
-    def needed_by(self, rank: int, step: Step, split: bool) -> float:
-        """The least seconds of a step, given the work of this rank."""
-        stages = [stage for stage, home in enumerate(step.schedule.placement) if home == rank]
-        if not stages:
-            return 0.0
-        m = step.schedule.micro_batches
-        weights = m * sum(step.stages[stage].weight_grad_seconds for stage in stages)
-        others = m * sum(step.stages[stage].forward_seconds + step.stages[stage].input_grad_seconds for stage in stages)
-        head, tail = min(self.down[stage] for stage in stages), min(self.up[stage] for stage in stages)
-        return head + others + (max(weights, tail) if split else weights + tail)
-
-
-def _backward_seconds(stage: Stage, split: bool) -> float:
-    return stage.input_grad_seconds + (0.0 if split else stage.weight_grad_seconds)
+def _totals(seconds: Sequence[float], travels: Sequence[float]) -> list[float]:
+    """For each stage, the seconds of one micro-batch on all stages before it, and of the messages from each."""
+    return list(accumulate((time + travel for time, travel in zip(seconds, travels)), initial=0.0))
 
 
 def _reversed(program: Program) -> Program:

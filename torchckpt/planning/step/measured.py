@@ -16,9 +16,9 @@ from torchckpt.planning.order.program import Run
 from torchckpt.planning.order.schedule import Action, Kind
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
-from torchckpt.planning.work.block import Link
+from torchckpt.planning.work.block import Block, Link
 
-__all__ = ["Seconds", "Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
+__all__ = ["Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
 
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
@@ -38,7 +38,7 @@ Spans: TypeAlias = Sequence[Sequence[Span]]
 """For each rank the spans of one step, in the order of the schedule."""
 
 _Travels: TypeAlias = "defaultdict[tuple[int, bool], list[float]]"
-"""Per pair of stages, and by whether a rank was waiting when it was sent, what each message took, at most."""
+"""The most seconds that each message can have taken, by pair of stages, and by whether a rank was waiting for it."""
 
 
 def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[Span]:
@@ -72,11 +72,11 @@ def measured_timeline(step: Step, spans: Spans, in_bytes: bool = False) -> Timel
         spans: with an ``R`` for all that was replayed, early and late; see :func:`replays_apart`.
         in_bytes: the memory of the stages is in bytes, and is written so, however little it is. Default: False.
     """
-    zero = min((span.start_seconds for own in spans for span in own), default=0.0)
+    zero = min((span.start_seconds for on_rank in spans for span in on_rank), default=0.0)
     events = tuple(
         Event(rank, span.action, span.start_seconds - zero, span.end_seconds - zero)
-        for rank, own in enumerate(spans)
-        for span in own
+        for rank, on_rank in enumerate(spans)
+        for span in on_rank
     )
     travels = step.travel_seconds
     messages = tuple(
@@ -94,34 +94,24 @@ def _units(memory: Sequence[Sequence[tuple[float, float]]], in_bytes: bool) -> U
 
 
 def _played(step: Step, spans: Spans, zero: float) -> Run:
-    """The times in the order of the step's program: of two actions that ran at once, either may have ended first."""
+    """The times in the order of the step's program, for of two actions that ran at once either may have ended first."""
     times: list[defaultdict[Action, list[Span]]] = []
-    for own in spans:
+    for on_rank in spans:
         times.append(defaultdict(list))
-        for span in own:
+        for span in on_rank:
             times[-1][span.action].append(span)
     pairs = list(zip(times, step.program.actions))
-    missing = [str(action) for own, order in pairs for action in order if action not in own]
+    missing = [str(action) for on_rank, order in pairs for action in order if action not in on_rank]
     rule = "every action of the schedule was measured"
     works = "custom functions of a schedule that call forward_one_chunk() and backward_one_chunk() of its stages"
     raise_faults("measured_timeline()", [Fault(rule, f"nothing of {', '.join(missing)}", works)] if missing else [])
-    ordered = [[own[action].pop(0) for action in order] for own, order in pairs]
-    starts = [[span.start_seconds - zero for span in own] for own in ordered]
-    return Run(starts, [[span.end_seconds - zero for span in own] for own in ordered], [], [])
+    ordered = [[on_rank[action].pop(0) for action in order] for on_rank, order in pairs]
+    starts = [[span.start_seconds - zero for span in on_rank] for on_rank in ordered]
+    return Run(starts, [[span.end_seconds - zero for span in on_rank] for on_rank in ordered], [], [])
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """The medians of what a stage took for one micro-batch."""
-
-    forward_seconds: float
-    input_grad_seconds: float
-    weight_grad_seconds: float
-    recompute_seconds: float
-
-
-def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Seconds, ...]:
-    """For each stage, the medians over all micro-batches and steps.
+def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Block, ...]:
+    """For each stage, the medians over all micro-batches and steps, as a block without bytes.
 
     A backward that ran whole counts half as input, half as weight gradients. What is recomputed early and late of one
     micro-batch counts together. A stage that is never recomputed would take as long as its forward.
@@ -129,7 +119,7 @@ def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Seconds, ..
     seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for spans in measured:
         replays: defaultdict[Action, float] = defaultdict(float)
-        for span in (span for own in spans for span in own):
+        for span in (span for on_rank in spans for span in on_rank):
             stage, kind, _ = span.action
             if kind is Kind.RECOMPUTE:
                 replays[span.action] += span.end_seconds - span.start_seconds
@@ -140,13 +130,13 @@ def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Seconds, ..
     return tuple(_seconds_of(stage, seconds) for stage in range(step.schedule.stages))
 
 
-def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> Seconds:
+def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> Block:
     def of(kind: Kind, otherwise: float) -> float:
         return median(seconds[stage, kind]) if seconds.get((stage, kind)) else otherwise
 
     forward, half = of(Kind.FORWARD, 0.0), of(Kind.BACKWARD, 0.0) / 2
     weights = of(Kind.WEIGHT_GRAD, half)
-    return Seconds(forward, of(Kind.INPUT_GRAD, half), weights, of(Kind.RECOMPUTE, forward))
+    return Block(forward, of(Kind.INPUT_GRAD, half), weights, of(Kind.RECOMPUTE, forward), saved_bytes=0.0)
 
 
 def measured_links(step: Step, measured: Iterable[Spans]) -> tuple[Link, ...]:
@@ -161,7 +151,7 @@ def measured_links(step: Step, measured: Iterable[Spans]) -> tuple[Link, ...]:
 
 
 def _latency(travels: _Travels, boundary: int) -> float:
-    known = {at: sorted(seen)[len(seen) // 4] for (at, was_waited_for), seen in travels.items() if was_waited_for}
+    known = {pair: sorted(seen)[len(seen) // 4] for (pair, was_waited_for), seen in travels.items() if was_waited_for}
     others = travels.get((boundary, False), [])
     return known.get(boundary, min([max(known.values(), default=inf), *others]) if others else 0.0)
 
@@ -169,8 +159,8 @@ def _latency(travels: _Travels, boundary: int) -> float:
 def _messages(step: Step, spans: Spans) -> Iterator[tuple[Span, Span]]:
     """Sender and receiver of everything that went from one rank to another."""
     placement = step.schedule.placement
-    taken = {awaited: span for own in spans for awaited, span in _takers(step, own)}
-    for span in (span for own in spans for span in own):
+    taken = {awaited: span for on_rank in spans for awaited, span in _takers(step, on_rank)}
+    for span in (span for on_rank in spans for span in on_rank):
         stage, kind, i = span.action
         if kind is Kind.FORWARD or kind in _BACKWARDS:
             receiver = taken.get((stage, kind is Kind.FORWARD, i))

@@ -24,27 +24,27 @@ class Change(NamedTuple):
     """What one action does to the bytes of its rank."""
 
     takes: float
-    """Allocated when it starts."""
+    """The bytes that are allocated when it starts."""
     frees: float
-    """Freed when it ends."""
+    """The bytes that are freed when it ends."""
 
 
 class Level(NamedTuple):
     """Bytes of a rank during one action, and after it."""
 
     highest: float
-    """The most during the action."""
+    """The most bytes during the action."""
     left: float
-    """When the action has ended."""
+    """The bytes when the action has ended."""
     entered: float = 0.0
-    """If measured: during a backward, the most before it recomputes anything."""
+    """The most bytes of a backward before it recomputes anything, if that was measured."""
 
 
 def change_of(kind: Kind, stage: Stage, choice: Choice) -> Change:
     """The change by an action of this kind, on a visit of ``stage`` with this choice."""
     blocks = stage.blocks
-    early = sum(blocks[at].freed_bytes for at in choice.early)
-    late = sum(blocks[at].freed_bytes for at in choice.late)
+    early = sum(blocks[block].freed_bytes for block in choice.early)
+    late = sum(blocks[block].freed_bytes for block in choice.late)
     held = stage.saved_bytes - early - late
     if kind is Kind.FORWARD:
         return Change(held, 0.0)
@@ -67,14 +67,14 @@ def use_bytes(stage: Stage, late: Collection[int]) -> float:
     (2.0, 1.25, 1.25)
     """
     blocks = stage.blocks
-    start = stage.saved_bytes - sum(blocks[at].freed_bytes for at in late)
+    start = stage.saved_bytes - sum(blocks[block].freed_bytes for block in late)
     freed, extra = stage.after.saved_bytes, 0.0
-    for at in range(len(blocks) - 1, -1, -1):
-        if at in late:
-            extra = max(extra, blocks[at].freed_bytes - freed)
-            freed += blocks[at].boundary_bytes
+    for block in range(len(blocks) - 1, -1, -1):
+        if block in late:
+            extra = max(extra, blocks[block].freed_bytes - freed)
+            freed += blocks[block].boundary_bytes
         else:
-            freed += blocks[at].saved_bytes
+            freed += blocks[block].saved_bytes
     return start + extra
 
 

@@ -96,7 +96,8 @@ class _Trial:
         self.step_seconds = float("inf")
 
     def compiled(self, orders: _Orders) -> Program:
-        ranks = tuple(tuple(own[action] for action in order) for own, order in zip(self.instructions, orders))
+        pairs = zip(self.instructions, orders)
+        ranks = tuple(tuple(by_action[action] for action in order) for by_action, order in pairs)
         return replace(self.program, ranks=ranks, actions=orders)
 
     def offer(self, orders: _Orders) -> bool:
@@ -123,28 +124,19 @@ class _Trial:
 
 def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple[Action, ...]]:
     """``order`` with ``recompute`` one position later, then one position earlier; only orders that are allowed."""
-    at = order.index(recompute)
-    later = order[at + 1]
+    position = order.index(recompute)
+    later = order[position + 1]
     if later[::2] != recompute[::2]:
-        yield (*order[:at], later, recompute, *order[at + 2 :])
-    if _may_be_earlier(order, at, k):
-        yield (*order[: at - 1], recompute, order[at - 1], *order[at + 1 :])
+        yield (*order[:position], later, recompute, *order[position + 2 :])
+    if _may_be_earlier(order, position, k):
+        yield (*order[: position - 1], recompute, order[position - 1], *order[position + 1 :])
 
 
-def _may_be_earlier(order: Sequence[Action], at: int, k: int) -> bool:
-    """Whether the recompute at position ``at`` may run before the action in front of it."""
-    earlier, recompute = order[at - 1], order[at]
+def _may_be_earlier(order: Sequence[Action], position: int, k: int) -> bool:
+    """Whether the recompute at ``position`` may run before the action in front of it."""
+    earlier, recompute = order[position - 1], order[position]
     if earlier[::2] == recompute[::2]:
         return False
-    return earlier.kind not in _BACKWARDS or _backwards_between(order, at) + 1 < k
-
-
-def _backwards_between(order: Sequence[Action], at: int) -> int:
-    """The number of backwards between the recompute at position ``at`` and its own backward."""
-    count = 0
-    for action in order[at + 1 :]:
-        if action.kind in _BACKWARDS:
-            if action[::2] == order[at][::2]:
-                break
-            count += 1
-    return count
+    backwards = (action[::2] for action in order[position:] if action.kind in _BACKWARDS)
+    between = next(count for count, visit in enumerate(backwards) if visit == recompute[::2])
+    return earlier.kind not in _BACKWARDS or between + 1 < k

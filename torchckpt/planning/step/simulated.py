@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, repeat
 
 from torchckpt.errors import Fault, brief, raise_faults
 from torchckpt.planning.figures import Event, Message
@@ -20,7 +21,7 @@ from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_order, check_schedule
 from torchckpt.planning.step.memory import Change, Curve, Level, change_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
-from torchckpt.planning.step.timeline import Timeline, critical_path
+from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
@@ -40,27 +41,27 @@ class Step:
     """
 
     schedule: Schedule
-    """With an ``R`` for each visit that has early blocks, and no other."""
+    """The order of each rank. It has an ``R`` for each visit that has early blocks, and no other."""
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     choices: Choices = field(default_factory=dict)
 
     def choice(self, visit: Visit) -> Choice:
-        """What becomes of the blocks of ``visit``."""
+        """The choice for the blocks of ``visit``."""
         choice = self.choices.get(visit, State.KEPT)
         return choice if isinstance(choice, Choice) else self._uniform[visit[0], choice]
 
     @cached_property
     def program(self) -> Program:
-        """What the simulation runs."""
+        """The program that the simulation runs."""
         seconds = {
             (stage, kind): value
-            for stage, own in enumerate(self.stages)
+            for stage, work in enumerate(self.stages)
             for kind, value in (
-                (Kind.FORWARD, own.forward_seconds),
-                (Kind.BACKWARD, own.input_grad_seconds + own.weight_grad_seconds),
-                (Kind.INPUT_GRAD, own.input_grad_seconds),
-                (Kind.WEIGHT_GRAD, own.weight_grad_seconds),
+                (Kind.FORWARD, work.forward_seconds),
+                (Kind.BACKWARD, work.input_grad_seconds + work.weight_grad_seconds),
+                (Kind.INPUT_GRAD, work.input_grad_seconds),
+                (Kind.WEIGHT_GRAD, work.weight_grad_seconds),
             )
         }
 
@@ -70,7 +71,8 @@ class Step:
                 return self._recompute_seconds(stage, self.choice((stage, i)).early)
             return seconds[stage, kind]
 
-        late = {visit: self._recompute_seconds(visit[0], self.choice(visit).late) for visit in self._late}
+        blocks = ((visit, self.choice(visit).late) for visit in self.choices)
+        late = {visit: self._recompute_seconds(visit[0], late) for visit, late in blocks if late}
         return compile_program(self.schedule, seconds_of, self.travel_seconds, late)
 
     @cached_property
@@ -93,9 +95,8 @@ class Step:
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most bytes that each rank holds."""
-        return tuple(
-            max((level.highest for level in self.levels(rank)), default=0.0) for rank in range(len(self.schedule.ranks))
-        )
+        levels = map(self.levels, range(len(self.schedule.ranks)))
+        return tuple(max((level.highest for level in of_rank), default=0.0) for of_rank in levels)
 
     @property
     def static_bytes(self) -> tuple[float, ...]:
@@ -111,28 +112,21 @@ class Step:
 
     def curves(self, played: Run) -> tuple[Curve, ...]:
         """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
-        return tuple(
-            curve(self._changes(rank), played.starts[rank], played.ends[rank])
-            for rank in range(len(self.schedule.ranks))
-        )
+        changes = map(self._changes, range(len(self.schedule.ranks)))
+        return tuple(map(curve, changes, played.starts, played.ends))
 
     @cached_property
     def timeline(self) -> Timeline:
         """When everything happens, and the bytes of each rank."""
-        return Timeline(self.schedule, self.events(self.run), self._messages(), self.curves(self.run))
+        columns = enumerate(zip(self.program.actions, self.run.starts, self.run.ends))
+        events = tuple(chain.from_iterable(map(Event, repeat(rank), *each) for rank, each in columns))
+        return Timeline(self.schedule, events, self._messages(), self.curves(self.run))
 
     def explained(self) -> Timeline:
         """The timeline, with its critical path, and by how much the recomputation of each stage lengthens it. That runs
         the step once more for each stage that recomputes."""
         path = critical_path(self.schedule, self.program, self.run)
         return replace(self.timeline, exposed_seconds=tuple(self._exposed()), critical_path=path)
-
-    def events(self, played: Run) -> tuple[Event, ...]:
-        """All actions, in the order of ranks, and of actions on each."""
-        events: list[Event] = []
-        for rank, actions in enumerate(self.program.actions):
-            events.extend(map(Event, [rank] * len(actions), actions, played.starts[rank], played.ends[rank]))
-        return tuple(events)
 
     def is_late(self, rank: int, position: int) -> bool:
         """Whether the action at a position of :attr:`program` is a late recompute."""
@@ -147,23 +141,16 @@ class Step:
 
     @cached_property
     def _change_by_key(self) -> dict[tuple[Kind, int, int], Change]:
-        """What was counted before: most visits of a stage share their choice."""
+        """The changes that were counted before, as most visits of a stage share their choice."""
         return {}
 
     @cached_property
     def _uniform(self) -> dict[tuple[int, State], Choice]:
-        return {
-            (stage, state): Choice.all(state, len(own.blocks))
-            for stage, own in enumerate(self.stages)
-            for state in State
-        }
-
-    @property
-    def _late(self) -> list[Visit]:
-        return [visit for visit in self.choices if self.choice(visit).late]
+        stages = enumerate(self.stages)
+        return {(stage, state): Choice.all(state, len(work.blocks)) for stage, work in stages for state in State}
 
     def _recompute_seconds(self, stage: int, blocks: Sequence[int]) -> float:
-        return sum(self.stages[stage].blocks[at].recompute_seconds for at in blocks)
+        return sum(self.stages[stage].blocks[block].recompute_seconds for block in blocks)
 
     def _change(self, action: Action) -> Change:
         stage, kind, i = action
@@ -187,32 +174,21 @@ class Step:
                 taken = False
 
     def _messages(self) -> tuple[Message, ...]:
-        m, stages = self.schedule.micro_batches, self.schedule.stages
-        sent, arrived = self.run.sent, self.run.arrived
-        messages = []
-        for order in self.schedule.ranks:
-            for action in order:
-                stage, kind, i = action
-                if kind is Kind.FORWARD:
-                    to_stage = stage + 1
-                    token = to_stage * m + i
-                elif kind is Kind.BACKWARD or kind is Kind.INPUT_GRAD:
-                    to_stage = stage - 1
-                    token = (stages + to_stage) * m + i
-                else:
-                    continue
-                if 0 <= to_stage < stages and sent[token] >= 0.0:
-                    messages.append(Message(action, to_stage, sent[token], arrived[token]))
-        return tuple(messages)
+        return tuple(
+            message_of(self.schedule, action, self.run, token)
+            for pair in zip(self.program.actions, self.program.ranks)
+            for action, (_, token, _, _, _) in zip(*pair)
+            if token != NOTHING and self.run.sent[token] >= 0.0
+        )
 
     def _exposed(self) -> Iterator[float]:
         """For each stage: the step, less the same step where the recomputation of that stage takes no time."""
         recomputing = {stage for stage, _ in self.recomputed}
-        for stage, own in enumerate(self.stages):
+        for stage, work in enumerate(self.stages):
             if stage not in recomputing:
                 yield 0.0
                 continue
-            free = replace(own, blocks=tuple(replace(block, recompute_seconds=0.0) for block in own.blocks))
+            free = replace(work, blocks=tuple(replace(block, recompute_seconds=0.0) for block in work.blocks))
             stages = (*self.stages[:stage], free, *self.stages[stage + 1 :])
             yield self.seconds - replace(self, stages=stages).seconds
 
@@ -232,9 +208,9 @@ def simulate(
     (57.0, 73.0)
 
     Args:
-        stages: of every stage, or one per stage. A Block stands for a stage of that one block.
-        link: between any two neighbouring stages on different ranks, or one per pair of neighbouring stages: seconds,
-            or a Link. A message is as large as the input of the later stage, both ways.
+        stages: one for every stage, or a list with one for each. A Block stands for a stage of that one block.
+        link: seconds or a Link, between any two neighbouring stages on different ranks; or a list of Links, one for
+            each pair of neighbouring stages. A message is as large as the input of the later stage, both ways.
         choices: what becomes of the blocks of each visit. Default: what has an ``R`` in ``schedule`` is recomputed
             early, all else is kept. If the schedule has no ``R``, they are placed by
             :func:`~torchckpt.planning.step.placement.with_recompute`.

@@ -5,11 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent
+from torchckpt.planning.figures import Drawn
 from torchckpt.planning.order.orders import whole
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.validity import check_schedule
@@ -50,7 +52,7 @@ class Row:
     bound: float
     """The least overhead that is possible for what this row recomputes."""
     hidden: float | None
-    """Of what recompute at arrival exposes, the share that this row does not; None where neither recomputes."""
+    """The share of what recompute at arrival exposes that this row does not; None where neither recomputes."""
 
     @property
     def bound_seconds(self) -> float:
@@ -64,7 +66,7 @@ class Row:
 
     @property
     def idle_share(self) -> float:
-        """The mean of all ranks."""
+        """The share of the step in which a rank computes nothing, the mean of all ranks."""
         shares = self.timeline.idle_share
         return sum(shares) / len(shares) if shares else 0.0
 
@@ -91,35 +93,43 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Rows in the order in which they were asked for."""
+class Report(Drawn):
+    """The rows of a table, in the order in which they were asked for."""
 
     schedule: Schedule
     rows: tuple[Row, ...]
 
     def table(self, units: Units | None = None) -> str:
-        """For people: the names on the left, numbers on the right of their columns."""
+        """The table for people: names are on the left, numbers on the right of their columns."""
         return aligned([_HEADS, *(row.cells(units or Units()) for row in self.rows)])
 
-    def draw(self, budget_bytes: float | None = None, subtitle: str = "") -> str:
-        """An SVG: the rows one over the other, with lines at the step without recomputation and at the bound. Memory
-        counts in what one micro-batch saves on one stage.
+    def draw(
+        self, path: str | PathLike[str] | None = None, *, budget_bytes: float | None = None, subtitle: str = ""
+    ) -> str:
+        """The picture as SVG text: the rows one over the other, with lines at the step without recomputation and at the
+        bound. Memory counts in what one micro-batch saves on one stage.
 
         Args:
+            path: the file to which it is written. Default: none.
             budget_bytes: where to draw a line across the memory.
             subtitle: what the picture is of.
         """
         names = [in_words(row.name) for row in self.rows]
         lines = [{"no recomputation": row.none_seconds, "bound": row.bound_seconds} for row in self.rows]
-        drawn = [row.timeline for row in self.rows]
-        title = self._finding
-        return svg(
-            *drawn, names=names, budget_bytes=budget_bytes, units=_DRAWN, title=title, subtitle=subtitle, lines=lines
+        picture = svg(
+            *(row.timeline for row in self.rows),
+            names=names,
+            budget_bytes=budget_bytes,
+            units=_DRAWN,
+            title=self._finding,
+            subtitle=subtitle,
+            lines=lines,
         )
+        return self._written(path, picture)
 
     @property
     def _finding(self) -> str:
-        """In words: the last row beside recompute at arrival, or beside the first row."""
+        """A sentence that sets the last row beside recompute at arrival, or beside the first row."""
         last = self.rows[-1]
         match = _POLICY.fullmatch(last.name)
         doing = _WORDS[match[1] and match[1].partition(":")[0]][1] if match else "Recomputing as given"
@@ -187,7 +197,7 @@ def step_named(plain: Step, name: str) -> Step:
 
 
 def policy_faults(name: str) -> list[Fault]:
-    """What is wrong with the name of a policy."""
+    """The faults of the name of a policy."""
     match = _POLICY.fullmatch(name)
     if match is None:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
@@ -198,7 +208,7 @@ def policy_faults(name: str) -> list[Fault]:
 
 
 def in_words(name: str) -> str:
-    """Of a policy.
+    """The name of a policy in words.
 
     >>> in_words("arrival"), in_words("ahead/last_stage")
     ('recomputed when the gradient arrives', 'recomputed ahead, last stage kept')
@@ -215,7 +225,7 @@ def in_words(name: str) -> str:
 
 
 def _row(name: str, step: Step, least: float, most: float) -> Row:
-    """``least`` and ``most`` are the steps without recomputation and with recompute at arrival."""
+    """The row of ``step``. ``least`` and ``most`` are the steps that recompute nothing, and all at arrival."""
     added, floor = step.seconds - least, bound_of(step).overhead_seconds
     hidden = 1 - added / (most - least) if step.recomputed and most > least else None
     return Row(name, step.timeline, added / least if least else 0.0, floor / least if least else 0.0, hidden)

@@ -3,14 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent, row_name, units_for
-from torchckpt.planning.figures import Event, Message, TimelineFigures
+from torchckpt.planning.figures import Drawn, Event, Message, TimelineFigures
 from torchckpt.planning.order.program import NOTHING, Program, Run
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 
-__all__ = ["Timeline", "critical_path"]
+__all__ = ["Timeline", "critical_path", "message_of"]
 
 _COLUMNS = (
     ("forward", (Kind.FORWARD,)),
@@ -20,7 +21,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Timeline(TimelineFigures):
+class Timeline(TimelineFigures, Drawn):
     """One step, simulated or measured. ``print()`` shows a table, a notebook the picture.
 
     >>> print(simulate(one_f_one_b(2, 4)))
@@ -32,27 +33,25 @@ class Timeline(TimelineFigures):
     """
 
     units: Units | None = field(default=None, compare=False, repr=False)
-    """How its times and its memory are written. Default: seconds and bytes where memory is large, else bare numbers."""
+    """The units in which it is written. Default: seconds and bytes where memory is large, else bare numbers."""
 
     def draw(
         self,
+        path: str | PathLike[str] | None = None,
         *,
         budget_bytes: float | Sequence[float] | None = None,
         units: Units | None = None,
         copies: bool = False,
     ) -> str:
-        """An SVG: who does what when, and the memory that it takes.
+        """The picture as SVG text: who does what when, and the memory that it takes.
 
-        >>> text = simulate(one_f_one_b(2, 4)).draw()  # for Path("step.svg").write_text(text, encoding="utf-8")
+        >>> text = simulate(one_f_one_b(2, 4)).draw()  # draw("step.svg") also writes it
 
         Args:
+            path: the file to which it is written. Default: none.
             budget_bytes, units, copies: as of :func:`~torchckpt.planning.draw.svg.svg`.
         """
-        return svg(self, budget_bytes=budget_bytes, units=units or self._units, copies=copies)
-
-    def _repr_svg_(self) -> str:
-        """For a notebook."""
-        return self.draw()
+        return self._written(path, svg(self, budget_bytes=budget_bytes, units=units or self._units, copies=copies))
 
     def __str__(self) -> str:
         schedule, units = self.schedule, self._units
@@ -70,8 +69,8 @@ class Timeline(TimelineFigures):
         return self.units or units_for(max(self.peak_bytes, default=0.0))
 
     def _seconds_of(self, rank: int, kinds: Sequence[Kind]) -> float:
-        own = (event for event in self.events if event.rank == rank and event.action.kind in kinds)
-        return sum(event.end_seconds - event.start_seconds for event in own)
+        events = (event for event in self.events if event.rank == rank and event.action.kind in kinds)
+        return sum(event.end_seconds - event.start_seconds for event in events)
 
 
 def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Event | Message, ...]:
@@ -91,11 +90,11 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
             continue
         token = program.ranks[rank][position][0]
         rank, position = giver[token]
-        path.append(_message(schedule, program.actions[rank][position], played, token))
+        path.append(message_of(schedule, program.actions[rank][position], played, token))
         while played.sent[token] > played.ends[rank][position]:
             position = _before_on_wire(program, rank, position)
             token = program.ranks[rank][position][1]
-            path.append(_message(schedule, program.actions[rank][position], played, token))
+            path.append(message_of(schedule, program.actions[rank][position], played, token))
     return tuple(reversed(path))
 
 
@@ -109,7 +108,8 @@ def _givers(program: Program) -> list[tuple[int, int]]:
     return givers
 
 
-def _message(schedule: Schedule, action: Action, played: Run, token: int) -> Message:
+def message_of(schedule: Schedule, action: Action, played: Run, token: int) -> Message:
+    """The message that brought ``token``, which ``action`` sent."""
     to_stage = token // schedule.micro_batches % schedule.stages
     return Message(action, to_stage, played.sent[token], played.arrived[token])
 

@@ -60,7 +60,7 @@ class Choice:
 
     def is_of(self, blocks: int) -> bool:
         """Whether this is a choice for a stage of so many blocks: each is in one state."""
-        return sorted(at for state in State for at in self.blocks(state)) == list(range(blocks))
+        return sorted(block for state in State for block in self.blocks(state)) == list(range(blocks))
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -100,8 +100,9 @@ def ahead(schedule: Schedule) -> Choices:
 
 def first_blocks(schedule: Schedule, stages: Sequence[Stage], count: int) -> Choices:
     """Recompute the first ``count`` blocks of every stage, for every micro-batch, when its gradient has arrived."""
-    each = [Choice(blocks[count:], (), blocks[:count]) for blocks in (tuple(range(len(own.blocks))) for own in stages)]
-    return {(stage, i): each[stage] for stage, i in _visits(schedule)}
+    every = [tuple(range(len(stage.blocks))) for stage in stages]
+    by_stage = [Choice(kept=blocks[count:], late=blocks[:count]) for blocks in every]
+    return {(stage, i): by_stage[stage] for stage, i in _visits(schedule)}
 
 
 def exempt(schedule: Schedule, choices: Choices, *kept: Exemption) -> Choices:
@@ -114,8 +115,8 @@ def exempt(schedule: Schedule, choices: Choices, *kept: Exemption) -> Choices:
         ArgumentError: an exemption is unknown, or ``schedule`` does not have the stage or the micro-batch.
     """
     raise_faults("exempt()", _faults(schedule, kept))
-    names = {one for one in kept if isinstance(one, str)}
-    visits = {one for one in kept if not isinstance(one, str)}
+    names = {exemption for exemption in kept if isinstance(exemption, str)}
+    visits = {exemption for exemption in kept if not isinstance(exemption, str)}
     if "first_backward" in names:
         visits |= _first_backwards(schedule)
     last_stage = schedule.stages - 1 if "last_stage" in names else None

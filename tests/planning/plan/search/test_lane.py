@@ -8,7 +8,7 @@ import pytest
 from torchckpt.planning import Block, Stage
 from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holdings
-from torchckpt.planning.plan.search.lane import CHOICES, lanes_of
+from torchckpt.planning.plan.search.lane import CHOICES, Lane
 
 CELLS = [("1f1b", 3, 5), ("1f1b", 4, 4), ("gpipe", 2, 4), ("zbv", 2, 2), ("interleaved_1f1b", 2, 2)]
 
@@ -25,7 +25,7 @@ def most_kept(lane):
 def test_of_equal_blocks_as_many_are_kept_as_can_be(name, p, m, budget):
     schedule = named_schedule(name, p, m)
     holdings = [Holdings(Stage((Block(boundary_bytes=0.25),) * 2))] * schedule.stages
-    for lane in lanes_of(schedule, holdings, [budget] * len(schedule.ranks)):
+    for lane in (Lane(rank, schedule, holdings, budget) for rank in range(len(schedule.ranks))):
         held = lane.keep(lane.reserve(0, 0, "first", "last"))
         best = most_kept(lane)
         assert (held and sum(one.kept for one in held)) == best
@@ -38,14 +38,14 @@ def test_what_is_kept_fits(choice, order, early):
     blocks = (Block(1, 1, 1, 1, 2.0, 0.5), Block(2, 2, 2, 2, 1.0, 0.25), Block(1, 1, 1, 3, 1.5, 0.0))
     schedule = named_schedule("zbv", 3, 6)
     holdings = [Holdings(Stage(blocks))] * schedule.stages
-    for lane in lanes_of(schedule, holdings, [9.0] * 3):
+    for lane in (Lane(rank, schedule, holdings, 9.0) for rank in range(3)):
         held = lane.keep(lane.reserve(early, 2, order, choice))
         assert max(lane.profile(held)) <= 9.0
 
 
 def test_the_one_that_is_used_last_is_dropped():
     schedule = named_schedule("gpipe", 1, 3)
-    lane = lanes_of(schedule, [Holdings(Stage((Block(),) * 2))], [4.0])[0]
+    lane = Lane(0, schedule, [Holdings(Stage((Block(),) * 2))], 4.0)
     held = lane.keep(lane.reserve(0, 0, "first", "last"))
     assert [one.kept for one in held] == [2, 2, 0]
     held = lane.keep(lane.reserve(0, 0, "first", "even"))

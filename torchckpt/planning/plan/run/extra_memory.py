@@ -27,7 +27,7 @@ class ExtraMemory(NamedTuple):
     leaves: float
     """Bytes that the action adds for later actions; negative if it frees bytes."""
     enters: float = 0.0
-    """As ``rises``, but only until it starts to recompute. A plan may keep more bytes at that moment."""
+    """The bytes that it rises by until it starts to recompute. A plan may keep more bytes at that moment."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class MeasuredStep:
 
     def peaks(self) -> list[float]:
         """The peak bytes of each rank."""
-        return [max((self._level(one).highest for one in order), default=0.0) for order in self.schedule.ranks]
+        return [max((self._level(action).highest for action in order), default=0.0) for order in self.schedule.ranks]
 
     def least(self, stages: Sequence[Stage]) -> list[float]:
         """For each rank, by how many bytes its peak was above the peak that ``stages`` predict."""
-        return [max(0.0, peak - own) for peak, own in zip(self.peaks(), self._step(stages).peak_bytes)]
+        return [max(0.0, peak - counted) for peak, counted in zip(self.peaks(), self._step(stages).peak_bytes)]
 
     def beside(self, stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
         """The extra memory of each action."""
-        step, found = self._step(stages), {}
+        step, extra = self._step(stages), {}
         for rank, order in enumerate(self.schedule.ranks):
-            before = held = 0.0
-            for action, said in zip(order, step.levels(rank)):
-                own = self._level(action)
-                left = own.left - said.left
-                enters = max(0.0, own.entered - held - before)
-                found[action] = ExtraMemory(own.highest - said.highest - before, left - before, enters)
-                before, held = left, said.left
-        return found
+            before = counted_left = 0.0
+            for action, counted in zip(order, step.levels(rank)):
+                level = self._level(action)
+                left = level.left - counted.left
+                enters = max(0.0, level.entered - counted_left - before)
+                extra[action] = ExtraMemory(level.highest - counted.highest - before, left - before, enters)
+                before, counted_left = left, counted.left
+        return extra
 
     def _step(self, stages: Sequence[Stage]) -> Step:
         return Step(self.schedule, tuple(stages), (), self.choices)
@@ -68,10 +68,10 @@ class MeasuredStep:
 
 def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
     """The extra memory of each action: where several of ``steps`` have it, of the first."""
-    found: dict[Action, ExtraMemory] = {}
+    extra: dict[Action, ExtraMemory] = {}
     for step in reversed(steps):
-        found |= step.beside(stages)
-    return found
+        extra |= step.beside(stages)
+    return extra
 
 
 def peak_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> float:
@@ -82,26 +82,26 @@ def peak_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> f
 def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> Iterator[float]:
     """The most bytes during each action of one rank."""
     replays: dict[int, float] = {}  # by stage, what an R rises by
-    for (at, kind, _), one in beside.items():
+    for (number, kind, _), measured in beside.items():
         if kind is Kind.RECOMPUTE:
-            replays[at] = max(one.rises, replays.get(at, 0.0))
-    before = held = 0.0
-    for action, said in zip(step.schedule.ranks[rank], step.levels(rank)):
+            replays[number] = max(measured.rises, replays.get(number, 0.0))
+    before = counted_left = 0.0
+    for action, counted in zip(step.schedule.ranks[rank], step.levels(rank)):
         choice, stage = step.choice((action.stage, action.micro_batch)), step.stages[action.stage]
-        own = _of(action, beside)
+        extra = _of(action, beside)
         if action.kind is Kind.FORWARD:
-            own = _less(own, kept := _last_kept(choice.kept, stage))
+            extra = _less(extra, kept := _last_kept(choice.kept, stage))
             if kept:  # which it takes as its replay does
-                own = own._replace(rises=max(own.rises, own.leaves + replays.get(action.stage, 0.0)))
-        elif action.kind is Kind.RECOMPUTE and not own.rises:  # nothing was replayed then
+                extra = extra._replace(rises=max(extra.rises, extra.leaves + replays.get(action.stage, 0.0)))
+        elif action.kind is Kind.RECOMPUTE and not extra.rises:  # nothing was replayed then
             run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
             last = stage.blocks[min(choice.early)]  # they are replayed from the last one to the first
             rises = _less(run, last.freed_bytes).rises - run.leaves
-            own = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
+            extra = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
         elif action.kind is Kind.INPUT_GRAD and choice.late:  # they were replayed by an R then
-            own = own._replace(rises=max(own.rises, replays.get(action.stage, 0.0)))
-        yield max(said.highest + before + own.rises, held + before + own.enters)
-        before, held = before + own.leaves, said.left
+            extra = extra._replace(rises=max(extra.rises, replays.get(action.stage, 0.0)))
+        yield max(counted.highest + before + extra.rises, counted_left + before + extra.enters)
+        before, counted_left = before + extra.leaves, counted.left
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)
@@ -118,14 +118,14 @@ def _of(action: Action, beside: Mapping[Action, ExtraMemory]) -> ExtraMemory:
     return ExtraMemory(rises, leaves)
 
 
-def _less(own: ExtraMemory, held: float) -> ExtraMemory:
+def _less(extra: ExtraMemory, kept_bytes: float) -> ExtraMemory:
     """The extra memory of a forward, without temporary bytes that it now holds afterwards (``held``)."""
-    return ExtraMemory(own.leaves + max(0.0, own.rises - own.leaves - held), own.leaves)
+    return ExtraMemory(extra.leaves + max(0.0, extra.rises - extra.leaves - kept_bytes), extra.leaves)
 
 
 def _last_kept(kept: Sequence[int], stage: Stage) -> float:
     """The bytes of the kept blocks at the end of ``stage``, up to the last one that is dropped."""
-    held, at = 0.0, len(stage.blocks) - 1
-    while at in kept:
-        held, at = held + stage.blocks[at].freed_bytes, at - 1
-    return held
+    kept_bytes, last = 0.0, len(stage.blocks) - 1
+    while last in kept:
+        kept_bytes, last = kept_bytes + stage.blocks[last].freed_bytes, last - 1
+    return kept_bytes

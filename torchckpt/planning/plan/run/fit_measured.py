@@ -27,13 +27,13 @@ from torchckpt.planning.work.choice import first_blocks
 __all__ = ["Fitted", "before_pairs", "fitted"]
 
 _TRIES = 8
-"""How many plans are made at most."""
+"""The most plans that are made."""
 _MORE_TRIES = 5
-"""And when one of them fits."""
+"""The most plans that are made after the first one that fits."""
 _NEAR = 1.01
 """A step that is longer than its bound by less than this is not repaired."""
 _LEAST_STEP = 0.02
-"""Of a budget: tries differ by so much."""
+"""The least share of a budget by which tries differ."""
 _ROUNDING = 1e-9
 _LEAST_BYTES = 1.0
 """A budget is above zero."""
@@ -78,26 +78,30 @@ def fitted(
     if not least.fits:
         raise _too_small(caller, least)
     best = least
-    tries = _Tries(limits, _at_least(problem, [limit - own for limit, own in zip(limits, reserve)]))
-    left, tried = _TRIES, [least.plan]
+    tries = _Tries(limits, _at_least(problem, [limit - taken for limit, taken in zip(limits, reserve)]))
+    left, plans = _TRIES, [least.plan]
     while left:
         plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
-        found = Fitted(plan, limits, _peaks(plan, beside))
-        tried.append(plan)
-        if found.fits and plan.step_seconds < best.plan.step_seconds:
-            best = found
-        if found.fits and plan.step_seconds <= problem.keep_all.seconds:
+        tried = Fitted(plan, limits, _peaks(plan, beside))
+        plans.append(plan)
+        if tried.fits and plan.step_seconds < best.plan.step_seconds:
+            best = tried
+        if tried.fits and plan.step_seconds <= problem.keep_all.seconds:
             break
-        if not tries.go_on(problem, found.peak_bytes):
+        if not tries.go_on(problem, tried.peak_bytes):
             break
         left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
-    if best.plan.step_seconds > _NEAR * best.plan.bound_seconds:
-        shortest = min(tried, key=lambda plan: plan.step_seconds)
-        for plan in {id(plan): plan for plan in (shortest, best.plan)}.values():
-            mended = repaired(plan, limits, beside)
-            if mended is not None and mended.step_seconds < best.plan.step_seconds:
-                best = Fitted(mended, limits, _peaks(mended, beside))
-    return best
+    return _repaired(best, min(plans, key=lambda plan: plan.step_seconds), beside)
+
+
+def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> Fitted:
+    """``best``, or what becomes of it or of the shortest plan that was tried, where that fits and is shorter."""
+    if best.plan.step_seconds <= _NEAR * best.plan.bound_seconds:
+        return best
+    limits = best.budget_bytes
+    plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
+    fitting = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans if plan is not None]
+    return min([best, *fitting], key=lambda one: one.plan.step_seconds)
 
 
 def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -> PipelinePlan:
@@ -140,34 +144,35 @@ class _Tries:
         self._fitted = [-math.inf] * len(limits)
         """The most bytes with which a rank was within its budget."""
         self._exceeded = [math.inf] * len(limits)
-        """The fewest with which it was not."""
+        """The fewest bytes with which it was not."""
         self._steps = [_LEAST_STEP * limit for limit in limits]
 
     def go_on(self, problem: Problem, peaks: Sequence[float]) -> bool:
-        """Take the excess from the ranks that exceeded; if none did, give all what they left. Whether that differs."""
+        """Take the excess from the ranks that exceeded; if none did, give all what they left. Returns whether that
+        differs from the try before."""
         left = [limit * (1 + _ROUNDING) - peak for limit, peak in zip(self._limits, peaks)]
         wanted = [
-            self._less(rank, own, -more) if more < 0 else self._more(rank, own, more if min(left) >= 0 else 0.0)
-            for rank, (own, more) in enumerate(zip(self.within, left))
+            self._less(rank, within, -more) if more < 0 else self._more(rank, within, more if min(left) >= 0 else 0.0)
+            for rank, (within, more) in enumerate(zip(self.within, left))
         ]
         before, self.within = self.within, _at_least(problem, wanted)
-        return any(abs(one - other) > limit * _LEAST_STEP / 2
-                   for one, other, limit in zip(before, self.within, self._limits))
+        return any(abs(tried - other) > limit * _LEAST_STEP / 2
+                   for tried, other, limit in zip(before, self.within, self._limits))
 
-    def _less(self, rank: int, own: float, excess: float) -> float:
-        self._exceeded[rank] = own
+    def _less(self, rank: int, within: float, excess: float) -> float:
+        self._exceeded[rank] = within
         taken = max(excess, self._steps[rank])
-        if self._fitted[rank] >= own:
-            self._fitted[rank] = -math.inf  # that was with other choices of other ranks
-            return own - taken
+        if self._fitted[rank] >= within:
+            self._fitted[rank] = -math.inf  # other ranks made other choices then
+            return within - taken
         self._steps[rank] *= 2  # what is freed may be less than what is taken
-        return max(own - taken, (own + self._fitted[rank]) / 2)
+        return max(within - taken, (within + self._fitted[rank]) / 2)
 
-    def _more(self, rank: int, own: float, left: float) -> float:
-        self._fitted[rank] = own
-        if self._exceeded[rank] <= own:
-            self._exceeded[rank] = math.inf  # likewise
-        return min(own + left, (own + self._exceeded[rank]) / 2) if left else own
+    def _more(self, rank: int, within: float, left: float) -> float:
+        self._fitted[rank] = within
+        if self._exceeded[rank] <= within:
+            self._exceeded[rank] = math.inf  # other ranks made other choices then
+        return min(within + left, (within + self._exceeded[rank]) / 2) if left else within
 
 
 def _at_least(problem: Problem, within: Sequence[float]) -> tuple[float, ...]:
@@ -189,9 +194,9 @@ def _recomputing_all(
     """
     within = problem.within(_at_least(problem, problem.least_bytes))
     late = first_blocks(problem.schedule, problem.stages, max(len(stage.blocks) for stage in problem.stages))
-    found = [PipelinePlan.of(within, without(order), late) for order in orders]
-    fits = [Fitted(plan, limits, _peaks(plan, beside)) for plan in found]
-    return min(fits, key=lambda one: max(peak / limit for peak, limit in zip(one.peak_bytes, limits)))
+    plans = [PipelinePlan.of(within, without(order), late) for order in orders]
+    fits = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
+    return min(fits, key=lambda tried: max(peak / limit for peak, limit in zip(tried.peak_bytes, limits)))
 
 
 def _too_small(caller: str, least: Fitted) -> BudgetInfeasible:

@@ -17,49 +17,44 @@ __all__ = ["PlannedStep", "with_levels"]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a plan says of a step, and what was measured. Collections of bytes have one entry per rank."""
+    """A planned step beside the steps that were measured. Collections of bytes have one entry per rank."""
 
     plan: PipelinePlan
     measured: Timeline
     """The last step. Its curves of memory are of the step whose bytes were counted."""
     steps_seconds: tuple[float, ...]
-    """Of the steps that are remembered."""
+    """The seconds of the steps that are remembered."""
     budget_bytes: tuple[float, ...]
     planned_peak_bytes: tuple[float, ...]
-    """With what a step takes beside the activations, where steps were measured before the plan was made."""
+    """The planned peaks. Where steps were measured before the plan was made, they count all that a step takes."""
     measured_peak_bytes: tuple[float, ...] | None
-    """Of one step, the second with this plan, above what was there before it. None before that."""
+    """The peaks of the second step of this plan, beyond the bytes that were allocated before it. None until then."""
 
     @property
     def step_seconds(self) -> float:
-        """Measured, the median."""
+        """The median of the measured steps."""
         return median(self.steps_seconds)
 
     @property
     def deviation(self) -> float:
-        """Measured over planned, less one."""
+        """The share by which the measured step is longer than the planned one."""
         return self.step_seconds / self.plan.step_seconds - 1
 
     def table(self) -> str:
-        """For people: the step, the peaks of the ranks, and what is recomputed of the stages."""
-        return f"{aligned(self._steps())}\n\n{aligned(self._peaks())}\n\n{by_stage(self.plan, units_of(self.plan))}"
+        """The tables for people: the step, the peaks of the ranks, and what each stage recomputes."""
+        plan = self.plan
+        named = ("planned", plan.step_seconds), ("measured", self.step_seconds), ("bound", plan.bound_seconds)
+        steps: list[tuple[str, ...]] = [("", "step", "over keeping all")]
+        steps += [(name, _UNITS.of_time(seconds), percent(plan.overhead(seconds))) for name, seconds in named]
+        measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
+        peaks: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
+        for rank, amounts in enumerate(zip(self.planned_peak_bytes, measured, self.budget_bytes)):
+            texts = ("-" if amount is None else _UNITS.of_memory(amount) for amount in amounts)
+            peaks.append((str(rank), *texts))
+        return f"{aligned(steps)}\n\n{aligned(peaks)}\n\n{by_stage(plan, units_of(plan))}"
 
     def __str__(self) -> str:
         return f"{self.table()}\n\n{self.plan.summary}"
-
-    def _steps(self) -> list[tuple[str, ...]]:
-        plan, units = self.plan, _UNITS
-        steps = ("planned", plan.step_seconds), ("measured", self.step_seconds), ("bound", plan.bound_seconds)
-        rows: list[tuple[str, ...]] = [("", "step", "over keeping all")]
-        return rows + [(name, units.of_time(seconds), percent(plan.overhead(seconds))) for name, seconds in steps]
-
-    def _peaks(self) -> list[tuple[str, ...]]:
-        measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
-        rows: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
-        for rank, (planned, found) in enumerate(zip(self.planned_peak_bytes, measured)):
-            texts = (_UNITS.of_memory(planned), "-" if found is None else _UNITS.of_memory(found))
-            rows.append((str(rank), *texts, _UNITS.of_memory(self.budget_bytes[rank])))
-        return rows
 
 
 _UNITS = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
@@ -74,7 +69,7 @@ def with_levels(measured: Timeline, levels: Sequence[Mapping[Action, Level]]) ->
 
 
 def _curve(times: Mapping[Action, tuple[float, float]], taken: Mapping[Action, Level]) -> Curve:
-    """Of one rank: the most that each action takes, from its start on, and what it leaves."""
+    """The curve of one rank: the most that each action takes, from its start on, and what it leaves."""
     curve = [(0.0, 0.0)]
     for action, (start, end) in sorted(times.items(), key=lambda pair: pair[1]):
         if action in taken:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchckpt.planning.order.program import NOTHING, Program
+from torchckpt.planning.order.program import Program, run
 from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
 from torchckpt.planning.plan.search.window import Capacity, Window
 
@@ -38,28 +38,7 @@ def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
         lanes: one for each rank. Each budget is large enough to recompute everything.
     """
     ranks = [_Rank(lane) for lane in lanes]
-    arrived = [-1.0] * program.tokens
-    for token in program.given:
-        arrived[token] = 0.0
-    wire_free = [0.0] * program.wires
-    blocked: dict[int, int] = {}
-    ready = list(range(len(ranks)))
-    while ready:
-        at = ready.pop()
-        rank, instructions = ranks[at], program.ranks[at]
-        while rank.place < len(instructions):
-            needs, gives, _, wire, travel = instructions[rank.place]
-            if needs != NOTHING and arrived[needs] < 0.0:
-                blocked[needs] = at
-                break
-            rank.advance(0.0 if needs == NOTHING else arrived[needs])
-            if gives == NOTHING:
-                continue
-            arrived[gives] = rank.end_seconds
-            if wire != NOTHING:
-                arrived[gives] = wire_free[wire] = max(rank.end_seconds, wire_free[wire]) + travel
-            if gives in blocked:
-                ready.append(blocked.pop(gives))
+    run(program, [rank.advance for rank in ranks])
     return max((rank.last_seconds() for rank in ranks), default=0.0)
 
 
@@ -74,11 +53,11 @@ class _Rank:
         self.place = 0
         self.end_seconds = -1.0
 
-    def advance(self, arrival_seconds: float) -> None:
-        """Add one action, whose input arrives at ``arrival_seconds``."""
+    def advance(self, start_seconds: float) -> float:
+        """Add one action, which cannot start before ``start_seconds``. Returns its earliest end."""
         lane, place = self.lane, self.place
-        if arrival_seconds > self.end_seconds * (1 + _TINY):
-            self.windows.append(Window(self.capacity, place, arrival_seconds))
+        if start_seconds > self.end_seconds * (1 + _TINY):  # the rank has idled
+            self.windows.append(Window(self.capacity, place, start_seconds))
         visit, kind = lane.visit_at[place], lane.kinds[place]
         holdings = lane.holdings[visit]
         seconds, waits = holdings.forward_seconds, 0.0
@@ -97,8 +76,9 @@ class _Rank:
         if kind != FORWARD:
             self._prune()
         while len(self.windows) > self.most_windows:
-            self.windows.remove(min(self.windows, key=_seconds))
+            self.windows.remove(min(self.windows, key=lambda window: window.seconds))
         self.place += 1
+        return self.end_seconds
 
     def _prune(self) -> None:
         kept: list[Window] = []
@@ -113,6 +93,3 @@ class _Rank:
         """The earliest end of the rank's work, weight gradients included."""
         return max((window.seconds + window.wait_seconds for window in self.windows), default=0.0)
 
-
-def _seconds(window: Window) -> float:
-    return window.seconds

@@ -31,11 +31,11 @@ _PATIENT = (
 )
 _SCARCE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 _ROUNDS = 3
-"""How often a step is simulated with the same choices. Each time, ranks expect the arrival times of the time before."""
+"""A step is simulated so often with the same choices. Each time, ranks expect the arrivals of the time before."""
 _WORK, _FEWEST = 300_000, 150
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
 _PARTS = 8
-"""How many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
+"""So many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
 _OVERHEAD = 20
 """The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
@@ -43,7 +43,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was chosen, and the step that was simulated with it."""
+    """Choices, and the step that was simulated with them."""
 
     reserves: tuple[Reserve, ...]
     held: tuple[list[Holding], ...]
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def recompute_seconds(self) -> float:
-        return sum(own.late_seconds[0] for rank in self.held for own in rank)
+        return sum(holding.late_seconds[0] for rank in self.held for holding in rank)
 
     def with_rank(self, rank: int, reserve: Reserve, held: list[Holding]) -> Candidate:
         """This one with other choices for ``rank``. Its step is still the old one."""
@@ -129,16 +129,16 @@ class _Search:
         """``changed`` with a new step. Ranks expect messages at the times of its old step."""
         return self._simulated(changed.reserves, changed.held, changed.strategy, changed.step, limit_seconds)
 
-    def _offer(self, found: Candidate) -> None:
-        if found.step.sort_key < self.best.step.sort_key:
-            self.best = found
+    def _offer(self, candidate: Candidate) -> None:
+        if candidate.step.sort_key < self.best.step.sort_key:
+            self.best = candidate
 
     def _try_uniform(self) -> None:
         """Try the same choice for all ranks and all visits."""
         for early, wait, order, choice in self._uniform():
             reserves = tuple(lane.reserve(early, wait, order, choice) for lane in self.lanes)
             held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-            kept = tuple(own for own in held if own is not None)
+            kept = tuple(of_rank for of_rank in held if of_rank is not None)
             for strategy in _QUICK if len(kept) == len(held) else ():
                 if self.is_done:
                     return
@@ -158,19 +158,19 @@ class _Search:
     def _try_patience(self) -> None:
         start = self.best
         for strategy in _PATIENT:
-            found = start
+            candidate = start
             for _ in range(_ROUNDS):
                 if self.is_done:
                     return
-                found = self._simulated_again(replace(found, strategy=strategy))
-                self._offer(found)
+                candidate = self._simulated_again(replace(candidate, strategy=strategy))
+                self._offer(candidate)
 
     @property
     def _is_ample(self) -> bool:
         """Whether every block can be kept and every weight gradient can wait, so that dropping blocks gains nothing."""
         if not self.is_split:
             return True
-        return all(sum(own.full_bytes for own in lane.holdings) <= lane.budget_bytes for lane in self.lanes)
+        return all(sum(holdings.full_bytes for holdings in lane.holdings) <= lane.budget_bytes for lane in self.lanes)
 
     def _try_scarce(self) -> None:
         """Try weight gradients that wait less: ranks that act as if they had less memory than there is."""
@@ -193,16 +193,16 @@ class _Search:
                 if held is None or held == current.held[rank]:
                     continue
                 limit = current.step.step_seconds * (1 + _ROUNDING)
-                found = self._simulated_again(current.with_rank(rank, reserve, held), limit)
-                self._offer(found)
-                if found.step.sort_key < current.step.sort_key:
-                    current = found
+                candidate = self._simulated_again(current.with_rank(rank, reserve, held), limit)
+                self._offer(candidate)
+                if candidate.step.sort_key < current.step.sort_key:
+                    current = candidate
 
     def _half_reserved(self, choice: str, strategy: Strategy) -> Candidate:
         """Another start for the search: each rank reserves memory for half of the blocks of each visit."""
         reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
         held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-        return self._simulated(reserves, tuple(own for own in held if own is not None), strategy)
+        return self._simulated(reserves, tuple(of_rank for of_rank in held if of_rank is not None), strategy)
 
     def _improve(self, current: Candidate, until: int) -> None:
         """Change ``current`` until ``until`` of the work is left. A change that is as good or better stays."""
@@ -216,10 +216,10 @@ class _Search:
                 current = changed
             else:
                 limit = current.step.step_seconds * (1 + _ROUNDING)
-                found = self._simulated_again(changed, limit)
-                self._offer(found)
-                if found.step.sort_key <= current.step.sort_key:
-                    current, path = found, found.step.critical()
+                candidate = self._simulated_again(changed, limit)
+                self._offer(candidate)
+                if candidate.step.sort_key <= current.step.sort_key:
+                    current, path = candidate, candidate.step.critical()
 
     def _changed(self, current: Candidate, path: Sequence[tuple[int, int]]) -> Candidate | None:
         """``current`` with one change, not simulated yet; None if no holdings fit the budget."""
@@ -262,21 +262,21 @@ class _Search:
     def _changed_drops(self, drops: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
         """The drops, with a random number more or fewer for each visit of the stretch."""
         by = self.random.choice((1, 1, 2, -1, -1, -self.most_blocks, self.most_blocks))
-        found = list(drops)
+        changed = list(drops)
         for visit in stretch:
-            found[visit] = min(lane.holdings[visit].droppable, max(0, drops[visit] + by))
-        return tuple(found)
+            changed[visit] = min(lane.holdings[visit].droppable, max(0, drops[visit] + by))
+        return tuple(changed)
 
     def _changed_early(self, early: tuple[int, ...], stretch: range, lane: Lane) -> tuple[int, ...]:
         """The early blocks, with one number for all visits of the stretch, or a random number more or fewer each."""
         random, most = self.random, self.most_blocks
         goal = random.choice((0, most, random.randint(0, most), None))
         by = random.choice((-2, -1, 1, 2))
-        found = list(early)
+        changed = list(early)
         for visit in stretch:
             wanted = early[visit] + by if goal is None else goal
-            found[visit] = min(lane.holdings[visit].blocks, max(0, wanted))
-        return tuple(found)
+            changed[visit] = min(lane.holdings[visit].blocks, max(0, wanted))
+        return tuple(changed)
 
     def _with_less_recompute(self) -> Candidate:
         """The best found. Where a rank can recompute less and the step gets no longer, it does."""
@@ -290,9 +290,9 @@ class _Search:
                 continue
             other = best.with_rank(rank, reserve, held)
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
-                found = self._simulated_again(other)
-                if found.step.step_seconds <= limit:
-                    best = found
+                candidate = self._simulated_again(other)
+                if candidate.step.step_seconds <= limit:
+                    best = candidate
         return best
 
 

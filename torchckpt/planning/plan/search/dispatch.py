@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import TypeAlias
 
-from torchckpt.planning.order.program import NOTHING, Program
+from torchckpt.planning.order.program import Program, run_deciding
 from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
 
-__all__ = ["RECOMPUTE", "WEIGHT_GRAD", "Done", "SimulatedStep", "Strategy", "dispatch"]
-
-WEIGHT_GRAD, RECOMPUTE = range(INPUT_GRAD + 1, INPUT_GRAD + 3)
+__all__ = ["Done", "SimulatedStep", "Strategy", "dispatch"]
 
 _LOOK = 4
-"""How many visits with dropped blocks a rank looks at for an early recompute."""
+"""A rank looks at so many visits with dropped blocks for an early recompute."""
 _NEVER = -1.0
 _LONG = float("inf")
 
@@ -64,7 +61,7 @@ class SimulatedStep:
 
     def critical(self) -> list[tuple[int, int]]:
         """Rank and visit of each action on one critical path, from the end of the step to its start."""
-        ends = [own[-1][3] if own else _NEVER for own in self.done]
+        ends = [done[-1][3] if done else _NEVER for done in self.done]
         rank = max(range(len(ends)), key=ends.__getitem__)
         place, path = len(self.done[rank]) - 1, []
         while place >= 0:
@@ -92,8 +89,12 @@ def dispatch(
         expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
         limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
     """
-    ranks = [_Rank(lane, own, strategy) for lane, own in zip(lanes, held)]
-    return _Clock(program, ranks, expected, limit_seconds).run()
+    ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, held)]
+    messages = run_deciding(program, ranks, expected, limit_seconds)
+    done = [rank.done for rank in ranks]
+    if messages is None:
+        return SimulatedStep(_LONG, done, [], {})
+    return SimulatedStep(max((of_rank[-1][3] for of_rank in done if of_rank), default=0.0), done, *messages)
 
 
 class _Rank:
@@ -107,7 +108,6 @@ class _Rank:
         if strategy.memory_share < _LONG:
             most = max(lane.profile(lane.all_kept()), default=0.0)
             self.budget_bytes = min(self.budget_bytes, strategy.memory_share * most)
-        self.last = len(lane.kinds)
         self.profile = lane.profile(held)
         """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""
         self.place = 0
@@ -117,19 +117,19 @@ class _Rank:
         """Visits whose weight gradients are still pending."""
         self.next_use = 0
         self.done: list[Done] = []
-        self.left_seconds = lane.plain_seconds + sum(own.late_seconds[0] for own in held)
+        self.left_seconds = lane.plain_seconds + sum(holding.late_seconds[0] for holding in held)
 
     def next_in_order(self) -> Choice:
         """The next action of the order, or a weight gradient that makes room for it: kind, visit, early blocks."""
         lane, waiting = self.lane, self.waiting
         visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
-        own, early = self.held[visit], self.early[visit]
+        holding, early = self.held[visit], self.early[visit]
         if kind == FORWARD:
-            adds = own.held_bytes
+            adds = holding.held_bytes
         elif kind == BACKWARD:
-            adds = own.use_bytes[early] - own.held_bytes - own.early_bytes[early]
+            adds = holding.use_bytes[early] - holding.held_bytes - holding.early_bytes[early]
         else:
-            adds = lane.holdings[visit].full_bytes - own.held_bytes - own.early_bytes[early]
+            adds = lane.holdings[visit].full_bytes - holding.held_bytes - holding.early_bytes[early]
         if self.alive_bytes + adds > self.budget_bytes:
             if waiting:
                 return WEIGHT_GRAD, waiting[0], 0
@@ -139,9 +139,11 @@ class _Rank:
 
     def while_idle(self, idle_seconds: float) -> Choice | None:
         """What to do if the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
-        found = self._recompute()
-        if found and idle_seconds >= self.patience * self.held[found[1]].early_seconds[found[2]]:
-            return found
+        recompute = self._recompute()
+        if recompute:
+            _, visit, early = recompute
+            if idle_seconds >= self.patience * self.held[visit].early_seconds[early]:
+                return recompute
         if self.waiting:
             visit = self.waiting[0]
             if idle_seconds >= self.patience * self.lane.holdings[visit].weight_grad_seconds:
@@ -170,13 +172,13 @@ class _Rank:
         return None
 
     def _room(self, visit: int) -> tuple[int, int]:
-        """How many blocks can be early now, and how many later, when weight gradients are done or at the backward."""
-        own, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
+        """The number of blocks that can be early now, and later, when weight gradients are done or at the backward."""
+        holding, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
         high = max(self.profile[place:use]) if use > place else 0.0
         now = budget - (high if high > self.alive_bytes else self.alive_bytes)
         later = _LONG if self.all_at_once else budget - high
-        at_use = budget - self.profile[use] + own.use_bytes[0]
-        use_bytes, early_bytes, most = own.use_bytes, own.early_bytes, 0
+        at_use = budget - self.profile[use] + holding.use_bytes[0]
+        use_bytes, early_bytes, most = holding.use_bytes, holding.early_bytes, 0
         for count in range(len(use_bytes) - 1, 0, -1):
             if use_bytes[count] <= at_use and early_bytes[count] <= later:
                 most = most or count
@@ -184,114 +186,41 @@ class _Rank:
                     return count, most
         return 0, most
 
-    def run(self, kind: int, visit: int, early: int) -> float:
-        """Run an action; returns its seconds."""
-        own, lane = self.held[visit], self.lane
-        holdings = lane.holdings[visit]
+    def run(self, choice: Choice, now: float, awaited: int) -> float:
+        kind, visit, early = choice
+        seconds = self._start(kind, visit, early)
+        self.left_seconds -= seconds
+        end = now + seconds
+        self.done.append((kind, visit, early, end, awaited))
+        return end
+
+    def _start(self, kind: int, visit: int, early: int) -> float:
+        """Count what an action does to the memory; returns its seconds."""
+        holding, holdings = self.held[visit], self.lane.holdings[visit]
         if kind == WEIGHT_GRAD:
             self.waiting.pop(0)
             self.alive_bytes -= holdings.full_bytes
             return holdings.weight_grad_seconds
         if kind == RECOMPUTE:
             self._begin(visit, early)
-            return own.early_seconds[early]
+            return holding.early_seconds[early]
         self.place += 1
         if kind == FORWARD:
-            self.alive_bytes += own.held_bytes
+            self.alive_bytes += holding.held_bytes
             return holdings.forward_seconds
-        self.alive_bytes -= own.held_bytes + own.early_bytes[early]
+        self.alive_bytes -= holding.held_bytes + holding.early_bytes[early]
         if kind == BACKWARD:
-            return own.late_seconds[early] + holdings.backward_seconds
+            return holding.late_seconds[early] + holdings.backward_seconds
         self.alive_bytes += holdings.full_bytes
         self.waiting.append(visit)
-        return own.late_seconds[early] + holdings.input_grad_seconds
+        return holding.late_seconds[early] + holdings.input_grad_seconds
 
     def _begin(self, visit: int, early: int) -> None:
-        own, use = self.held[visit], self.lane.backward_place[visit]
-        more = own.early_bytes[early]
+        holding, use = self.held[visit], self.lane.backward_place[visit]
+        more = holding.early_bytes[early]
         self.early[visit] = early
         self.alive_bytes += more
         for place in range(self.place, use):
             self.profile[place] += more
-        self.profile[use] += own.use_bytes[early] - own.use_bytes[0]
+        self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
 
-
-class _Clock:
-    """Wakes a rank when its action ends, or when the message arrives that it waits for."""
-
-    def __init__(
-        self, program: Program, ranks: list[_Rank], expected: Sequence[float] | None, limit_seconds: float
-    ) -> None:
-        self.program, self.ranks, self.expected, self.limit_seconds = program, ranks, expected, limit_seconds
-        self.arrived = [_NEVER] * program.tokens
-        for token in program.given:
-            self.arrived[token] = 0.0
-        self.wire_free = [0.0] * program.wires
-        self.sender: dict[int, tuple[int, int]] = {}
-        self.blocked: dict[int, tuple[int, float]] = {}
-        """By token, the rank that waits for it, and since when."""
-        self.agenda = [(0.0, rank) for rank in range(len(ranks))]
-
-    def run(self) -> SimulatedStep:
-        agenda = self.agenda
-        while agenda:
-            now, at = heappop(agenda)
-            if not self._wake(at, now):
-                return SimulatedStep(_LONG, [rank.done for rank in self.ranks], self.arrived, self.sender)
-        step = max((rank.done[-1][3] for rank in self.ranks if rank.done), default=0.0)
-        return SimulatedStep(step, [rank.done for rank in self.ranks], self.arrived, self.sender)
-
-    def _wake(self, at: int, now: float) -> bool:
-        """Run a rank until it waits, or until another rank comes first in time. False if the step exceeds its limit."""
-        rank, instructions = self.ranks[at], self.program.ranks[at]
-        agenda, arrived, last = self.agenda, self.arrived, rank.last
-        while rank.place < last:
-            token, sends, _, wire, travel = instructions[rank.place]
-            there = 0.0 if token == NOTHING else arrived[token]
-            if 0.0 <= there <= now:
-                choice: Choice | None = rank.next_in_order()
-            else:
-                choice = rank.while_idle(self._idle_seconds(token, there, now))
-            if choice is None:
-                self._sleep(at, now, token, there)
-                return True
-            kind, visit, early = choice
-            seconds = rank.run(kind, visit, early)
-            end = now + seconds
-            rank.done.append((kind, visit, early, end, token if there == now else NOTHING))
-            rank.left_seconds -= seconds
-            if end + rank.left_seconds > self.limit_seconds:
-                return False
-            now = end
-            if sends != NOTHING and kind <= INPUT_GRAD:
-                self._send(at, end, sends, wire, travel)
-            if agenda and agenda[0][0] <= now:
-                heappush(agenda, (now, at))
-                return True
-        for visit in list(rank.waiting):
-            now += rank.run(WEIGHT_GRAD, visit, 0)
-            rank.done.append((WEIGHT_GRAD, visit, 0, now, NOTHING))
-        return True
-
-    def _idle_seconds(self, token: int, there: float, now: float) -> float:
-        """How long the rank expects to wait."""
-        if there < 0.0:
-            there = self.expected[token] if self.expected else _NEVER
-        return there - now if there > now else _LONG
-
-    def _sleep(self, at: int, now: float, token: int, there: float) -> None:
-        if there < 0.0:
-            self.blocked[token] = at, now
-        else:
-            heappush(self.agenda, (there, at))
-
-    def _send(self, at: int, end: float, sends: int, wire: int, travel: float) -> None:
-        arrives = end
-        if wire != NOTHING:
-            free = self.wire_free[wire]
-            arrives = self.wire_free[wire] = (free if free > end else end) + travel
-        self.arrived[sends] = arrives
-        self.sender[sends] = at, len(self.ranks[at].done) - 1
-        if sends in self.blocked:
-            waiter, since = self.blocked.pop(sends)
-            heappush(self.agenda, (arrives if arrives > since else since, waiter))

@@ -59,25 +59,23 @@ class Holdings:
         self.weight_grad_seconds = stage.weight_grad_seconds
         self.backward_seconds = stage.input_grad_seconds + stage.weight_grad_seconds
         self.orders = _drop_orders(stage)
-        self._made: dict[tuple[int, ...], Holding] = {}
+        self._by_dropped: dict[tuple[int, ...], Holding] = {}
         self.levels = {
             name: [self.without(order[:count]) for count in range(len(order) + 1)]
             for name, order in self.orders.items()
         }
-        """By drop order, the holding after each number of drops."""
+        """The holding after each number of drops, by drop order."""
         self.droppable = len(self.orders[DROP_ORDERS[0]])
         """The number of blocks that free bytes if they are dropped."""
-        blocks = stage.blocks
         self.densities = {
-            name: [density(blocks[at]) for at in order]
-            for name, order in self.orders.items()
+            name: [density(stage.blocks[place]) for place in order] for name, order in self.orders.items()
         }
 
     def without(self, dropped: Sequence[int]) -> Holding:
         key = tuple(sorted(dropped))
-        if key not in self._made:
-            self._made[key] = Holding(self.stage, key)
-        return self._made[key]
+        if key not in self._by_dropped:
+            self._by_dropped[key] = Holding(self.stage, key)
+        return self._by_dropped[key]
 
 
 def density(block: Block) -> float:
@@ -87,17 +85,10 @@ def density(block: Block) -> float:
 
 def _drop_orders(stage: Stage) -> dict[str, tuple[int, ...]]:
     blocks = stage.blocks
-    places = [at for at, block in enumerate(blocks) if block.freed_bytes]
-
-    def by_density(at: int) -> float:
-        return density(blocks[at])
-
-    def by_bytes(at: int) -> float:
-        return blocks[at].freed_bytes
-
+    places = [place for place, block in enumerate(blocks) if block.freed_bytes]
     return {
         "first": tuple(places),
-        "cheap": tuple(sorted(places, key=by_density)),
-        "small": tuple(sorted(places, key=by_bytes)),
-        "large": tuple(sorted(places, key=by_bytes, reverse=True)),
+        "cheap": tuple(sorted(places, key=lambda place: density(blocks[place]))),
+        "small": tuple(sorted(places, key=lambda place: blocks[place].freed_bytes)),
+        "large": tuple(sorted(places, key=lambda place: -blocks[place].freed_bytes)),
     }

@@ -14,10 +14,11 @@ from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.schedule import Kind, Schedule
 from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holding, Holdings
 
-__all__ = ["BACKWARD", "CHOICES", "FORWARD", "Lane", "Reserve", "lanes_of"]
+__all__ = ["BACKWARD", "CHOICES", "FORWARD", "INPUT_GRAD", "KINDS", "RECOMPUTE", "WEIGHT_GRAD", "Lane", "Reserve"]
 
-FORWARD, BACKWARD, INPUT_GRAD = range(3)
-_KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.INPUT_GRAD: INPUT_GRAD}
+KINDS = tuple(Kind)
+"""Inside the search a kind is an index of this tuple, since comparing numbers is quicker."""
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(len(KINDS))
 
 CHOICES = ("last", "even", "cheap")
 """Which block to drop next: one of the visit whose backward comes last (``last``), one of the visit that keeps most
@@ -47,17 +48,17 @@ class Lane:
     """One rank. Visits are numbered in the order of their backwards; a place is an index of ``kinds``."""
 
     def __init__(self, rank: int, schedule: Schedule, holdings: Sequence[Holdings], budget_bytes: float) -> None:
-        order = [action for action in schedule.ranks[rank] if action.kind in _KINDS]
+        order = [action for action in schedule.ranks[rank] if action.kind is not Kind.WEIGHT_GRAD]
         self.visits: list[Visit] = [(j, i) for j, kind, i in order if kind is not Kind.FORWARD]
-        number = {visit: at for at, visit in enumerate(self.visits)}
-        self.kinds = [_KINDS[kind] for _, kind, _ in order]
+        number = {visit: index for index, visit in enumerate(self.visits)}
+        self.kinds = [KINDS.index(kind) for _, kind, _ in order]
         self.visit_at = [number[j, i] for j, _, i in order]
         self.forward_place, self.backward_place = [0] * len(self.visits), [0] * len(self.visits)
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
             (self.backward_place if kind else self.forward_place)[visit] = place
         self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.backward_place]
         self.holdings = [holdings[stage] for stage, _ in self.visits]
-        self.plain_seconds = sum(own.forward_seconds + own.backward_seconds for own in self.holdings)
+        self.plain_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in self.holdings)
         self.budget_bytes = budget_bytes * (1 + _ROUNDING)
         """The budget, with room for rounding."""
 
@@ -65,23 +66,23 @@ class Lane:
         return len(self.kinds)
 
     def all_kept(self) -> list[Holding]:
-        return [own.without(()) for own in self.holdings]
+        return [holdings.without(()) for holdings in self.holdings]
 
     def all_dropped(self) -> list[Holding]:
-        return [own.levels[DROP_ORDERS[0]][-1] for own in self.holdings]
+        return [holdings.levels[DROP_ORDERS[0]][-1] for holdings in self.holdings]
 
     def profile(self, held: Sequence[Holding]) -> list[float]:
         """Bytes alive at each place if backwards are whole and recompute all dropped blocks."""
-        found, alive = [0.0] * len(self.kinds), 0.0
+        profile, alive = [0.0] * len(self.kinds), 0.0
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
-            own = held[visit]
+            holding = held[visit]
             if kind:
-                found[place] = alive + own.use_bytes[0] - own.held_bytes
-                alive -= own.held_bytes
+                profile[place] = alive + holding.use_bytes[0] - holding.held_bytes
+                alive -= holding.held_bytes
             else:
-                alive += own.held_bytes
-                found[place] = alive
-        return found
+                alive += holding.held_bytes
+                profile[place] = alive
+        return profile
 
     def keep(self, reserve: Reserve) -> list[Holding] | None:
         """The holding of each visit; None if no choice fits the budget."""
@@ -89,14 +90,10 @@ class Lane:
 
     def reserve(self, early: int, wait: int, order: str, choice: str) -> Reserve:
         """A reserve that is the same for every visit."""
-        blocks = tuple(min(early, own.blocks) for own in self.holdings)
+        blocks = tuple(min(early, holdings.blocks) for holdings in self.holdings)
         waits = tuple(wait if split else 0 for split in self.is_split)
         visits = len(self.visits)
         return Reserve(blocks, waits, (order,) * visits, (0,) * visits, choice)
-
-
-def lanes_of(schedule: Schedule, holdings: Sequence[Holdings], budget_bytes: Sequence[float]) -> list[Lane]:
-    return [Lane(rank, schedule, holdings, budget) for rank, budget in enumerate(budget_bytes)]
 
 
 class _Sweep:
@@ -105,8 +102,8 @@ class _Sweep:
     def __init__(self, lane: Lane, reserve: Reserve) -> None:
         self.lane, self.reserve = lane, reserve
         pairs = list(zip(lane.holdings, reserve.order))
-        self.levels = [own.levels[order] for own, order in pairs]
-        self.densities = [own.densities[order] for own, order in pairs]
+        self.levels = [holdings.levels[order] for holdings, order in pairs]
+        self.densities = [holdings.densities[order] for holdings, order in pairs]
         self.level = list(reserve.drops)
         self.is_alive = bytearray(len(pairs))
         self.alive_bytes = 0.0
@@ -136,19 +133,19 @@ class _Sweep:
         lane, reserve = self.lane, self.reserve
         wait = reserve.wait[visit]
         early = lane.holdings[visit].blocks if wait else reserve.early[visit]
-        own = self.levels[visit][self.level[visit]]
-        while self.alive_bytes + own.reserved_bytes(early) - own.held_bytes > lane.budget_bytes:
+        holding = self.levels[visit][self.level[visit]]
+        while self.alive_bytes + holding.reserved_bytes(early) - holding.held_bytes > lane.budget_bytes:
             if self._drop(visit):
                 continue
-            if early > own.kept:
-                early = min(early, own.kept + len(own.dropped)) - 1
+            if early > holding.kept:
+                early = min(early, holding.kept + len(holding.dropped)) - 1
             elif self.level[visit] + 1 < len(self.levels[visit]):
                 self._lower(visit)
-                own = self.levels[visit][self.level[visit]]
+                holding = self.levels[visit][self.level[visit]]
             elif not self._run_pending():
                 return False
         self.is_alive[visit] = 0
-        self.alive_bytes -= own.held_bytes
+        self.alive_bytes -= holding.held_bytes
         if wait:
             full = lane.holdings[visit].full_bytes
             self.alive_bytes += full

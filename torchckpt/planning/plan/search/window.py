@@ -1,18 +1,38 @@
-"""Window: consecutive actions of one rank, and the least recomputation in them that every plan needs.
+"""Window: some consecutive actions of one rank, and the least recomputation in them that every plan needs.
 
-A visit is a micro-batch on a stage. When its backward starts, blocks that are kept or were recomputed early are in
-memory, and have to fit beside those of other visits. A window starts with as many blocks in memory as fit; they cost
-nothing. From then on, blocks that do not fit are lost. A lost block is recomputed inside the window or later, before
-its backward or in it. The visit whose backward comes last loses its blocks first: this is the least loss, for every
-end of the window at once (Belady 1966).
+A visit is a micro-batch on a stage. Its backward needs all of its blocks: those that are in memory when it starts are
+free, whether they were kept or recomputed before; each other one is recomputed, and takes time. How many can be in
+memory is a matter of bytes: at every place of the order, what is there has to fit beside what every plan holds there.
 
-The bound is exact for equal blocks. Blocks that differ are relaxed in two ways, and the larger bound counts:
+If all blocks are equal, that is caching with a known future. At the start of the window memory holds as many blocks as
+fit, for nothing. Forwards then add visits. Where the blocks of all visits no longer fit, some are lost: the plan did
+not keep them, or has to recompute them. The fewest are lost if the visit whose backward comes last loses first (Belady
+1966), and so for every end of the window at once. Each backward pays for the blocks that its visit has lost.
 
-* *layers*: The seconds of a block are its bytes times its density (seconds per byte). Sorted densities cut these
-  seconds into layers. A layer holds the blocks that are at least as dense as its floor. Its cost is the least bytes
-  that these blocks lose, times the difference to the floor below. A capacity counts only as far as a set of blocks can
-  fill it.
-* *groups*, if few blocks are alive: the most seconds of blocks that fit at once, for visits alive at the same moment.
+Blocks that differ would make this a knapsack at each place. It is relaxed in two ways, and the larger bound counts.
+
+*Layers.* Sort the blocks by their seconds per byte, and draw each as wide as its bytes and as high as its density. Its
+area is what it takes to recompute it. Cut the picture into layers at the densities d_1 < d_2 < d_3, with d_0 = 0::
+
+    seconds per byte
+     d_3 |                      +--------+
+         |                      | 3    3 |   layer 3: a byte that is lost costs d_3 - d_2
+     d_2 |           +----------+--------+
+         |           | 2                2|   layer 2: a byte that is lost costs d_2 - d_1
+     d_1 |  +--------+-------------------+
+         |  | 1                         1|   layer 1: a byte that is lost costs d_1
+       0 +--+--------+----------+--------+---> bytes
+             blocks   blocks     blocks
+             of d_1   of d_2     of d_3
+
+Layer k holds the blocks of at least density d_k. A lost block loses its bytes in each layer that it is in, and what
+that costs adds up to its area. So the seconds of a plan are the sum over the layers of the bytes that it loses there,
+times d_k - d_(k-1). Within a layer all bytes cost the same, so the least loss is found as for equal blocks. No plan is
+below the sum of the least losses, though perhaps no plan has all of them at once. To come closer, a capacity counts
+only as far as whole blocks of the layer can fill it.
+
+*Groups*, if few blocks are alive. The visits that are alive at one moment share its memory. All recomputation of the
+group, less the most seconds of whole blocks that fit there together, is what it needs at least.
 """
 from __future__ import annotations
 
@@ -31,7 +51,7 @@ __all__ = ["Capacity", "Window"]
 _Front: TypeAlias = list[tuple[float, float]]
 """Pairs of bytes and the most recompute seconds of blocks that fit in them; both increase."""
 
-_CLASSES = 8
+_LAYERS = 8
 """The most layers."""
 _SUMS = 600
 """The most sums of block sizes. If there are more, a capacity is not rounded down to such a sum."""
@@ -47,31 +67,35 @@ class Capacity:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        own = list(dict.fromkeys(lane.holdings))
-        blocks = [block for holdings in own for block in holdings.stage.blocks if block.freed_bytes]
+        stages = list(dict.fromkeys(lane.holdings))
+        blocks = [block for holdings in stages for block in holdings.stage.blocks if block.freed_bytes]
         self.floors = _floors([density(block) for block in blocks])
+        """The densities d_k at which the layers begin, ascending."""
         self.gains = [high - low for low, high in zip([0.0, *self.floors], self.floors)]
+        """By layer, the seconds that a lost byte costs: d_k - d_(k-1)."""
         self.is_equal = len({(block.freed_bytes, block.recompute_seconds) for block in blocks}) <= 1
-        self.least = {holdings: holdings.without(range(holdings.blocks)) for holdings in own}
-        self.backward_extra_bytes = {one: least.use_bytes[0] - least.held_bytes for one, least in self.least.items()}
+        self.least = {holdings: holdings.without(range(holdings.blocks)) for holdings in stages}
+        self.backward_extra_bytes = {
+            holdings: least.use_bytes[0] - least.held_bytes for holdings, least in self.least.items()
+        }
         """The least bytes that a backward adds to those that its visit holds when it recomputes all blocks."""
-        self._alive_at(own)
+        self._count_alive(stages)
         self._fillings: dict[tuple[int, int], list[float] | float | None] = {}
         self._too_many: dict[int, list[dict[Holdings, int]]] = {}
         """By layer, the counts of visits with too many sums. Larger counts have too many, too."""
         self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
         self._options: dict[tuple[Holdings, float, bool], _Front] = {}
-        few = max((len(holdings.stage.blocks) for holdings in own), default=0) <= _FEW_BLOCKS
+        few = max((len(holdings.stage.blocks) for holdings in stages), default=0) <= _FEW_BLOCKS
         self.has_groups = not self.is_equal and few and self.most_alive <= _FEW_ALIVE
         layers, visits = range(len(self.gains)), range(len(lane.visits))
-        self.totals = [{holdings: sum(self._sizes(layer, holdings)) for holdings in own} for layer in layers]
+        self.totals = [{holdings: sum(self._sizes(layer, holdings)) for holdings in stages} for layer in layers]
         self.full = [[self._full(visit, layer) for visit in visits] for layer in layers]
         """By layer and visit, the most bytes that can be in memory when the backward starts."""
 
-    def _alive_at(self, own: Sequence[Holdings]) -> None:
+    def _count_alive(self, stages: Sequence[Holdings]) -> None:
         """Compute for each place the bytes that are left, and how many visits of each stage are alive."""
         lane = self.lane
-        counts, used_bytes = dict.fromkeys(own, 0), 0.0
+        counts, used_bytes = dict.fromkeys(stages, 0), 0.0
         self.left_bytes: list[float] = []
         self.alive: list[int] = []
         """By place, an index of :attr:`counts`."""
@@ -90,13 +114,14 @@ class Capacity:
             if kind != FORWARD:
                 counts[holdings] -= 1
                 used_bytes -= self.least[holdings].held_bytes
-        self.most_alive = max((sum(h.blocks * n for h, n in one.items()) for one in self.counts), default=0)
+        blocks = (sum(holdings.blocks * count for holdings, count in alive.items()) for alive in self.counts)
+        self.most_alive = max(blocks, default=0)
 
     def _sizes(self, layer: int, holdings: Holdings) -> list[float]:
         """The bytes of each block of the stage that belongs to the layer."""
         floor = self.floors[layer] * (1 - _TINY)
-        blocks = [block for block in holdings.stage.blocks if block.freed_bytes]
-        return [one.freed_bytes for one in blocks if density(one) >= floor]
+        blocks = holdings.stage.blocks
+        return [block.freed_bytes for block in blocks if block.freed_bytes and density(block) >= floor]
 
     def _full(self, visit: int, layer: int) -> float:
         holdings = self.lane.holdings[visit]
@@ -122,18 +147,18 @@ class Capacity:
     def _sums(self, layer: int, counts: dict[Holdings, int]) -> list[float] | float | None:
         """The total bytes of every set of blocks, ascending; the size of one if they are equal; None if too many."""
         many = self._too_many.setdefault(layer, [])
-        if any(all(counts[holdings] >= few for holdings, few in one.items()) for one in many):
+        if any(all(counts[holdings] >= few for holdings, few in fewer.items()) for fewer in many):
             return None
         sizes = [size for holdings, count in counts.items() for size in self._sizes(layer, holdings) * count]
         if sizes and max(sizes) - min(sizes) <= _TINY * max(sizes):
             return max(sizes)
-        found = {0.0}
+        sums = {0.0}
         for size in sizes:
-            found |= {one + size for one in found}
-            if len(found) > _SUMS:
+            sums |= {others + size for others in sums}
+            if len(sums) > _SUMS:
                 many.append(counts)
                 return None
-        return sorted(found)
+        return sorted(sums)
 
     def allowed(self, holdings: Holdings, left_bytes: float) -> list[tuple[float, float, float, list[float]]]:
         """The sets of blocks that can be in memory when the backward starts.
@@ -144,7 +169,8 @@ class Capacity:
         """
         key = holdings, round(left_bytes, 9)
         if key not in self._allowed:
-            self._allowed[key] = [one for one in self._all_sets(holdings) if one[1] <= left_bytes * (1 + _TINY)]
+            most = left_bytes * (1 + _TINY)
+            self._allowed[key] = [blocks for blocks in self._all_sets(holdings) if blocks[1] <= most]
         return self._allowed[key]
 
     def options(self, holdings: Holdings, left_bytes: float, starts: bool) -> _Front:
@@ -158,16 +184,16 @@ class Capacity:
     def _all_sets(self, holdings: Holdings) -> list[tuple[float, float, float, list[float]]]:
         key = holdings, -1.0
         if key not in self._allowed:
-            stage, every, found = holdings.stage, range(holdings.blocks), []
+            stage, every, sets = holdings.stage, range(holdings.blocks), []
             least = self.least[holdings].held_bytes
             floors = [floor * (1 - _TINY) for floor in self.floors]
-            for there in (chosen for count in range(len(every) + 1) for chosen in combinations(every, count)):
-                blocks = [stage.blocks[at] for at in there]
-                layers = [sum(one.freed_bytes for one in blocks if density(one) >= floor) for floor in floors]
-                highest = use_bytes(stage, set(every) - set(there)) - least
+            for chosen in (chosen for count in range(len(every) + 1) for chosen in combinations(every, count)):
+                blocks = [stage.blocks[index] for index in chosen]
+                layers = [sum(block.freed_bytes for block in blocks if density(block) >= floor) for floor in floors]
+                highest = use_bytes(stage, set(every) - set(chosen)) - least
                 freed = sum(block.freed_bytes for block in blocks)
-                found.append((freed, highest, sum(block.recompute_seconds for block in blocks), layers))
-            self._allowed[key] = found
+                sets.append((freed, highest, sum(block.recompute_seconds for block in blocks), layers))
+            self._allowed[key] = sets
         return self._allowed[key]
 
     def deferrable_seconds(self, place: int, visit: int) -> float:
@@ -176,19 +202,19 @@ class Capacity:
         left = self.left_bytes[place]
         if lane.kinds[place] != FORWARD:
             left += self.least[lane.holdings[visit]].held_bytes
-        kinds = dict.fromkeys(own for own, split in zip(lane.holdings, lane.is_split) if split)
-        return _most([(own.full_bytes, own.weight_grad_seconds) for own in kinds], left)
+        kinds = dict.fromkeys(holdings for holdings, split in zip(lane.holdings, lane.is_split) if split)
+        return _most([(holdings.full_bytes, holdings.weight_grad_seconds) for holdings in kinds], left)
 
 
 def _floors(densities: Sequence[float]) -> list[float]:
     """The distinct densities, ascending. If there are too many, some; another density counts as the next lower one."""
-    found: list[float] = []
-    for one in sorted(densities):
-        if not found or one > found[-1] * (1 + _TINY):
-            found.append(one)
-    if len(found) > _CLASSES:
-        found = [found[len(found) * at // _CLASSES] for at in range(_CLASSES)]
-    return found
+    floors: list[float] = []
+    for seconds_per_byte in sorted(densities):
+        if not floors or seconds_per_byte > floors[-1] * (1 + _TINY):
+            floors.append(seconds_per_byte)
+    if len(floors) > _LAYERS:
+        floors = [floors[len(floors) * layer // _LAYERS] for layer in range(_LAYERS)]
+    return floors
 
 
 def _most(kinds: Sequence[tuple[float, float]], left_bytes: float) -> float:
@@ -234,13 +260,9 @@ class Window:
             self._start_group(place)
 
     @property
-    def redo_seconds(self) -> float:
-        return max(self.layer_seconds, self.group_seconds)
-
-    @property
     def seconds(self) -> float:
         """The earliest end of the window if its weight gradients run later."""
-        return self.plain_seconds + self.redo_seconds
+        return self.plain_seconds + max(self.layer_seconds, self.group_seconds)
 
     def pass_place(self, place: int) -> None:
         lane = self.capacity.lane
@@ -263,25 +285,24 @@ class Window:
 
     def _backward(self, layer: int, visit: int, place: int) -> float:
         """The bytes of ``visit`` that are lost, and have to be recomputed for its backward."""
-        capacity, kept = self.capacity, self.kept[layer]
-        left = capacity.left_bytes[place]
-        extra = capacity.backward_extra_bytes[capacity.lane.holdings[visit]]
-        own, most = kept[visit], capacity.rounded(layer, place, left)
-        if own > most:
+        capacity, kept, order = self.capacity, self.kept[layer], self.order[layer]
+        left, holdings = capacity.left_bytes[place], capacity.lane.holdings[visit]
+        extra = capacity.backward_extra_bytes[holdings]
+        in_memory, most = kept[visit], capacity.rounded(layer, place, left)
+        if in_memory > most:
             self._lose(layer, 0.0, visit)
-            self.kept_bytes[layer] += most - own
-            own = most
-        elif own >= extra:
-            self._lose(layer, most - own, visit)
+            self.kept_bytes[layer] += most - in_memory
+            in_memory = most
+        elif in_memory >= extra:
+            self._lose(layer, most - in_memory, visit)
         else:
             self._lose(layer, capacity.rounded(layer, place, left - extra), visit)
-        self.kept_bytes[layer] -= own
+        self.kept_bytes[layer] -= in_memory
         del kept[visit]
-        order = self.order[layer]
-        at = bisect_left(order, visit)
-        if at < len(order) and order[at] == visit:
-            del order[at]
-        return capacity.totals[layer][capacity.lane.holdings[visit]] - own
+        index = bisect_left(order, visit)
+        if index < len(order) and order[index] == visit:
+            del order[index]
+        return capacity.totals[layer][holdings] - in_memory
 
     def _lose(self, layer: int, most_bytes: float, but: int) -> None:
         """Lose bytes of visits other than ``but`` until ``most_bytes`` are left, of the last backward first."""
@@ -337,10 +358,10 @@ class Window:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> _Front:
-    found: _Front = []
+    front: _Front = []
     for size, seconds in sorted(points):
-        if not found or seconds > found[-1][1]:
-            found.append((size, seconds))
-    while len(found) > _POINTS:
-        found = [(low[0], high[1]) for low, high in zip(found[::2], found[1::2])] + found[len(found) // 2 * 2 :]
-    return found
+        if not front or seconds > front[-1][1]:
+            front.append((size, seconds))
+    while len(front) > _POINTS:
+        front = [(low[0], high[1]) for low, high in zip(front[::2], front[1::2])] + front[len(front) // 2 * 2 :]
+    return front
