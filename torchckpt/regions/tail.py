@@ -26,8 +26,8 @@ def ends_with(saved: Tensor, frame: FrameType, function: Function, by: CodeType)
         and frame.f_code is called.__code__
         and caller is not None
         and caller.f_code is by  # not a call of the function by itself
-        and is_of_newest_node(saved)  # not an input of an operation that has not run yet
         and _returns_next(frame.f_code, frame.f_lasti)
+        and is_of_newest_node(saved)  # not an input of an operation that has not run yet
     )
 
 

@@ -34,7 +34,7 @@ from torchckpt.regions.state.boundary import Boundary, generators_among
 from torchckpt.regions.state.compilations import settle
 from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.module_state import ModuleState, modules_lock, record_state, substituted
-from torchckpt.regions.state.reached import norm_layers_of, runs_compiled_code
+from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code
 from torchckpt.regions.state.streams import SyncPoint, accelerators_among
 from torchckpt.typing import ContextFunction, Function
 
@@ -79,6 +79,7 @@ class Call:
         "_ran",
         "devices",
         "function",
+        "is_alone",
         "means",
         "module_state",
         "named",
@@ -88,6 +89,8 @@ class Call:
         self.function = function
         self.devices = accelerators_among(args, kwargs)
         """The accelerators that the region works on."""
+        self.is_alone = reaches_nothing(function)
+        """Whether the function has its arguments alone: no compiled code, and no norm layers."""
         self._options = options
         self._boundary = Boundary(args, kwargs)
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
@@ -125,7 +128,8 @@ class Call:
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
             ambient.append((settings(), self._random_state(module_state)))
-            layers = norm_layers_of(self.function, None if module_state is None else module_state.layout)
+            layout = None if module_state is None else module_state.layout
+            layers = () if self.is_alone and layout is None else norm_layers_of(self.function, layout)
             if layers:
                 # What is compiled from here on may save what it makes of the buffers.
                 self._looked = norms.look(layers, values or runs_compiled_code(self.function))
@@ -214,7 +218,7 @@ class Call:
             thread.flags, thread.scope = before, scope
             set_grad_enabled(graded)
             pop_hooks()
-            if not replay.compiles:
+            if not (replay.compiles or self.is_alone):
                 settle(self.function)
             restore_states(random_after)
 

@@ -67,12 +67,15 @@ class Frame:
         "_values",
         "ambient",
         "around",
+        "checks",
         "kept",
         "recomputed",
     )
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.checks = options.determinism_check != "none"
+        """Whether the replay is compared with the forward."""
         self._values = options.determinism_check == "values"
         """Whether slots have checksums."""
         self._call: Call | None = None
@@ -92,10 +95,10 @@ class Frame:
         """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.checks and not is_settled(function) and not dispatch_modes_are_active():
-            self._values = True
-        self._compilations = compilations()
         call = self._call = Call(function, args, kwargs, self._options)
+        if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
+            self._values = True
+        self._compilations = compilations.total or compilations.look()
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
         self._returned = True
         if call.named:
@@ -123,11 +126,6 @@ class Frame:
     def replays(self, generator: Generator, _: Tensor) -> bool:
         """Whether the running replay has set the state of ``generator``."""
         return any(generator is replayed for replayed in self.generators)
-
-    @property
-    def checks(self) -> bool:
-        """Whether the replay is compared with the forward."""
-        return self._options.determinism_check != "none"
 
     @property
     def is_recomputed(self) -> bool:
@@ -176,7 +174,7 @@ class Frame:
             known, caller = {} if self._call is None else self._call.means, sys._getframe().f_back
             if caller is not None:  # None where the engine calls, in a backward that keeps its graph
                 self._in_norm = (id(tensor) in known and is_in_call(caller)) or note_caller(caller)
-        if compilations() != self._compilations and self.checks:
+        if (compilations.total or compilations.look()) != self._compilations and self.checks:
             self._values = True
         slot = Slot(tensor, self._values)
         self._slots.append(slot)

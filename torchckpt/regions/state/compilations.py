@@ -38,21 +38,20 @@ class _Counter:
             thread.flags[2].compiles = True
 
 
-_counter = _Counter()
-compilations = _counter.look
+compilations = _Counter()
 _settled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def is_settled(function: Function) -> bool:
     """Whether nothing was compiled since ``settle``; true without Dynamo, and of a function that reaches no compiled
     code: reading checksums would make the host wait for the device."""
-    total = compilations()
+    total = compilations.total or compilations.look()
     return not total or _settled.get(_key(function)) == total or not runs_compiled_code(function)
 
 
 def settle(function: Function) -> None:
     """A replay of ``function`` has ended, and nothing was compiled in it."""
-    total = compilations()
+    total = compilations.total or compilations.look()
     if total:
         _settled[_key(function)] = total
 

@@ -170,7 +170,8 @@ class ModuleState:
         if now[:first] != layout.children:
             raise _other_modules(function, "modules")
         substitutes = Substitutes([], {}, {})
-        self._substitute_parameters(substitutes, function)
+        if not same:
+            self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         substitutes.values.extend(layout.other_flags(self._flags, flags))

@@ -13,12 +13,12 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 
-from torchckpt.modules import is_compiled, is_compiled_function, is_module
+from torchckpt.modules import is_compiled_class, is_compiled_function, is_module
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
 from torchckpt.typing import Function
 
-__all__ = ["norm_layers_of", "runs_compiled_code"]
+__all__ = ["norm_layers_of", "reaches_nothing", "runs_compiled_code"]
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
@@ -30,7 +30,7 @@ def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.M
     own: list[nn.Module] = []
     if layout is not None and layout.norms:
         own = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
-    if _is_of_module(function) or (type(function) is FunctionType and not _names_anything(function)):
+    if _is_of_module(function) or reaches_nothing(function):
         return own
     reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
     return dict.fromkeys([*own, *reached]) if own else reached
@@ -43,15 +43,10 @@ def runs_compiled_code(function: Function) -> bool:
         return True
     if "torch._dynamo" not in sys.modules:
         return False
+    if is_module(function):
+        return _tree_of(function).is_compiled()
     walk = _Walk(function)
-    modules = chain.from_iterable(_tree_of(module).modules() for module in walk.modules)
-    return any(map(is_compiled_function, walk.functions)) or any(map(_holds_compiled_code, modules))
-
-
-def _holds_compiled_code(module: nn.Module) -> bool:
-    values = vars(module).values()
-    # Most modules hold no function, and map() finds that out fast. A model may have thousands.
-    return is_compiled(module) or (FunctionType in map(type, values) and any(map(is_compiled_function, values)))
+    return any(map(is_compiled_function, walk.functions)) or any(_tree_of(one).is_compiled() for one in walk.modules)
 
 
 def _is_of_module(function: Function) -> bool:
@@ -59,12 +54,11 @@ def _is_of_module(function: Function) -> bool:
     return issubclass(type(called), nn.Module)
 
 
-def _names_anything(function: FunctionType) -> bool:
-    """Whether ``function`` can reach more than its arguments; false of many, and cheap to find out."""
-    if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
-        return True
-    known = function.__globals__
-    return any(name in known for name in _names_in(function.__code__))
+def reaches_nothing(function: Function) -> bool:
+    """Whether ``function`` reaches nothing but its arguments, surely; true of many, and cheap to find out."""
+    if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+        return False
+    return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
 
 
 class _Walk:
@@ -174,13 +168,19 @@ class _Tree:
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
         self._layers = [weakref.ref(one) for one in modules if isinstance(one, norm_layer)]
+        self._has_compiled_class = any(is_compiled_class(type(one)) for one in modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is the one, and not its shallow copy, and has the same modules inside."""
         return self._own is module._modules and values_of(self._inside) == self._children
 
-    def modules(self) -> Iterator[nn.Module]:
-        return (module for reference in self._modules if (module := reference()) is not None)
+    def is_compiled(self) -> bool:
+        """Whether one of the modules was compiled, or holds what was: ``module.compile()`` puts a function there."""
+        if self._has_compiled_class:
+            return True
+        # Most modules hold no function, and map() finds that out fast. A model may have thousands.
+        values = values_of(vars(module) for reference in self._modules if (module := reference()) is not None)
+        return FunctionType in map(type, values) and any(map(is_compiled_function, values))
 
     def layers(self) -> Iterator[nn.Module]:
         return (layer for reference in self._layers if (layer := reference()) is not None)
