@@ -9,9 +9,9 @@ dominate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,40 +26,24 @@ from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, r
 from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
-from torchckpt.graph.progress import Stopwatch, Watch, log
+from torchckpt.graph.progress import Stopwatch, log
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.fusion import Fusion
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.repeat import under_autograd
-from torchckpt.graph.step.sums import added_in_place
 from torchckpt.graph.step.updates import Updates
-from torchckpt.graph.trace.capture import explained
+from torchckpt.graph.trace.capture import Halves, explained
 from torchckpt.planning.budget import Budget
-from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Backend", "Planner", "backend"]
+__all__ = ["Backend", "backend"]
 
 Inner = Literal["inductor", "eager"]
 
 _ATTEMPTS = 8
 """The largest number of plans for one call, each with more bytes in reserve for what fusion adds."""
-
-
-class Planner(Protocol):
-    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.planner.GraphPlanner`."""
-
-    plan: Plan
-    replay: bool
-    inputs: Collection[int]
-    program: Hashable
-    watch: Watch
-
-    def cost(self, node: fx.Node) -> Cost: ...
-
-    def __call__(self, joint: Joint) -> Schedule: ...
 
 
 def backend(
@@ -102,12 +86,12 @@ class Backend:
     """The backend that :func:`backend` returns. ``plans`` has the plan of each compiled graph, in order.
 
     Args:
-        planner: returns a new :class:`Planner` for each graph.
+        planner: returns a new planner for each graph.
         inner: ``"inductor"`` or ``"eager"``; what runs the planned graph.
         told: whether each graph adds a line to the log.
     """
 
-    def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor", told: bool = False) -> None:
+    def __init__(self, planner: Callable[[], GraphPlanner], inner: Inner = "inductor", told: bool = False) -> None:
         if inner not in ("inductor", "eager"):
             raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
         require(GRAPH)
@@ -196,18 +180,19 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
-    def partition(
-        module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = added_in_place(joint_of(module, num_fwd_outputs, planner.cost, planner.replay))
-        schedule = planner(joint)
-        return emit(joint, schedule, simulate(joint.flow, schedule).boundary)
+def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
+    halves = Halves(planner.cost, planner, planner.replay)
+    run = by_operator(module, inputs, halves.partition, halves.backward)
 
-    return by_operator(module, inputs, partition)
+    def call(*inputs: Any) -> Any:
+        outputs = run(*inputs)
+        halves.watch(outputs)
+        return outputs
+
+    return call
 
 
-def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
     reserve_bytes = 0
     for _ in range(_ATTEMPTS):
         attempt = _Attempt(planner, reserve_bytes)
@@ -235,7 +220,7 @@ class _Exceeds(Exception):
 class _Attempt:
     """One attempt: plan with ``reserve_bytes`` added to each operation, compile, and compare the kernels' peak."""
 
-    def __init__(self, planner: Planner, reserve_bytes: int) -> None:
+    def __init__(self, planner: GraphPlanner, reserve_bytes: int) -> None:
         self._planner, self._reserve_bytes = planner, reserve_bytes
         self._planned_bytes = self._needed_bytes = 0
 

@@ -29,10 +29,11 @@ from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["Capture", "Choose", "explained"]
+__all__ = ["Capture", "Halves", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """Returns the schedule of a joint graph."""
+
 
 class Capture:
     """A traced function of tensors; later calls take tensors of the same shapes, strides, dtypes and devices.
@@ -50,25 +51,26 @@ class Capture:
         CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
     """
 
-    joint: Joint
-
     def __init__(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
         choose: Choose, replay: bool = False, tell: Callable[[object], None] = lambda operator: None,
     ) -> None:
         require(GRAPH)
-        self._function, self._data, self._cost, self._choose = function, data, cost, choose
-        self._replay = replay
+        self._function, self._data, self._halves = function, data, Halves(cost, choose, replay)
         self._are_leaves = [tensor.is_leaf for tensor in tensors]
         self._casts_are_kept = torch.is_autocast_cache_enabled()
         self.witness = Witness(tell)
-        self._differentiable = Differentiable(self._flat, self._partition, self._backward)
+        self._differentiable = Differentiable(self._flat, self._partition, self._halves.backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
 
+    @property
+    def joint(self) -> Joint:
+        return self._halves.joint
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outputs = self._differentiable(*tensors)
-        self._unread.watch(outputs)
+        self._halves.watch(outputs)
         leaves = iter(outputs)
         constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
         return pytree.tree_unflatten(constants, self._structure)
@@ -94,21 +96,11 @@ class Capture:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _partition(
-        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
-        self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
-        self._unread = UnusedOutputs(self.joint)
-        schedule = self._choose(self.joint)
-        boundary = simulate(self.joint.flow, schedule).boundary
-        forward, backward = emit(self.joint, schedule, boundary)
-        self._partial = PartialBackwards(self.joint, schedule, boundary, backward)
-        return forward, backward
-
-    def _backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
-        missing = self._unread.missing()
-        return (self._partial.without(missing) if missing else whole)(arguments)
+        return self._halves.partition(module, inputs, **options)
 
     def _refuse(self, mutated: Iterator[int]) -> None:
         found = [self._data[place] for place in mutated if place in self._data]
@@ -117,6 +109,44 @@ class Capture:
                 "a call that is recomputed leaves its inputs as they are", f"{found[0]} is changed in place",
                 "x = x + 1 in place of x.add_(1); or x = x.clone() first",
             )))
+
+
+class Halves:
+    """The forward and the backwards of one joint graph. AOTAutograd calls ``partition``, and runs what it returns.
+
+    A backward runs without the gradients of outputs that no loss reads, and may retain its graph.
+
+    Args:
+        cost, choose, replay: as for :class:`Capture`.
+    """
+
+    joint: Joint
+
+    def __init__(self, cost: CostOf, choose: Choose, replay: bool) -> None:
+        self._cost, self._choose, self._replay = cost, choose, replay
+        self._unread: UnusedOutputs | None = None  # of a call that is not differentiated
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Record which gradients of the call's ``outputs`` arrive in its backwards."""
+        if self._unread is not None:
+            self._unread.watch(output for output in outputs if isinstance(output, Tensor))
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward of the schedule that is chosen for a joint graph."""
+        self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
+        self._unread = UnusedOutputs(self.joint)
+        schedule = self._choose(self.joint)
+        boundary = simulate(self.joint.flow, schedule).boundary
+        forward, backward = emit(self.joint, schedule, boundary)
+        self._partial = PartialBackwards(self.joint, schedule, boundary, backward)
+        return forward, backward
+
+    def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
+        """Run ``whole``, the second graph, or the part of it for the gradients that have arrived."""
+        missing = self._unread.missing() if self._unread is not None else None
+        return (self._partial.without(missing) if missing else whole)(arguments)
 
 
 @contextmanager
