@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TypeAlias
 
 from torch import fx
 
@@ -10,7 +9,7 @@ from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep, check_keep, kept_by, schedule_of
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.progress import Watch
-from torchckpt.graph.step.costs import Cost, given, measured, profiled, roofline
+from torchckpt.graph.step.costs import Cost, Costs, cost_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.measure import Measure
 from torchckpt.graph.step.values import Values
@@ -83,9 +82,6 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"
 
 
-Costs: TypeAlias = "str | Mapping[str, float]"
-"""``"roofline"``, ``"profile"``, or seconds by the names of operators."""
-
 _RESERVED_BYTES = 64
 """Reserved for a loss outside of the call and its gradient: two scalars, alive during the step."""
 
@@ -121,10 +117,7 @@ class GraphPlanner:
 
     def cost(self, node: fx.Node) -> Cost:
         """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
-        if self._costs == "profile":
-            return profiled(node, self._measure)
-        counted = roofline(node) if isinstance(self._costs, str) else given(node, self._costs)
-        return measured(counted, node, self._measure)
+        return cost_of(node, self._measure, self._costs)
 
     def __call__(self, joint: Joint) -> Schedule:
         flow, values = joint.flow, Values(joint)

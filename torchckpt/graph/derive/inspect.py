@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
-from torchckpt.graph.step.costs import CostOf, measured, roofline
+from torchckpt.graph.step.costs import cost_of, roofline
 from torchckpt.graph.step.joint import joint_of, needed
 from torchckpt.graph.step.measure import Measure
 from torchckpt.planning.remat.flow.late import separators as separating_nodes
@@ -44,7 +44,8 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     _require_values("simulate()", gm)
     returned, forward = _returned(gm)
     flat = fx.GraphModule(gm, _returning(gm.graph, returned))
-    joint = joint_of(flat, forward, _measured_cost() if workspaces else roofline)
+    cost = partial(cost_of, measure=Measure()) if workspaces else roofline
+    joint = joint_of(flat, forward, cost)
     return run_on_paper(joint.flow, joint.flow.eager)
 
 
@@ -113,8 +114,3 @@ def _is_view(target: Any) -> bool:
     """Whether an operator returns a view, which shares the storage of its first argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
-
-
-def _measured_cost() -> CostOf:
-    measure = Measure()
-    return lambda node: measured(roofline(node), node, measure)

@@ -37,7 +37,8 @@ def as_in_eager(trace: Callable[[], T]) -> T:
         except Exception as error:
             if not is_of_tracing(error):
                 raise
-            again = _uncompiled_functions() if _is_of_compiled_function(error) else nullcontext()
+            is_compiled = _is_of_compiled_function(error)
+            again = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         with compiling(), again:
             return trace()
 
@@ -117,11 +118,6 @@ def backward_without_autocast() -> AbstractContextManager[Any]:
     from torch._functorch import config
 
     return config.patch(backward_pass_autocast="off")  # type: ignore[no-any-return]
-
-
-def _uncompiled_functions() -> AbstractContextManager[Any]:
-    """Inside this context, a function made by ``torch.compile`` runs its original Python function."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def _is_of_compiled_function(error: Exception) -> bool:

@@ -20,7 +20,7 @@ from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.rng import generator_state, replayed
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Measure", "Measured"]
+__all__ = ["Measure", "Measured", "bytes_of"]
 
 _SEEN = "seen"
 """Key in a node's ``meta``: the kinds of tensors that its operation returned in a run."""
@@ -91,7 +91,7 @@ class Measure:
             f"{node.target} cannot be measured: on made-up numbers it raises {refused}; "
             "its workspace counts as a copy of all that it reads and writes", stacklevel=2,
         )
-        return Measured(sum(map(_bytes, [*node.all_input_nodes, node])))
+        return Measured(sum(map(bytes_of, [*node.all_input_nodes, node])))
 
     def _runs_on(self, node: fx.Node, whole: int) -> list[Measured]:
         """Measure runs on random numbers, with all integers equal to ``whole``; one run for each branch."""
@@ -113,7 +113,7 @@ class Measure:
         for tensor in tensors_in(made):
             parts = parts_of(tensor)
             is_new = any(storage_of(part) not in known for part in parts)
-            sizes.append(sum(map(_storage_bytes, parts)) if is_new else 0)
+            sizes.append(sum(part.untyped_storage().nbytes() for part in parts) if is_new else 0)
             known.update(map(storage_of, parts))
         kinds = tuple((one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else None for one in made)
         return Measured(workspace_bytes, seconds, tuple(sizes), kinds, not torch.equal(before, generator_state(device)))
@@ -195,7 +195,8 @@ def _may_be_ones(node: fx.Node) -> bool:
     return has_integers and all(size > 1 for size in [*sizes, *counts])
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """The bytes of the tensors that ``node`` makes, by their shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(node.meta.get("val")))
 
 
@@ -208,10 +209,6 @@ def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
     results: list[Any] = []
     changes = allocations(lambda: results.append(run()), device)
     return max(accumulate(changes), default=0) - sum(changes), pytree.tree_leaves(results)
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if _is_strided(tensor) else 0
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 import enum
 import functools
 import types
-import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,7 +28,6 @@ __all__ = [
     "is_cache",
     "is_container",
     "places_of",
-    "warn_of_retraces",
 ]
 
 
@@ -43,7 +41,6 @@ WITHOUT_CACHE = (
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
-_RETRACES = 8
 _OUTSIDE = "outside of the modules"
 _MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compared at each call
 
@@ -190,34 +187,6 @@ def argument_names(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Each leaf of the arguments with its expression, such as ``args[0]`` or ``kwargs['mask']``."""
     for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
         yield pytree.keystr(path).replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1), leaf
-
-
-def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwargs: Any) -> None:
-    """Warn once if the call is traced again and again because a constant changes."""
-    if len(guards) != _RETRACES:
-        return
-    for name, first, second in _differences(model, guards[-2], guards[-1], argument_names(args, kwargs)):
-        warnings.warn(
-            f"rematerialize() has traced {_RETRACES} kinds of calls, the last because {name} was {first} and is "
-            f"{second}; pass a value that changes often as a tensor, or set it once", stacklevel=2,
-        )
-        return
-
-
-def _differences(
-    model: nn.Module, before: Guard, after: Guard, names: Iterator[tuple[str, Any]]
-) -> Iterator[tuple[str, Hashable, Hashable]]:
-    first, second = before.kinds[len(before.state) :], after.kinds[len(after.state) :]
-    pairs: list[tuple[str, Any, Any]] = [(name, old, new) for (name, _), old, new in zip(names, first, second)]
-    for (place, _), olds, news in zip(model.named_modules(), before.attributes, after.attributes):
-        both = zip(dict(olds).items(), dict(news).items())  # type: ignore[call-overload]
-        pairs += [(f"{place}.{name}".lstrip("."), old, new) for (name, old), (_, new) in both]
-    pairs += [(name, old, new) for (name, old), (_, new) in zip(before.outside, after.outside)]
-    for name, one, other in pairs:
-        if one != other and all(isinstance(those, tuple) and len(those) == 2 for those in (one, other)):
-            yield name, one[1], other[1]
-        elif one != other and isinstance(one, Itself) and isinstance(other, Itself):
-            yield name, f"a {type(one.value).__name__}", f"another {type(other.value).__name__}"
 
 
 def _around() -> Hashable:
