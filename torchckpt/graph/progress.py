@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["LOGGER", "Stopwatch", "Watch", "log"]
+__all__ = ["LOGGER", "Watch", "log", "stopwatch"]
 
 LOGGER = logging.getLogger("torchckpt")
 _PATIENCE_SECONDS, _BETWEEN_SECONDS, _BETWEEN_LINES_SECONDS = 3.0, 0.2, 10.0
@@ -91,15 +91,10 @@ class _Line:
             self._stream.flush()
 
 
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._start_seconds = _clock()
-
-    @property
-    def seconds(self) -> float:
-        return _clock() - self._start_seconds
+def stopwatch() -> Callable[[], float]:
+    """A function that returns the seconds since this call."""
+    start_seconds = _clock()
+    return lambda: _clock() - start_seconds
 
 
 def log(

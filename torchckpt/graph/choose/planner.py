@@ -13,7 +13,7 @@ from torchckpt.graph.step.costs import Cost, Costs, cost_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.measure import Measure
 from torchckpt.graph.step.values import Values
-from torchckpt.planning.budget import Budget, budget_bytes, check_budget, typed, written
+from torchckpt.planning.budget import Budget, check_budget, typed, written
 from torchckpt.planning.budget import budget_bytes as in_bytes
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 from torchckpt.planning.remat.flow.memory import Breakdown, at_end, at_peak, simulate
@@ -100,7 +100,7 @@ class GraphPlanner:
 
     def __init__(
         self, caller: str, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool,
-        shares: dict[Hashable, int] | None = None,
+        shares: dict[Hashable, int],
     ) -> None:
         if not isinstance(keep, Plan):
             check_keep(caller, keep)
@@ -113,7 +113,7 @@ class GraphPlanner:
         self.replay = rng == "replay"
         self.inputs: Collection[int] = ()  # places of the traced inputs that are not parameters
         self.program: Hashable = None
-        self._shares = {} if shares is None else shares
+        self._shares = shares
 
     def cost(self, node: fx.Node) -> Cost:
         """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
@@ -124,7 +124,7 @@ class GraphPlanner:
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
         budget = self._shares.get(self.program)
         if budget is None and self._budget is not None:
-            budget = budget_bytes(self._budget, eager_peak_bytes)
+            budget = in_bytes(self._budget, eager_peak_bytes)
         with self.watch.planning(len(flow.operations)) as tell:
             schedule = tuple(self._schedule(joint, budget, tell))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}

@@ -42,7 +42,7 @@ def planner_of(caller: str, checkpoints: Keep) -> GraphPlanner:
         ArgumentError: ``checkpoints`` has none of these forms.
     """
     with _errors_name_checkpoints():
-        return GraphPlanner(caller, checkpoints, None, "roofline", "keep", False)
+        return GraphPlanner(caller, checkpoints, None, "roofline", "keep", False, {})
 
 
 def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True) -> fx.GraphModule:

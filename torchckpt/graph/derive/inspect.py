@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -43,9 +43,11 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     """
     _require_values("simulate()", gm)
     returned, forward = _returned(gm)
-    flat = fx.GraphModule(gm, _returning(gm.graph, returned))
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(gm.graph, nodes)
+    graph.output(tuple(nodes[node] for node in returned))
     cost = partial(cost_of, measure=Measure()) if workspaces else roofline
-    joint = joint_of(flat, forward, cost)
+    joint = joint_of(fx.GraphModule(gm, graph), forward, cost)
     return run_on_paper(joint.flow, joint.flow.eager)
 
 
@@ -90,15 +92,6 @@ def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
     copied = [node.args[1] for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
     values = [value for value in copied if isinstance(value, fx.Node)]
     return [*returned[:forward], *values, *returned[forward:]], forward + len(values)
-
-
-def _returning(graph: fx.Graph, returned: Iterable[fx.Node]) -> fx.Graph:
-    """A copy of ``graph`` that returns the nodes ``returned``."""
-    made = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    made.graph_copy(graph, nodes)
-    made.output(tuple(nodes[one] for one in returned))
-    return made
 
 
 def _require_values(caller: str, gm: fx.GraphModule) -> None:

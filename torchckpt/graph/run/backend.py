@@ -9,7 +9,7 @@ dominate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, r
 from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
-from torchckpt.graph.progress import Stopwatch, log
+from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.fusion import Fusion
@@ -105,7 +105,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph. An error of planning is raised at the first call: Dynamo would wrap it in its own error."""
-        watch, planner = Stopwatch(), self._planner()
+        seconds, planner = stopwatch(), self._planner()
         planner.program = tuple(str(node.target) for node in module.graph.nodes)  # the same for all sizes
         planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
         try:
@@ -122,7 +122,7 @@ class Backend:
             self.plans.append(plan)
         if self._told:
             reason = partial("graph {} of torch.compile".format, len(self.plans))
-            log("backend()", module, reason, watch.seconds, self.planning_seconds, plan)
+            log("backend()", module, reason, seconds(), self.planning_seconds, plan)
         return _SameOverlaps(run, planner.inputs)
 
 
@@ -139,10 +139,9 @@ class _SameOverlaps:
 
     def __call__(self, *inputs: Any) -> Any:
         if self._changed is None:
-            given = [place for place in self._places if isinstance(inputs[place], Tensor)]
-            before = [_version(inputs[place]) for place in given]
+            versions = {p: _version(inputs[p]) for p in self._places if isinstance(inputs[p], Tensor)}
             outputs = self._run(*inputs)
-            self._changed = tuple(p for p, version in zip(given, before) if _version(inputs[p]) != version)
+            self._changed = tuple(place for place, version in versions.items() if _version(inputs[place]) != version)
             self._overlaps = self._overlaps_of(inputs)
             self._refuse_views(inputs, outputs)
             return outputs
@@ -158,8 +157,9 @@ class _SameOverlaps:
         """Refuse a view of an input that is a part of a changed one: AOTAutograd makes it of the whole."""
         for changed, place in self._overlaps:
             known = [_layout(inputs[changed]), _layout(inputs[place])]
-            lying = [one for one in outputs if isinstance(one, Tensor) and storage_of(one) == storage_of(inputs[place])]
-            if known[0] != known[1] and any(_layout(one) not in known for one in lying):
+            storage = storage_of(inputs[place])
+            views = [output for output in outputs if isinstance(output, Tensor) and storage_of(output) == storage]
+            if known[0] != known[1] and any(_layout(view) not in known for view in views):
                 rule = "a call that changes a buffer returns no view of an input that is a part of the buffer"
                 received = f"an input of shape {tuple(inputs[place].shape)}, of which a view is returned"
                 raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
@@ -198,8 +198,8 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlann
         attempt = _Attempt(planner, reserve_bytes)
         try:
             run = attempt.compiled(copy.deepcopy(module), inputs)
-        except _Exceeds as found:
-            reserve_bytes += found.excess_bytes
+        except _Exceeds as error:
+            reserve_bytes += error.args[0]
         else:
             if hasattr(planner, "plan"):
                 planner.plan = planner.plan.lowered(attempt.spare_bytes)
@@ -210,11 +210,7 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlann
 
 
 class _Exceeds(Exception):
-    """The compiled graphs need ``excess_bytes`` more than the plan."""
-
-    def __init__(self, excess_bytes: int) -> None:
-        super().__init__(excess_bytes)
-        self.excess_bytes = excess_bytes
+    """The compiled graphs need so many bytes more than the plan."""
 
 
 class _Attempt:
@@ -305,20 +301,13 @@ def _refuse_break(module: fx.GraphModule) -> None:
 
 def _refuse_symbols(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
-        sizes = [size for value in pytree.tree_leaves(_value_of(node)) for size in _sizes(value)]
-        symbols = [size for size in sizes if not isinstance(size, int)]
+        values = pytree.tree_leaves(node.meta.get("example_value"))
+        sizes = [size for value in values for size in (value.shape if isinstance(value, Tensor) else [value])]
+        symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
         if symbols:
             rule = "all sizes are known when the call is compiled, so that its bytes can be counted"
             works = "torch.compile(model, backend=..., dynamic=False): each shape is compiled, and planned, on its own"
             raise CaptureError(str(Fault(rule, f"{node.name} has the size {symbols[0]}", works)))
-
-
-def _value_of(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _sizes(value: Any) -> Iterable[Any]:
-    return value.shape if isinstance(value, Tensor) else [value] if isinstance(value, torch.SymInt) else []
 
 
 def _raising(error: CheckpointError) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotate.annotations import Tracing
-from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
@@ -57,9 +56,7 @@ class Capture:
     ) -> None:
         require(GRAPH)
         self._function, self._data, self._halves = function, data, Halves(cost, choose, replay)
-        self._are_leaves = [tensor.is_leaf for tensor in tensors]
-        self._casts_are_kept = torch.is_autocast_cache_enabled()
-        self.witness = Witness(tell)
+        self.witness = Witness(tensors, tell)
         self._differentiable = Differentiable(self._flat, self._partition, self._halves.backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
@@ -78,8 +75,7 @@ class Capture:
     def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call the function and return only its output tensors; its other outputs are constants of the trace."""
         before = [tensor._version for tensor in tensors]
-        casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
-        with casting, self.witness.watching(tensors), Tracing() as tracing:
+        with self.witness.watching(tensors), Tracing() as tracing:
             leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
             leaves = [tracing.unmarked(leaf) for leaf in leaves]
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])

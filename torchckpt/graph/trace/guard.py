@@ -4,7 +4,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from torchckpt.tensors import tensors_in
 
 __all__ = [
     "CONSTANTS",
+    "MOST_PARTS",
     "WITHOUT_CACHE",
     "Guard",
     "argument_names",
@@ -27,6 +28,7 @@ __all__ = [
     "guard_of",
     "is_cache",
     "is_container",
+    "parts_of",
     "places_of",
 ]
 
@@ -42,7 +44,7 @@ WITHOUT_CACHE = (
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
 _OUTSIDE = "outside of the modules"
-_MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compared at each call
+MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compared at each call
 
 
 class Guard(NamedTuple):
@@ -145,8 +147,12 @@ class Itself:
 def _holds_tensors(value: Any) -> bool:
     if not is_container(type(value)):
         return isinstance(value, Tensor)
-    parts = value.values() if isinstance(value, Mapping) else value
-    return any(isinstance(part, Tensor) for part in parts)
+    return any(isinstance(part, Tensor) for part in parts_of(value))
+
+
+def parts_of(container: Any) -> Iterable[Any]:
+    """The values of a mapping, or the members of another container."""
+    return container.values() if isinstance(container, Mapping) else container
 
 
 def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str]]:
@@ -250,7 +256,7 @@ def _container(value: Any) -> tuple[type, Hashable] | None:
         parts: list[Any] = [value.func, value.args, value.keywords]
     else:
         parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
-    if len(parts) > _MOST_PARTS:
+    if len(parts) > MOST_PARTS:
         return None
     found: tuple[Hashable, ...] = tuple(map(constant_of, parts))
     if None in found:
