@@ -23,7 +23,7 @@ from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.partial import Backward, PartialBackwards
 from torchckpt.graph.step.sums import added_in_place
-from torchckpt.graph.step.unused_outputs import UnusedOutputs
+from torchckpt.graph.step.unused_outputs import Unread, UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.model.remat.step.dataflow import Schedule
@@ -45,20 +45,24 @@ class Capture:
         choose: returns the schedule of the joint graph.
         replay: whether random operations may be repeated. Default: False.
         tell: called with each operator of the forward.
+        note: called after each backward with what it went without.
 
     Raises:
         CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
     """
 
     joint: Joint
+    unread = Unread()
+    """What the latest backward went without."""
 
     def __init__(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
         choose: Choose, replay: bool = False, tell: Callable[[object], None] = lambda operator: None,
+        note: Callable[[Unread], None] = lambda unread: None,
     ) -> None:
         require(GRAPH)
         self._function, self._data, self._cost, self._choose = function, data, cost, choose
-        self._replay = replay
+        self._replay, self._note = replay, note
         self._are_leaves = [tensor.is_leaf for tensor in tensors]
         self._casts_are_kept = torch.is_autocast_cache_enabled()
         self.witness = Witness(tell)
@@ -68,7 +72,7 @@ class Capture:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outputs = self._differentiable(*tensors)
-        self._unread.watch(outputs)
+        self._outputs.watch(outputs)
         leaves = iter(outputs)
         constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
         return pytree.tree_unflatten(constants, self._structure)
@@ -99,7 +103,7 @@ class Capture:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
         self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
-        self._unread = UnusedOutputs(self.joint)
+        self._outputs = UnusedOutputs(self.joint)
         schedule = self._choose(self.joint)
         boundary = simulate(self.joint.flow, schedule).boundary
         forward, backward = emit(self.joint, schedule, boundary)
@@ -107,8 +111,12 @@ class Capture:
         return forward, backward
 
     def _backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
-        missing = self._unread.missing()
-        return (self._partial.without(missing) if missing else whole)(arguments)
+        missing, held = self._outputs.missing()
+        partial = self._partial.without(missing) if missing else None
+        gradients = (partial or whole)(arguments)
+        self.unread = Unread(missing, self._outputs.released(missing, held)) if partial else Unread()
+        self._note(self.unread)
+        return gradients
 
     def _refuse(self, mutated: Iterator[int]) -> None:
         found = [self._data[place] for place in mutated if place in self._data]
