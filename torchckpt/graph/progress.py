@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["LOGGER", "Watch", "log", "stopwatch"]
+__all__ = ["LOGGER", "Watch", "log", "log_unread", "stopwatch"]
 
 LOGGER = logging.getLogger("torchckpt")
 _PATIENCE_SECONDS, _BETWEEN_SECONDS, _BETWEEN_LINES_SECONDS = 3.0, 0.2, 10.0
@@ -108,3 +108,10 @@ def log(
         "%s: %s traced in %.2f s and planned in %.2f s, because of %s. %s",
         caller, type(what).__name__, max(0.0, seconds - planning_seconds), planning_seconds, reason(), planned,
     )
+
+
+def log_unread(what: Any, missing: int, plan: Callable[[], Plan | None]) -> None:
+    """Log one line about a backward that the gradients of so many outputs did not reach."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        told = type(what).__name__, missing, repr(plan()).strip("<>")
+        LOGGER.info("%s: backward without %d of the outputs' gradients. %s", *told)

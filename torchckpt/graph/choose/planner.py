@@ -139,7 +139,7 @@ class GraphPlanner:
     def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:
         flow = joint.flow
         if isinstance(self._keep, Plan):
-            return _planned(self._caller, self._keep, flow)
+            return _planned(self._caller, self._keep.whole or self._keep, flow)
         if budget is None:
             return schedule_of(joint, self._keep)
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)

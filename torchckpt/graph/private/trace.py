@@ -30,6 +30,7 @@ __all__ = [
     "input_place",
     "is_data_dependent",
     "mutated_inputs",
+    "output_places",
     "require",
     "retainable",
     "tangent_places",
@@ -95,6 +96,16 @@ def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
         if output is not None and output in outputs:
             found[node] = outputs.index(output)
     return found
+
+
+def output_places(joint: fx.Graph) -> dict[int, int]:
+    """By place among the forward's outputs, as :func:`tangent_places` counts: the place in what the function returns.
+
+    Outputs that are not simply returned, such as new values of buffers, have none.
+    """
+    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
+    plain = [(place, what) for place, what in enumerate(outputs) if type(what).__name__ == "PlainAOTOutput"]
+    return {place: what.idx for place, what in plain}
 
 
 def backward_node(output: Tensor, inputs: int) -> Any:

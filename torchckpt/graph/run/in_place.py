@@ -86,7 +86,7 @@ class RematerializeHandle:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the latest inputs; before the first call, for the example."""
+        """The plan for the latest inputs, as :attr:`Rematerialized.plan`; before the first call, for the example."""
         return self._setting.calls_of(self._module).plan
 
     @property

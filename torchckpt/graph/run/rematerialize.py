@@ -117,7 +117,11 @@ class Rematerialized(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan for the latest inputs; before the first call, for the example."""
+        """The plan for the latest inputs; before the first call, for the example.
+
+        After a backward in which some outputs had no gradient, it is the part that this backward ran, with the bytes
+        that it took. Its ``whole`` is the plan for the gradients of all outputs.
+        """
         return self._calls.plan
 
     @property

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +22,7 @@ from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.partial import Backward, PartialBackwards
 from torchckpt.graph.step.sums import added_in_place
-from torchckpt.graph.step.unused_outputs import UnusedOutputs
+from torchckpt.graph.step.unused_outputs import Unread, UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.remat.flow.dataflow import Schedule
@@ -45,6 +45,7 @@ class Capture:
         choose: returns the schedule of the joint graph.
         replay: whether random operations may be repeated. Default: False.
         tell: called with each operator of the forward.
+        note: called after each backward with what it went without.
 
     Raises:
         CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
@@ -53,9 +54,10 @@ class Capture:
     def __init__(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
         choose: Choose, replay: bool = False, tell: Callable[[object], None] = lambda operator: None,
+        note: Callable[[Unread], None] = lambda unread: None,
     ) -> None:
         require(GRAPH)
-        self._function, self._data, self._halves = function, data, Halves(cost, choose, replay)
+        self._function, self._data, self._halves = function, data, Halves(cost, choose, replay, note)
         self.witness = Witness(tensors, tell)
         self._differentiable = Differentiable(self._flat, self._partition, self._halves.backward)
         with explained(), _collector_paused():
@@ -64,6 +66,11 @@ class Capture:
     @property
     def joint(self) -> Joint:
         return self._halves.joint
+
+    @property
+    def unread(self) -> Unread:
+        """What the latest backward went without."""
+        return self._halves.unread
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outputs = self._differentiable(*tensors)
@@ -113,26 +120,29 @@ class Halves:
     A backward runs without the gradients of outputs that no loss reads, and may retain its graph.
 
     Args:
-        cost, choose, replay: as for :class:`Capture`.
+        cost, choose, replay, note: as for :class:`Capture`.
     """
 
     joint: Joint
+    unread = Unread()
 
-    def __init__(self, cost: CostOf, choose: Choose, replay: bool) -> None:
-        self._cost, self._choose, self._replay = cost, choose, replay
-        self._unread: UnusedOutputs | None = None  # of a call that is not differentiated
+    def __init__(
+        self, cost: CostOf, choose: Choose, replay: bool, note: Callable[[Unread], None] = lambda unread: None
+    ) -> None:
+        self._cost, self._choose, self._replay, self._note = cost, choose, replay, note
+        self._outputs: UnusedOutputs | None = None  # None if nothing is differentiated
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Record which gradients of the call's ``outputs`` arrive in its backwards."""
-        if self._unread is not None:
-            self._unread.watch(output for output in outputs if isinstance(output, Tensor))
+        if self._outputs is not None:
+            self._outputs.watch(outputs)
 
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward of the schedule that is chosen for a joint graph."""
         self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
-        self._unread = UnusedOutputs(self.joint)
+        self._outputs = UnusedOutputs(self.joint)
         schedule = self._choose(self.joint)
         boundary = simulate(self.joint.flow, schedule).boundary
         forward, backward = emit(self.joint, schedule, boundary)
@@ -141,8 +151,13 @@ class Halves:
 
     def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
         """Run ``whole``, the second graph, or the part of it for the gradients that have arrived."""
-        missing = self._unread.missing() if self._unread is not None else None
-        return (self._partial.without(missing) if missing else whole)(arguments)
+        outputs = cast(UnusedOutputs, self._outputs)
+        missing, held = outputs.missing()
+        partial = self._partial.without(missing) if missing else None
+        gradients = (partial or whole)(arguments)
+        self.unread = Unread(missing, outputs.released(missing, held)) if partial else Unread()
+        self._note(self.unread)
+        return gradients
 
 
 @contextmanager
