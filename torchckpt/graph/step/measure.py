@@ -101,7 +101,7 @@ class Measure:
             arguments = (generator_state(str(arguments[1])), *arguments[1:])  # random bytes are not a valid state
         given = set(map(storage_of, tensors_in((arguments, named))))
         target = cast(Callable[..., Any], node.target)
-        runs = [_bound(target, those, named) for those in _ways(node, arguments)]
+        runs = [partial(target, *values, **named) for values in _ways(node, arguments)]
         return [self._measured(run, given, _device(node)) for run in runs]
 
     def _measured(self, run: Callable[[], Any], given: set[int], device: str) -> Measured:
@@ -198,10 +198,6 @@ def _may_be_ones(node: fx.Node) -> bool:
 def bytes_of(node: fx.Node) -> int:
     """The bytes of the tensors that ``node`` makes, by their shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(node.meta.get("val")))
-
-
-def _bound(target: Callable[..., Any], arguments: Any, named: Any) -> Callable[[], Any]:
-    return lambda: target(*arguments, **named)
 
 
 def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
