@@ -27,9 +27,9 @@ OF_PARAMETERS, OF_INPUTS, OUTPUTS = "gradients of parameters", "gradients of inp
 
 def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
     """By storage, the kind of each result of a joint graph; ``inputs`` are the places of inputs, not parameters."""
-    given = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
+    placeholders = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
     kinds: dict[int, str] = {}
-    for node, gradient in zip(given, joint.outputs[joint.forward_outputs :]):
+    for node, gradient in zip(placeholders, joint.outputs[joint.forward_outputs :]):
         kind = OF_INPUTS if input_place(node) in inputs else OF_PARAMETERS
         kinds.update(dict.fromkeys(joint.storages.get(gradient, ()), kind))
     for output in joint.outputs[: joint.forward_outputs]:
@@ -144,16 +144,16 @@ class GraphPlanner:
             return schedule_of(joint, self._keep)
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
         room = budget - _RESERVED_BYTES
-        found = fit(flow, room, pinned, tell)
+        solution = fit(flow, room, pinned, tell)
         if not self._exact:
-            return found.schedule
+            return solution.schedule
         from torchckpt.planning.remat.search.exact import Infeasible, optimum
 
         tell("the proof")
         try:
-            return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
+            return optimum(flow, room, hint=solution.schedule, pinned=pinned).schedule
         except Infeasible:
-            return found.schedule
+            return solution.schedule
 
 
 def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:

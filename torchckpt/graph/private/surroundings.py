@@ -90,11 +90,11 @@ def cast_once_in(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         casting_once(tensors, are_leaves, is_enabled)
         torch.set_autocast_cache_enabled(is_enabled)  # the trace restores it at its end
 
-    given = list(module.graph.find_nodes(op="placeholder"))
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
     if not places:
         return
-    with module.graph.inserting_after(given[-1]):
-        module.graph.call_function(enter, tuple(given[place] for place in places))
+    with module.graph.inserting_after(placeholders[-1]):
+        module.graph.call_function(enter, tuple(placeholders[place] for place in places))
     module.recompile()
 
 

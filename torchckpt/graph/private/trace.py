@@ -90,12 +90,12 @@ def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
     Tokens do not count: they only keep operations with side effects, such as checks, in order.
     """
     outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
-    found = {}
+    places = {}
     for node in joint.find_nodes(op="placeholder"):
         output = getattr(node.meta.get("desc"), "output", None)
         if output is not None and output in outputs:
-            found[node] = outputs.index(output)
-    return found
+            places[node] = outputs.index(output)
+    return places
 
 
 def output_places(joint: fx.Graph) -> dict[int, int]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.generators import Generators
 from torchckpt.graph.private.operators import operating
 from torchckpt.graph.private.surroundings import casting_once
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Witness"]
 
@@ -46,9 +46,9 @@ class Witness:
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
             self._generators.drawn(operator)
-            made = operator(*args, **kwargs)
-            self._saw(made, f"a result of {operator}")
-            return made
+            results = operator(*args, **kwargs)
+            self._saw(results, f"a result of {operator}")
+            return results
 
         self._saw(list(tensors), "an input, a parameter or a buffer")
         casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
@@ -68,8 +68,8 @@ class Witness:
                 raise CaptureError(str(Fault(rule, received, works)))
         self._seen.clear()
 
-    def _saw(self, made: Any, what: str) -> None:
-        self._seen.extend((weakref.ref(one), what) for one in pytree.tree_leaves(made) if isinstance(one, Tensor))
+    def _saw(self, values: Any, what: str) -> None:
+        self._seen.extend((weakref.ref(tensor), what) for tensor in tensors_in(values))
 
     def _left(self) -> Iterator[tuple[Tensor, str]]:
         for one, what in self._seen:

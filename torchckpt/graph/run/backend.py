@@ -107,7 +107,7 @@ class Backend:
         """Compile a graph. An error of planning is raised at the first call: Dynamo would wrap it in its own error."""
         seconds, planner = stopwatch(), self._planner()
         planner.program = tuple(str(node.target) for node in module.graph.nodes)  # the same for all sizes
-        planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
+        planner.inputs = [place for place, value in enumerate(inputs) if not isinstance(value, nn.Parameter)]
         try:
             _refuse_break(module)
             _refuse_symbols(module)

@@ -90,9 +90,9 @@ def rematerialize(
     caller = "rematerialize()"
     raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(caller, model)
-    made = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact, {}), engine)
-    made._calls.prepare_example(example, example_kwargs)
-    return made
+    rematerialized = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact, {}), engine)
+    rematerialized._calls.prepare_example(example, example_kwargs)
+    return rematerialized
 
 
 _SHARED = (

@@ -155,15 +155,15 @@ class _Walk:
                     self._search_in(owner)
 
     def _search_in(self, owner: Any) -> None:
-        own = vars(owner)
+        attributes = vars(owner)
         label = getattr(owner, "__name__", type(owner).__name__)
         is_model = isinstance(owner, type) and issubclass(owner, nn.Module)  # the forward makes no modules
         by_syntax = _BY_SYNTAX - {"__init__"} if is_model else _BY_SYNTAX
-        for name in sorted(self._attributes.union(by_syntax).intersection(own)):
-            if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(own[name]) is not None):
-                self._add(own[name], name)  # the guard has the attributes of modules already
+        for name in sorted(self._attributes.union(by_syntax).intersection(attributes)):
+            if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(attributes[name]) is not None):
+                self._add(attributes[name], name)  # the guard has the attributes of modules already
             else:
-                self._place(owner, name, f"{label}.{name}", functools.partial(own.get, name, _ABSENT))
+                self._place(owner, name, f"{label}.{name}", functools.partial(attributes.get, name, _ABSENT))
         if isinstance(owner, type):
             for base in owner.__mro__[1:]:
                 self._add(base, base.__name__)

@@ -90,8 +90,8 @@ def guard_of(
     parts = list(model.modules())
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
-    given = tensors_in(leaves)
-    places, aliases = places_of(list(state.values()), given), _aliases(state, given)
+    tensors = tensors_in(leaves)
+    places, aliases = places_of(list(state.values()), tensors), _aliases(state, tensors)
     return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
 
 
