@@ -16,7 +16,7 @@ from torchckpt.graph.progress import log_unread
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.run.narrowed import narrowed
 from torchckpt.graph.step.unused_outputs import Unread
-from torchckpt.graph.trace.capture import Capture
+from torchckpt.graph.trace.capture import Capture, Halves
 from torchckpt.graph.trace.guard import argument_names, places_of
 from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
@@ -41,10 +41,10 @@ class Call:
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
         planner.inputs = frozenset(data)
+        self.halves = Halves(planner.cost, planner, planner.replay, self._note)
         distinct = [tensors[first] for first in self._firsts]
         with restoring_modules(model), planner.watch.tracing(type(model).__name__) as tell:
-            told = tell, self._note
-            self._capture = Capture(self._function, distinct, data, planner.cost, planner, planner.replay, *told)
+            self._capture = Capture(self._function, distinct, data, self.halves, tell)
         self._capture.witness.refuse_left()
         plan: Plan | None = getattr(planner, "plan", None)
         self._plans = {Unread(): plan}  # by what a backward went without
@@ -54,9 +54,9 @@ class Call:
     @property
     def plan(self) -> Plan | None:
         """The plan, as the latest backward ran it; None where nothing is differentiated."""
-        unread, whole = self._capture.unread, self._plans[Unread()]
+        unread, whole = self.halves.unread, self._plans[Unread()]
         if whole is not None and unread not in self._plans:
-            self._plans[unread] = narrowed(self._capture.joint, whole, unread)
+            self._plans[unread] = narrowed(self.halves.joint, whole, unread)
         return self._plans[unread]
 
     def _note(self, unread: Unread) -> None:

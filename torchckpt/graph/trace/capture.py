@@ -41,36 +41,23 @@ class Capture:
         function: takes tensors; returns a nested structure of tensors and constants.
         tensors: tensors to trace with. Nothing runs: neither they nor a generator change.
         data: names of the tensors that the function must not change, by place; it may change the others, the buffers.
-        cost: returns the cost of an operation.
-        choose: returns the schedule of the joint graph.
-        replay: whether random operations may be repeated. Default: False.
+        halves: makes and runs the forward and the backwards.
         tell: called with each operator of the forward.
-        note: called after each backward with what it went without.
 
     Raises:
         CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
     """
 
     def __init__(
-        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
-        choose: Choose, replay: bool = False, tell: Callable[[object], None] = lambda operator: None,
-        note: Callable[[Unread], None] = lambda unread: None,
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], halves: Halves,
+        tell: Callable[[object], None] = lambda operator: None,
     ) -> None:
         require(GRAPH)
-        self._function, self._data, self._halves = function, data, Halves(cost, choose, replay, note)
+        self._function, self._data, self._halves = function, data, halves
         self.witness = Witness(tensors, tell)
-        self._differentiable = Differentiable(self._flat, self._partition, self._halves.backward)
+        self._differentiable = Differentiable(self._flat, self._partition, halves.backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
-
-    @property
-    def joint(self) -> Joint:
-        return self._halves.joint
-
-    @property
-    def unread(self) -> Unread:
-        """What the latest backward went without."""
-        return self._halves.unread
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outputs = self._differentiable(*tensors)
@@ -120,14 +107,18 @@ class Halves:
     A backward runs without the gradients of outputs that no loss reads, and may retain its graph.
 
     Args:
-        cost, choose, replay, note: as for :class:`Capture`.
+        cost: returns the cost of an operation.
+        choose: returns the schedule of the joint graph.
+        replay: whether random operations may be repeated. Default: False.
+        note: called after each backward with what it went without.
     """
 
     joint: Joint
     unread = Unread()
+    """What the latest backward went without."""
 
     def __init__(
-        self, cost: CostOf, choose: Choose, replay: bool, note: Callable[[Unread], None] = lambda unread: None
+        self, cost: CostOf, choose: Choose, replay: bool = False, note: Callable[[Unread], None] = lambda unread: None
     ) -> None:
         self._cost, self._choose, self._replay, self._note = cost, choose, replay, note
         self._outputs: UnusedOutputs | None = None  # None if nothing is differentiated
