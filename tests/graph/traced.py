@@ -32,7 +32,7 @@ def plan_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Pl
 
 def joint_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Joint:
     (call,) = traced(function, *inputs, **options)._calls.known.values()
-    return call._capture.joint
+    return call.halves.joint
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Rematerialized:

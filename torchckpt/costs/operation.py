@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchckpt.costs.private import fused_attention, is_view
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = ["KERNELS", "Operation", "kernels_of", "operation_of"]
+
 
 class Operation(NamedTuple):
     flops: int
@@ -30,47 +30,16 @@ def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operati
     moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
     if moved_bytes:
         moved_bytes += min(sum(map(_bytes, read)), 2 * moved_bytes if str(name) in _PICKS else _EVERYTHING)
+    count = flop_formula(name)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
     dtype = next((tensor.dtype for tensor in [*read, *written] if tensor.is_floating_point()), torch.float32)
-    return Operation(_flops(name, args, kwargs, outputs), moved_bytes, str(dtype).removeprefix("torch."))
+    return Operation(flops, moved_bytes, str(dtype).removeprefix("torch."))
 
 
 _EVERYTHING = 1 << 62
 _IDLE = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 _PICKS = {f"aten.{name}" for name in ("embedding", "gather", "index", "index_select")}
 """Operators that read only as many bytes of a table as they return."""
-
-
-def _flops(name: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    if str(name) in _ATTENTION:
-        return _ATTENTION[str(name)](args)
-    count = flop_registry.get(name)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
-
-
-def _attention(args: Any) -> int:
-    query, key, value = (tensor.shape for tensor in args[:3])
-    count: Callable[..., int] = sdpa_flop_count
-    return count(query, _with_heads(key, query), _with_heads(value, query))
-
-
-def _attention_backward(args: Any) -> int:
-    gradient, query, key, value = (tensor.shape for tensor in args[:4])
-    count: Callable[..., int] = sdpa_backward_flop_count
-    return count(gradient, query, _with_heads(key, query), _with_heads(value, query))
-
-
-def _with_heads(shape: torch.Size, query: torch.Size) -> torch.Size:
-    """The shape of keys or values with a head for each head of the queries. Torch before 2.13 cannot count fewer."""
-    return torch.Size((shape[0], query[1], *shape[2:]))
-
-
-_ATTENTION: dict[str, Callable[[Any], int]] = {
-    f"aten._scaled_dot_product_{kernel}{direction}": count
-    for direction, count in (("", _attention), ("_backward", _attention_backward))
-    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-}
-"""FLOP counts of attention. Before 2.15, ``torch/utils/flop_counter.py`` lacks the kernel of the CPU. Ends when that is
-the oldest release that is supported."""
 
 
 def _bytes(tensor: Tensor) -> int:

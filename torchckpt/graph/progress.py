@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["LOGGER", "Stopwatch", "Watch", "log"]
+__all__ = ["LOGGER", "Watch", "log", "log_unread", "stopwatch"]
 
 LOGGER = logging.getLogger("torchckpt")
 _PATIENCE_SECONDS, _BETWEEN_SECONDS, _BETWEEN_LINES_SECONDS = 3.0, 0.2, 10.0
@@ -91,15 +91,10 @@ class _Line:
             self._stream.flush()
 
 
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._start_seconds = _clock()
-
-    @property
-    def seconds(self) -> float:
-        return _clock() - self._start_seconds
+def stopwatch() -> Callable[[], float]:
+    """A function that returns the seconds since this call."""
+    start_seconds = _clock()
+    return lambda: _clock() - start_seconds
 
 
 def log(
@@ -113,3 +108,10 @@ def log(
         "%s: %s traced in %.2f s and planned in %.2f s, because of %s. %s",
         caller, type(what).__name__, max(0.0, seconds - planning_seconds), planning_seconds, reason(), planned,
     )
+
+
+def log_unread(what: Any, missing: int, plan: Callable[[], Plan | None]) -> None:
+    """Log one line about a backward that the gradients of so many outputs did not reach."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        told = type(what).__name__, missing, repr(plan()).strip("<>")
+        LOGGER.info("%s: backward without %d of the outputs' gradients. %s", *told)

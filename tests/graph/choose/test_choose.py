@@ -22,7 +22,7 @@ def chain(x):
 
 
 def made(**options):
-    defaults = {"keep": None, "budget": None, "costs": "roofline", "rng": "keep", "exact": False}
+    defaults = {"keep": None, "budget": None, "costs": "roofline", "rng": "keep", "exact": False, "shares": {}}
     return GraphPlanner("f()", **{**defaults, **options})
 
 
@@ -128,7 +128,8 @@ def test_least_bytes_that_are_named_are_held(monkeypatch):
 
 
 def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
-    monkeypatch.setattr(planner, "fit", lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager))
+    finds_nothing = lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager)  # noqa: E731
+    monkeypatch.setattr("torchckpt.graph.choose.planner.fit", finds_nothing)
     plan = plan_of(chain, leaf(1000), budget="60%", exact=True)
     assert plan.peak_bytes <= plan.budget_bytes - 64
     with pytest.raises(BudgetInfeasible, match=r"the least found is 40\.08kB"):

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
-from torchckpt.graph.step.costs import Cost, flops_of, given, measured, profiled, roofline
+from torchckpt.graph.step.costs import Cost, cost_of, flops_of, given, roofline
 from torchckpt.graph.step.measure import Measure
 
 
@@ -74,10 +74,11 @@ def test_node_comes_before_the_operator(product):
 
 
 def test_profiled_is_measured(product):
-    cost = profiled(product, Measure(rounds=2))
+    cost = cost_of(product, Measure(rounds=2), "profile")
     assert 0 < cost.seconds < 1
     assert cost[1:] == (48, 0, (2 * 4 * 4,), False)
 
 
 def test_measured_adds_what_no_shape_tells(pointwise):
-    assert measured(Cost(1.0, 2), pointwise, Measure()) == Cost(1.0, 2, 0, (40,), False)
+    assert cost_of(pointwise, Measure()) == Cost(80e-9, 0, 0, (40,), False)
+    assert cost_of(pointwise, Measure(), {"aten.sin": 1.0}) == Cost(1.0, 0, 0, (40,), False)

@@ -7,13 +7,15 @@ import torch
 from torchckpt import graph
 from torchckpt.graph.step.costs import roofline
 from torchckpt.graph.step.fusion import Fusion
-from torchckpt.graph.trace.capture import Capture
+from torchckpt.graph.trace.capture import Capture, Halves
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
 
 
 def joint(function, *tensors):
-    return Capture(function, tensors, {}, roofline, lambda joint: joint.flow.eager).joint
+    halves = Halves(roofline, lambda joint: joint.flow.eager)
+    Capture(function, tensors, {}, halves)
+    return halves.joint
 
 
 def names(joint):

@@ -14,12 +14,12 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.features import Feature
 from torchckpt.graph.step.costs import roofline
-from torchckpt.graph.trace.capture import Capture
+from torchckpt.graph.trace.capture import Capture, Halves
 from torchckpt.regions.flags import thread
 
 
 def capture(function, *tensors, data=None):
-    return Capture(function, tensors, data or {}, roofline, lambda joint: joint.flow.eager)
+    return Capture(function, tensors, data or {}, Halves(roofline, lambda joint: joint.flow.eager))
 
 
 def refused(function, *inputs, **named):
@@ -69,8 +69,9 @@ def test_schedule_is_what_was_chosen():
         seen.append(joint)
         return joint.flow.eager
 
-    called = Capture(lambda x: x.sin(), [leaf(3)], {}, roofline, choose)
-    assert seen == [called.joint]
+    halves = Halves(roofline, choose)
+    Capture(lambda x: x.sin(), [leaf(3)], {}, halves)
+    assert seen == [halves.joint]
 
 
 def test_buffers_may_change():

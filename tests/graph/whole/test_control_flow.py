@@ -60,7 +60,7 @@ def test_bits_and_bytes_of_both_branches(share):
 def test_flops_are_those_of_the_branch_that_has_most():
     step = graph.rematerialize(Branches(), torch.randn(64, 16))
     (call,) = step._calls.known.values()
-    first = next(node for node in call._capture.joint.module.graph.nodes if is_branching(node.target))
+    first = next(node for node in call.halves.joint.module.graph.nodes if is_branching(node.target))
     assert flops_of(first) == 2 * 2 * 64 * 16 * 64
 
 

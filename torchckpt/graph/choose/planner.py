@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TypeAlias
 
 from torch import fx
 
@@ -10,11 +9,11 @@ from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
 from torchckpt.graph.choose.keep import Keep, check_keep, kept_by, schedule_of
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.progress import Watch
-from torchckpt.graph.step.costs import Cost, given, measured, profiled, roofline
+from torchckpt.graph.step.costs import Cost, Costs, cost_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.measure import Measure
 from torchckpt.graph.step.values import Values
-from torchckpt.planning.budget import Budget, budget_bytes, check_budget, typed, written
+from torchckpt.planning.budget import Budget, check_budget, typed, written
 from torchckpt.planning.budget import budget_bytes as in_bytes
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 from torchckpt.planning.remat.flow.memory import Breakdown, at_end, at_peak, simulate
@@ -28,9 +27,9 @@ OF_PARAMETERS, OF_INPUTS, OUTPUTS = "gradients of parameters", "gradients of inp
 
 def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
     """By storage, the kind of each result of a joint graph; ``inputs`` are the places of inputs, not parameters."""
-    given = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
+    placeholders = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
     kinds: dict[int, str] = {}
-    for node, gradient in zip(given, joint.outputs[joint.forward_outputs :]):
+    for node, gradient in zip(placeholders, joint.outputs[joint.forward_outputs :]):
         kind = OF_INPUTS if input_place(node) in inputs else OF_PARAMETERS
         kinds.update(dict.fromkeys(joint.storages.get(gradient, ()), kind))
     for output in joint.outputs[: joint.forward_outputs]:
@@ -83,9 +82,6 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"
 
 
-Costs: TypeAlias = "str | Mapping[str, float]"
-"""``"roofline"``, ``"profile"``, or seconds by the names of operators."""
-
 _RESERVED_BYTES = 64
 """Reserved for a loss outside of the call and its gradient: two scalars, alive during the step."""
 
@@ -104,7 +100,7 @@ class GraphPlanner:
 
     def __init__(
         self, caller: str, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool,
-        shares: dict[Hashable, int] | None = None,
+        shares: dict[Hashable, int],
     ) -> None:
         if not isinstance(keep, Plan):
             check_keep(caller, keep)
@@ -117,21 +113,18 @@ class GraphPlanner:
         self.replay = rng == "replay"
         self.inputs: Collection[int] = ()  # places of the traced inputs that are not parameters
         self.program: Hashable = None
-        self._shares = {} if shares is None else shares
+        self._shares = shares
 
     def cost(self, node: fx.Node) -> Cost:
         """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
-        if self._costs == "profile":
-            return profiled(node, self._measure)
-        counted = roofline(node) if isinstance(self._costs, str) else given(node, self._costs)
-        return measured(counted, node, self._measure)
+        return cost_of(node, self._measure, self._costs)
 
     def __call__(self, joint: Joint) -> Schedule:
         flow, values = joint.flow, Values(joint)
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
         budget = self._shares.get(self.program)
         if budget is None and self._budget is not None:
-            budget = budget_bytes(self._budget, eager_peak_bytes)
+            budget = in_bytes(self._budget, eager_peak_bytes)
         with self.watch.planning(len(flow.operations)) as tell:
             schedule = tuple(self._schedule(joint, budget, tell))
         names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
@@ -146,21 +139,21 @@ class GraphPlanner:
     def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:
         flow = joint.flow
         if isinstance(self._keep, Plan):
-            return _planned(self._caller, self._keep, flow)
+            return _planned(self._caller, self._keep.whole or self._keep, flow)
         if budget is None:
             return schedule_of(joint, self._keep)
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
         room = budget - _RESERVED_BYTES
-        found = fit(flow, room, pinned, tell)
+        solution = fit(flow, room, pinned, tell)
         if not self._exact:
-            return found.schedule
+            return solution.schedule
         from torchckpt.planning.remat.search.exact import Infeasible, optimum
 
         tell("the proof")
         try:
-            return optimum(flow, room, hint=found.schedule, pinned=pinned).schedule
+            return optimum(flow, room, hint=solution.schedule, pinned=pinned).schedule
         except Infeasible:
-            return found.schedule
+            return solution.schedule
 
 
 def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:

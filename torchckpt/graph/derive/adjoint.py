@@ -22,6 +22,7 @@ from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.emit import emit_one
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.regions.flags import thread
+from torchckpt.tensors import tensors_in
 
 __all__ = ["FORWARD_OUTPUTS", "TAKES", "planned", "planner_of", "unrecorded"]
 
@@ -41,7 +42,7 @@ def planner_of(caller: str, checkpoints: Keep) -> GraphPlanner:
         ArgumentError: ``checkpoints`` has none of these forms.
     """
     with _errors_name_checkpoints():
-        return GraphPlanner(caller, checkpoints, None, "roofline", "keep", False)
+        return GraphPlanner(caller, checkpoints, None, "roofline", "keep", False, {})
 
 
 def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True) -> fx.GraphModule:
@@ -224,8 +225,7 @@ def _renew(graph: fx.Graph) -> None:
 
 
 def _strided(value: Any) -> list[Tensor]:
-    leaves = value if isinstance(value, (tuple, list)) else (value,)
-    return [part for part in leaves if isinstance(part, Tensor) and part.layout == torch.strided]
+    return [tensor for tensor in tensors_in(value) if tensor.layout == torch.strided]
 
 
 def _fresh(like: Any) -> Tensor:

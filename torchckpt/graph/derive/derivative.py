@@ -84,7 +84,7 @@ def derivative_of(
     """
     require(GRAPH)
     names = [*primal.state, *primal.inputs]
-    found: list[Any] = []
+    returned: list[Any] = []
 
     def run(*tensors: Tensor) -> list[Tensor | None]:
         state = dict(zip(primal.state, tensors))
@@ -93,17 +93,17 @@ def derivative_of(
         with marks:
             leaves, structure = pytree.tree_flatten(primal(list(inputs.values()), state, marks))
             leaves = [marks.unmarked(leaf) for leaf in leaves]
-        found[:] = leaves, structure
+        returned[:] = leaves, structure
         gradients = ask(Traced(leaves, inputs, state, marks.found, tensors[len(names) :]))
         return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *gradients]
 
-    given = {**primal.state, **primal.inputs}
-    tensors = [*given.values(), *more]
-    requires_grad = [tensor.requires_grad or name in required for name, tensor in given.items()]
+    known = {**primal.state, **primal.inputs}
+    tensors = [*known.values(), *more]
+    requires_grad = [tensor.requires_grad or name in required for name, tensor in known.items()]
     with explained(), primal.left_as_it_is(), Watch().tracing(primal.name) as tell:
         traced = functional(run, tensors, [*requires_grad, *(False for _ in more)], tell)
-    constants, structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1]
-    found.clear()
+    constants, structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in returned[0]], returned[1]
+    returned.clear()
     marks.forget()
     traced.witness.refuse_left()
     _refuse_mutated(names, primal, traced)

@@ -66,16 +66,19 @@ def gradient(
     marks = Marks({name for name in wanted if isinstance(name, str)} - set(primal.inputs))
 
     def ask(traced: Traced) -> list[Tensor | None]:
-        found = _Found(traced, wanted)
-        faults = [*_target_faults(traced.leaves, target_index), *found.faults(), *map(_changed, marks.changed())]
+        named = _Found(traced, wanted)
+        faults = [*_target_faults(traced.leaves, target_index), *named.faults(), *map(_changed, marks.changed())]
         raise_faults(_CALLER, faults)
-        target, tensors = traced.leaves[target_index], found.tensors()
-        made = gradients_of([target], [torch.ones_like(target)], tensors)
-        return [_zeros(tensor) if grad is None else grad for tensor, grad in zip(tensors, made)]
+        target, tensors = traced.leaves[target_index], named.tensors()
+        gradients = gradients_of([target], [torch.ones_like(target)], tensors)
+        return [
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if gradient is None else gradient
+            for tensor, gradient in zip(tensors, gradients)
+        ]
 
-    given = {**primal.inputs, **primal.state}
-    required = {name for name in given if name in wanted} | (set(primal.inputs) if marks.wanted else set())
-    derivative = derivative_of(primal, {name for name in required if is_real(given[name])}, marks, ask)
+    known = {**primal.inputs, **primal.state}
+    required = {name for name in known if name in wanted} | (set(primal.inputs) if marks.wanted else set())
+    derivative = derivative_of(primal, {name for name in required if is_real(known[name])}, marks, ask)
     return planned(derivative, planner)
 
 
@@ -156,7 +159,3 @@ def _changed(name: str) -> Fault:
     rule = "a marked value in require_grads is not changed in place after its mark"
     works = f'h = graph.mark(h, "{name}") * 2, in place of h.mul_(2)'
     return Fault(rule, f"{name!r} is changed in place", works)
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

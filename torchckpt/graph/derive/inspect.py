@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
-from torchckpt.graph.step.costs import CostOf, measured, roofline
+from torchckpt.graph.step.costs import cost_of, roofline
 from torchckpt.graph.step.joint import joint_of, needed
 from torchckpt.graph.step.measure import Measure
 from torchckpt.planning.remat.flow.late import separators as separating_nodes
@@ -43,8 +43,11 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     """
     _require_values("simulate()", gm)
     returned, forward = _returned(gm)
-    flat = fx.GraphModule(gm, _returning(gm.graph, returned))
-    joint = joint_of(flat, forward, _measured_cost() if workspaces else roofline)
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(gm.graph, nodes)
+    graph.output(tuple(nodes[node] for node in returned))
+    cost = partial(cost_of, measure=Measure()) if workspaces else roofline
+    joint = joint_of(fx.GraphModule(gm, graph), forward, cost)
     return run_on_paper(joint.flow, joint.flow.eager)
 
 
@@ -91,15 +94,6 @@ def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
     return [*returned[:forward], *values, *returned[forward:]], forward + len(values)
 
 
-def _returning(graph: fx.Graph, returned: Iterable[fx.Node]) -> fx.Graph:
-    """A copy of ``graph`` that returns the nodes ``returned``."""
-    made = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    made.graph_copy(graph, nodes)
-    made.output(tuple(nodes[one] for one in returned))
-    return made
-
-
 def _require_values(caller: str, gm: fx.GraphModule) -> None:
     called = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     bare = [node.name for node in called if node.users and "val" not in node.meta]
@@ -113,8 +107,3 @@ def _is_view(target: Any) -> bool:
     """Whether an operator returns a view, which shares the storage of its first argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
-
-
-def _measured_cost() -> CostOf:
-    measure = Measure()
-    return lambda node: measured(roofline(node), node, measure)

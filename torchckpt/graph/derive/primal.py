@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -136,20 +136,11 @@ class _Interpreter(fx.Interpreter):
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:
     """The function's own names of its first ``count`` positional arguments."""
-    return [name for name, _ in zip(_argument_names(function), range(count))]
-
-
-def _argument_names(function: Callable[..., Any]) -> Iterator[str]:
-    parameters = _parameters(function.forward if isinstance(function, nn.Module) else function)
-    for name, parameter in parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            yield name
-    rest = next((name for name, one in parameters.items() if one.kind is one.VAR_POSITIONAL), "input")
-    yield from (f"{rest}_{place}" for place in range(10**9))
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
-        return dict(inspect.signature(function).parameters)
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):  # a function written in C
-        return {}
+        signature = inspect.Signature()
+    parameters = signature.parameters.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    rest = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "input")
+    return [*names, *(f"{rest}_{place}" for place in range(count))][:count]

@@ -186,9 +186,9 @@ class _Simplifier:
         return self._call(product.target, (*addends, right, left, *rest), product, product, **product.kwargs)
 
     def _swapped(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        there = self._without_swap(node, before)
-        if there is not None:
-            return there
+        swapped = self._without_swap(node, before)
+        if swapped is not None:
+            return swapped
         if _value(node).dim() == 2:
             return self._call(torch.ops.aten.t.default, (node,), before, before)
         return self._call(torch.ops.aten.transpose.int, (node, -2, -1), before, before)
@@ -319,8 +319,8 @@ def _takes_any_strides(node: fx.Node) -> bool:
     if name and torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return False
     results = pytree.tree_leaves(node.meta.get("val"))
-    given = all("val" in argument.meta for argument in node.all_input_nodes)
-    return given and all(result is None or _is_fake(result) for result in results)
+    are_known = all("val" in argument.meta for argument in node.all_input_nodes)
+    return are_known and all(result is None or _is_fake(result) for result in results)
 
 
 # what a value is ------------------------------------------------------------------------------------------------------
@@ -365,11 +365,11 @@ def _dead_without(node: fx.Node, kept: fx.Node) -> set[fx.Node]:
     """``node``, and the transposes, views and products that nothing else reads."""
     dead, left = {node}, [*node.all_input_nodes]
     while left:
-        found = left.pop()
-        simple = _swap_operand(found) is not None or _viewed(found) is not None or _operands(found) is not None
-        if simple and found is not kept and dead.issuperset(found.users):
-            dead.add(found)
-            left.extend(found.all_input_nodes)
+        source = left.pop()
+        simple = _swap_operand(source) is not None or _viewed(source) is not None or _operands(source) is not None
+        if simple and source is not kept and dead.issuperset(source.users):
+            dead.add(source)
+            left.extend(source.all_input_nodes)
     return dead
 
 

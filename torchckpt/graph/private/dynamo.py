@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from torchckpt.graph.private.surroundings import (
-    backward_without_autocast,
-    cast_once_in,
-    eager_kernels,
-    without_autocast,
-)
-from torchckpt.graph.private.trace import Boxed, Partition, marked_boxed
+from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
+from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backward_compiler, boxed
 
 __all__ = [
     "break_of",
@@ -65,26 +60,26 @@ def outer_frame() -> str | None:
     return f'{frame.f_code.co_filename}:{frame.f_lineno}: "{line}"'
 
 
-def by_operator(module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
-    """A callable that runs a Dynamo graph operator by operator, as the two graphs that ``partition`` makes of it."""
+def by_operator(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, backward: RunBackward
+) -> Callable[..., Any]:
+    """A callable that runs a Dynamo graph operator by operator, as the two graphs that ``partition`` makes of it.
+
+    ``backward`` runs the second one.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     cast_once_in(module, inputs)
     with eager_kernels(), backward_without_autocast(), _random_operations_kept():
-        compiled: Callable[..., Any] = aot_autograd(fw_compiler=_boxed, partition_fn=partition)(module, inputs)
+        compilers = {"fw_compiler": _forward_compiler, "bw_compiler": backward_compiler(backward)}
+        compiled: Callable[..., Any] = aot_autograd(**compilers, partition_fn=partition)(module, inputs)
     return compiled
 
 
-def _boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    module.graph.set_codegen(Boxed())
+def _forward_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    module.graph.set_codegen(Boxed())  # of a call that is not differentiated, too
     module.recompile()
-    forward = module.forward
-
-    def run(arguments: list[Any]) -> Any:
-        with without_autocast():  # the casts are in the graph; a backward may be run inside of autocast
-            return forward(arguments)
-
-    return marked_boxed(run)
+    return boxed(module.forward)
 
 
 def _random_operations_kept() -> AbstractContextManager[Any]:

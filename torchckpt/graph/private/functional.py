@@ -12,7 +12,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.operators import operating
-from torchckpt.graph.private.surroundings import as_in_eager, casting_once
+from torchckpt.graph.private.surroundings import as_in_eager
 from torchckpt.graph.private.witness import Witness
 
 __all__ = ["Functional", "backward_of", "functional"]
@@ -48,16 +48,13 @@ def functional(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    are_leaves = [tensor.is_leaf for tensor in tensors]
-    casts_are_kept = torch.is_autocast_cache_enabled()
-
     def run(*fakes: Tensor) -> list[Tensor | None]:
-        outputs, found = _functionally(casting, fakes)
-        mutated[:] = found
-        return [*outputs, *found.values()]
+        outputs, changed = _functionally(watched, fakes)
+        mutated[:] = changed
+        return [*outputs, *changed.values()]
 
-    def casting(*tensors: Tensor) -> Sequence[Tensor | None]:
-        with casting_once(tensors, are_leaves, casts_are_kept), witness.watching(tensors):
+    def watched(*tensors: Tensor) -> Sequence[Tensor | None]:
+        with witness.watching(tensors):
             return function(*tensors)
 
     def trace() -> fx.GraphModule:
@@ -70,7 +67,7 @@ def functional(
                 return make_fx(run)(*fakes)
 
     mutated: list[int] = []
-    witness = Witness(tell)
+    witness = Witness(tensors, tell)
     try:
         module = as_in_eager(trace)
     finally:

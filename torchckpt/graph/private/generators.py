@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.operators import is_random
 
 __all__ = ["Generators"]
 
@@ -51,7 +51,7 @@ class Generators:
 
     def drawn(self, operator: Any) -> None:
         """Take note of an operator of the trace."""
-        if isinstance(operator, OpOverload) and torch.Tag.nondeterministic_seeded in operator.tags:
+        if is_random(operator):
             self._check()
             self._seed += 1
             torch.default_generator.manual_seed(self._seed)

@@ -97,5 +97,5 @@ def _local_bytes(node: Any) -> int:
         return 0
     names, scheduler = node.get_operation_names(), node.scheduler
     removed = scheduler.can_buffer_be_removed_through_fusion
-    made = [buffer for buffer in node.get_outputs() if buffer.users and removed(buffer.get_name(), names)]
-    return sum(buffer.mpi_buffer.size_alloc for buffer in made)
+    buffers = [buffer for buffer in node.get_outputs() if buffer.users and removed(buffer.get_name(), names)]
+    return sum(buffer.mpi_buffer.size_alloc for buffer in buffers)

@@ -42,8 +42,8 @@ def argument_of(node: fx.Node, name: str) -> Any:
     parameters = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
     for place, parameter in enumerate(parameters):
         if parameter.name == name:
-            given = node.args[place] if place < len(node.args) else parameter.default_value
-            return node.kwargs.get(name, given)
+            value = node.args[place] if place < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, value)
     return None
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["allocations", "hooks_of_all_modules", "is_transformed", "parts_of", "storage_of", "without_modes"]
+__all__ = [
+    "allocations", "hooks_of_all_modules", "is_freed", "is_transformed", "lasting", "parts_of", "storage_of",
+    "without_modes",
+]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -17,6 +20,16 @@ def storage_of(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
+def lasting(tensor: Tensor) -> StorageWeakRef | None:
+    """A weak reference to the storage of ``tensor``; None where there is not one storage."""
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None  # type: ignore[no-untyped-call]
+
+
+def is_freed(storage: StorageWeakRef | None) -> bool:
+    """Whether nobody holds the storage of a :func:`lasting` any more."""
+    return storage is not None and bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

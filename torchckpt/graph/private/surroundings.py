@@ -37,7 +37,8 @@ def as_in_eager(trace: Callable[[], T]) -> T:
         except Exception as error:
             if not is_of_tracing(error):
                 raise
-            again = _uncompiled_functions() if _is_of_compiled_function(error) else nullcontext()
+            is_compiled = _is_of_compiled_function(error)
+            again = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         with compiling(), again:
             return trace()
 
@@ -89,11 +90,11 @@ def cast_once_in(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         casting_once(tensors, are_leaves, is_enabled)
         torch.set_autocast_cache_enabled(is_enabled)  # the trace restores it at its end
 
-    given = list(module.graph.find_nodes(op="placeholder"))
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
     if not places:
         return
-    with module.graph.inserting_after(given[-1]):
-        module.graph.call_function(enter, tuple(given[place] for place in places))
+    with module.graph.inserting_after(placeholders[-1]):
+        module.graph.call_function(enter, tuple(placeholders[place] for place in places))
     module.recompile()
 
 
@@ -117,11 +118,6 @@ def backward_without_autocast() -> AbstractContextManager[Any]:
     from torch._functorch import config
 
     return config.patch(backward_pass_autocast="off")  # type: ignore[no-any-return]
-
-
-def _uncompiled_functions() -> AbstractContextManager[Any]:
-    """Inside this context, a function made by ``torch.compile`` runs its original Python function."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def _is_of_compiled_function(error: Exception) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,25 @@ __all__ = [
     "Boxed",
     "Differentiable",
     "Partition",
+    "RunBackward",
+    "backward_compiler",
     "backward_node",
+    "boxed",
     "input_place",
     "is_data_dependent",
-    "marked_boxed",
     "mutated_inputs",
+    "output_places",
     "require",
     "retainable",
     "tangent_places",
     "uncompiled",
 ]
+
+BoxedCall = Callable[[list[Any]], Any]
+"""A function of one list, which it empties, so that each value is freed after its last use."""
+
+RunBackward = Callable[[BoxedCall, list[Any]], Any]
+"""``run(whole, arguments)`` runs the backward graph ``whole``, or another function in its place."""
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """``partition(joint, inputs, *, num_fwd_outputs, ...)`` returns the forward and the backward of a joint graph."""
@@ -80,12 +90,22 @@ def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
     Tokens do not count: they only keep operations with side effects, such as checks, in order.
     """
     outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
-    found = {}
+    places = {}
     for node in joint.find_nodes(op="placeholder"):
         output = getattr(node.meta.get("desc"), "output", None)
         if output is not None and output in outputs:
-            found[node] = outputs.index(output)
-    return found
+            places[node] = outputs.index(output)
+    return places
+
+
+def output_places(joint: fx.Graph) -> dict[int, int]:
+    """By place among the forward's outputs, as :func:`tangent_places` counts: the place in what the function returns.
+
+    Outputs that are not simply returned, such as new values of buffers, have none.
+    """
+    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
+    plain = [(place, what) for place, what in enumerate(outputs) if type(what).__name__ == "PlainAOTOutput"]
+    return {place: what.idx for place, what in plain}
 
 
 def backward_node(output: Tensor, inputs: int) -> Any:
@@ -125,21 +145,19 @@ class Boxed(CodeGen):
 class Differentiable:
     """A function of tensors, traced at its first call; ``partition`` splits the joint graph into the two that run.
 
-    ``backward(whole, arguments)`` runs the second graph, or another one in its place. Both graphs must take one list
-    and empty it, so that each value is freed after its last use.
+    ``backward`` runs the second graph. Both graphs must take one list and empty it.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         partition: Partition,
-        backward: Callable[[Callable[[list[Any]], Any], list[Any]], Any],
+        backward: RunBackward,
     ) -> None:
         from functorch.compile import aot_function  # type: ignore[import-untyped]
 
         self._tracing = False
-        self._run_backward = backward
-        compilers = {"fw_compiler": self._forward, "bw_compiler": self._backward}
+        compilers = {"fw_compiler": self._forward, "bw_compiler": backward_compiler(backward)}
         self._run = aot_function(function, partition_fn=partition, **compilers)
 
     def trace(self, *tensors: Tensor) -> None:
@@ -162,29 +180,31 @@ class Differentiable:
     def __call__(self, *tensors: Tensor) -> Any:
         return self._run(*tensors)
 
-    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> BoxedCall:
         def run(arguments: list[Any]) -> Any:
             if self._tracing:
                 raise _Traced
-            with without_autocast():
-                return forward(arguments)
+            return forward(arguments)
 
         forward = module.forward
-        return marked_boxed(run)
-
-    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        def run(arguments: list[Any]) -> Any:
-            with without_autocast():
-                return self._run_backward(backward, arguments)
-
-        backward = module.forward
-        return marked_boxed(run)
+        return boxed(run)
 
 
-def marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark ``run`` for AOTAutograd as a function of one list, which it empties."""
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+def boxed(run: BoxedCall) -> BoxedCall:
+    """``run`` as AOTAutograd takes it. Autocast is off in it: its casts are in the graph, and a backward may be run
+    inside of autocast."""
+
+    def call(arguments: list[Any]) -> Any:
+        with without_autocast():
+            return run(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def backward_compiler(run: RunBackward) -> Callable[[fx.GraphModule, Sequence[Any]], BoxedCall]:
+    """A compiler for AOTAutograd whose result calls ``run`` with the backward graph and the arguments."""
+    return lambda module, inputs: boxed(partial(run, module.forward))
 
 
 class _Traced(Exception):

@@ -4,37 +4,41 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.generators import Generators
 from torchckpt.graph.private.operators import operating
+from torchckpt.graph.private.surroundings import casting_once
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Witness"]
-
 
 _NO_HOLDERS = (types.FrameType, types.GeneratorType, Tensor)
 
 
 class Witness:
-    """Records, by weak reference, each tensor that is made inside :meth:`watching`.
+    """Runs a forward as its trace needs it, and records, by weak reference, each tensor that it makes.
 
     Args:
+        tensors: the tensors that the forward is traced for. Autocast casts each leaf among them once, as in eager.
         tell: called with each operator of the forward.
     """
 
-    def __init__(self, tell: Callable[[Any], None] = lambda operator: None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], tell: Callable[[Any], None] = lambda operator: None) -> None:
+        self._are_leaves = [tensor.is_leaf for tensor in tensors]
+        self._casts_are_kept = torch.is_autocast_cache_enabled()
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
         self._generators, self._tell = Generators(), tell
 
     @contextmanager
-    def watching(self, given: Iterable[Tensor]) -> Iterator[None]:
-        """Inside this context, record the results of operators. Records the tensors ``given`` to the forward, too.
+    def watching(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Run a forward on ``tensors``, those of its trace, inside this context. They are recorded, too.
 
         Raises:
             CaptureError: the forward drew random numbers that a trace would freeze.
@@ -42,12 +46,13 @@ class Witness:
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
             self._generators.drawn(operator)
-            made = operator(*args, **kwargs)
-            self._saw(made, f"a result of {operator}")
-            return made
+            results = operator(*args, **kwargs)
+            self._saw(results, f"a result of {operator}")
+            return results
 
-        self._saw(list(given), "an input, a parameter or a buffer")
-        with self._generators.watching(), operating(run):
+        self._saw(list(tensors), "an input, a parameter or a buffer")
+        casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
+        with casting, self._generators.watching(), operating(run):
             yield
 
     def refuse_left(self) -> None:
@@ -63,8 +68,8 @@ class Witness:
                 raise CaptureError(str(Fault(rule, received, works)))
         self._seen.clear()
 
-    def _saw(self, made: Any, what: str) -> None:
-        self._seen.extend((weakref.ref(one), what) for one in pytree.tree_leaves(made) if isinstance(one, Tensor))
+    def _saw(self, values: Any, what: str) -> None:
+        self._seen.extend((weakref.ref(tensor), what) for tensor in tensors_in(values))
 
     def _left(self) -> Iterator[tuple[Tensor, str]]:
         for one, what in self._seen:

@@ -9,9 +9,9 @@ dominate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,40 +26,24 @@ from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, r
 from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
-from torchckpt.graph.progress import Stopwatch, Watch, log
+from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.fusion import Fusion
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.repeat import under_autograd
-from torchckpt.graph.step.sums import added_in_place
 from torchckpt.graph.step.updates import Updates
-from torchckpt.graph.trace.capture import explained
+from torchckpt.graph.trace.capture import Halves, explained
 from torchckpt.planning.budget import Budget
-from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Backend", "Planner", "backend"]
+__all__ = ["Backend", "backend"]
 
 Inner = Literal["inductor", "eager"]
 
 _ATTEMPTS = 8
 """The largest number of plans for one call, each with more bytes in reserve for what fusion adds."""
-
-
-class Planner(Protocol):
-    """An object that plans one joint graph, such as a :class:`~torchckpt.graph.choose.planner.GraphPlanner`."""
-
-    plan: Plan
-    replay: bool
-    inputs: Collection[int]
-    program: Hashable
-    watch: Watch
-
-    def cost(self, node: fx.Node) -> Cost: ...
-
-    def __call__(self, joint: Joint) -> Schedule: ...
 
 
 def backend(
@@ -102,12 +86,12 @@ class Backend:
     """The backend that :func:`backend` returns. ``plans`` has the plan of each compiled graph, in order.
 
     Args:
-        planner: returns a new :class:`Planner` for each graph.
+        planner: returns a new planner for each graph.
         inner: ``"inductor"`` or ``"eager"``; what runs the planned graph.
         told: whether each graph adds a line to the log.
     """
 
-    def __init__(self, planner: Callable[[], Planner], inner: Inner = "inductor", told: bool = False) -> None:
+    def __init__(self, planner: Callable[[], GraphPlanner], inner: Inner = "inductor", told: bool = False) -> None:
         if inner not in ("inductor", "eager"):
             raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
         require(GRAPH)
@@ -121,9 +105,9 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph. An error of planning is raised at the first call: Dynamo would wrap it in its own error."""
-        watch, planner = Stopwatch(), self._planner()
+        seconds, planner = stopwatch(), self._planner()
         planner.program = tuple(str(node.target) for node in module.graph.nodes)  # the same for all sizes
-        planner.inputs = [place for place, given in enumerate(inputs) if not isinstance(given, nn.Parameter)]
+        planner.inputs = [place for place, value in enumerate(inputs) if not isinstance(value, nn.Parameter)]
         try:
             _refuse_break(module)
             _refuse_symbols(module)
@@ -138,7 +122,7 @@ class Backend:
             self.plans.append(plan)
         if self._told:
             reason = partial("graph {} of torch.compile".format, len(self.plans))
-            log("backend()", module, reason, watch.seconds, self.planning_seconds, plan)
+            log("backend()", module, reason, seconds(), self.planning_seconds, plan)
         return _SameOverlaps(run, planner.inputs)
 
 
@@ -155,10 +139,9 @@ class _SameOverlaps:
 
     def __call__(self, *inputs: Any) -> Any:
         if self._changed is None:
-            given = [place for place in self._places if isinstance(inputs[place], Tensor)]
-            before = [_version(inputs[place]) for place in given]
+            versions = {p: _version(inputs[p]) for p in self._places if isinstance(inputs[p], Tensor)}
             outputs = self._run(*inputs)
-            self._changed = tuple(p for p, version in zip(given, before) if _version(inputs[p]) != version)
+            self._changed = tuple(place for place, version in versions.items() if _version(inputs[place]) != version)
             self._overlaps = self._overlaps_of(inputs)
             self._refuse_views(inputs, outputs)
             return outputs
@@ -174,8 +157,9 @@ class _SameOverlaps:
         """Refuse a view of an input that is a part of a changed one: AOTAutograd makes it of the whole."""
         for changed, place in self._overlaps:
             known = [_layout(inputs[changed]), _layout(inputs[place])]
-            lying = [one for one in outputs if isinstance(one, Tensor) and storage_of(one) == storage_of(inputs[place])]
-            if known[0] != known[1] and any(_layout(one) not in known for one in lying):
+            storage = storage_of(inputs[place])
+            views = [output for output in outputs if isinstance(output, Tensor) and storage_of(output) == storage]
+            if known[0] != known[1] and any(_layout(view) not in known for view in views):
                 rule = "a call that changes a buffer returns no view of an input that is a part of the buffer"
                 received = f"an input of shape {tuple(inputs[place].shape)}, of which a view is returned"
                 raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
@@ -196,25 +180,26 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
-    def partition(
-        module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = added_in_place(joint_of(module, num_fwd_outputs, planner.cost, planner.replay))
-        schedule = planner(joint)
-        return emit(joint, schedule, simulate(joint.flow, schedule).boundary)
+def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
+    halves = Halves(planner.cost, planner, planner.replay)
+    run = by_operator(module, inputs, halves.partition, halves.backward)
 
-    return by_operator(module, inputs, partition)
+    def call(*inputs: Any) -> Any:
+        outputs = run(*inputs)
+        halves.watch(outputs)
+        return outputs
+
+    return call
 
 
-def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
     reserve_bytes = 0
     for _ in range(_ATTEMPTS):
         attempt = _Attempt(planner, reserve_bytes)
         try:
             run = attempt.compiled(copy.deepcopy(module), inputs)
-        except _Exceeds as found:
-            reserve_bytes += found.excess_bytes
+        except _Exceeds as error:
+            reserve_bytes += error.args[0]
         else:
             if hasattr(planner, "plan"):
                 planner.plan = planner.plan.lowered(attempt.spare_bytes)
@@ -225,17 +210,13 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -
 
 
 class _Exceeds(Exception):
-    """The compiled graphs need ``excess_bytes`` more than the plan."""
-
-    def __init__(self, excess_bytes: int) -> None:
-        super().__init__(excess_bytes)
-        self.excess_bytes = excess_bytes
+    """The compiled graphs need so many bytes more than the plan."""
 
 
 class _Attempt:
     """One attempt: plan with ``reserve_bytes`` added to each operation, compile, and compare the kernels' peak."""
 
-    def __init__(self, planner: Planner, reserve_bytes: int) -> None:
+    def __init__(self, planner: GraphPlanner, reserve_bytes: int) -> None:
         self._planner, self._reserve_bytes = planner, reserve_bytes
         self._planned_bytes = self._needed_bytes = 0
 
@@ -320,20 +301,13 @@ def _refuse_break(module: fx.GraphModule) -> None:
 
 def _refuse_symbols(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
-        sizes = [size for value in pytree.tree_leaves(_value_of(node)) for size in _sizes(value)]
-        symbols = [size for size in sizes if not isinstance(size, int)]
+        values = pytree.tree_leaves(node.meta.get("example_value"))
+        sizes = [size for value in values for size in (value.shape if isinstance(value, Tensor) else [value])]
+        symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
         if symbols:
             rule = "all sizes are known when the call is compiled, so that its bytes can be counted"
             works = "torch.compile(model, backend=..., dynamic=False): each shape is compiled, and planned, on its own"
             raise CaptureError(str(Fault(rule, f"{node.name} has the size {symbols[0]}", works)))
-
-
-def _value_of(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _sizes(value: Any) -> Iterable[Any]:
-    return value.shape if isinstance(value, Tensor) else [value] if isinstance(value, torch.SymInt) else []
 
 
 def _raising(error: CheckpointError) -> Callable[..., Any]:

@@ -12,8 +12,11 @@ from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.annotate.annotations import named_modules
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import in_one_graph
+from torchckpt.graph.progress import log_unread
 from torchckpt.graph.run.backend import Backend
-from torchckpt.graph.trace.capture import Capture
+from torchckpt.graph.run.narrowed import narrowed
+from torchckpt.graph.step.unused_outputs import Unread
+from torchckpt.graph.trace.capture import Capture, Halves
 from torchckpt.graph.trace.guard import argument_names, places_of
 from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
@@ -38,12 +41,29 @@ class Call:
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
         data = dict(zip(self._places[len(names) :], paths))
         planner.inputs = frozenset(data)
+        self.halves = Halves(planner.cost, planner, planner.replay, self._note)
         distinct = [tensors[first] for first in self._firsts]
         with restoring_modules(model), planner.watch.tracing(type(model).__name__) as tell:
-            self._capture = Capture(self._function, distinct, data, planner.cost, planner, planner.replay, tell)
+            self._capture = Capture(self._function, distinct, data, self.halves, tell)
         self._capture.witness.refuse_left()
-        self.plan: Plan | None = getattr(planner, "plan", None)
+        plan: Plan | None = getattr(planner, "plan", None)
+        self._plans = {Unread(): plan}  # by what a backward went without
+        self._noted = {Unread().missing}
         self.planning_seconds = planner.watch.planning_seconds
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, as the latest backward ran it; None where nothing is differentiated."""
+        unread, whole = self.halves.unread, self._plans[Unread()]
+        if whole is not None and unread not in self._plans:
+            self._plans[unread] = narrowed(self.halves.joint, whole, unread)
+        return self._plans[unread]
+
+    def _note(self, unread: Unread) -> None:
+        """Log a backward the first time that it goes without these gradients."""
+        if unread.missing not in self._noted:
+            self._noted.add(unread.missing)
+            log_unread(self._model, len(unread.missing), lambda: self.plan)
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""

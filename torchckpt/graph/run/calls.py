@@ -16,12 +16,12 @@ from torchckpt.errors import CheckpointError, Fault, brief, raise_faults
 from torchckpt.graph.annotate.annotations import is_tracing
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.runtime import is_transformed
-from torchckpt.graph.progress import Stopwatch, log
+from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.run.call import Call, CompiledCall, state_of, tensors_of
 from torchckpt.graph.trace.free_variables import FreeVariables
-from torchckpt.graph.trace.guard import changed, guard_of, warn_of_retraces
-from torchckpt.graph.trace.reason import check_bare, reason_of
+from torchckpt.graph.trace.guard import changed, guard_of
+from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
@@ -114,11 +114,11 @@ class Calls:
         kwargs = self._ordered(kwargs)
         with TRACE_LOCK.calling():
             call = self._known(args, kwargs)
-        if call is not _NEW:
-            return cast("Callable[[], Any] | None", call)
-        with TRACE_LOCK.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
-            call = self._known(args, kwargs)  # another thread may have traced it meanwhile
-            return self._trace(args, kwargs) if call is _NEW else cast("Callable[[], Any] | None", call)
+        if call is _NEW:
+            with TRACE_LOCK.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
+                call = self._known(args, kwargs)  # another thread may have traced it meanwhile
+                call = self._trace(args, kwargs) if call is _NEW else call
+        return cast("Callable[[], Any] | None", call)
 
     def _ordered(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """``kwargs`` in the order of the forward's parameters: calls that differ only in that order are the same."""
@@ -155,12 +155,12 @@ class Calls:
         guard = guard_of(self.model, state, args, kwargs, outside.now())
         known = guard.without(self.model, self._ignored) if self._ignored else guard
         reason = partial(reason_of, self.model, tuple(self.known), known, args, kwargs)
-        watch = Stopwatch()
+        seconds = stopwatch()
         if self._engine == "eager":
             call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
         else:
             call = CompiledCall(self._run, self._backend, args, kwargs)
-        log(self._caller, self.model, reason, watch.seconds, call.planning_seconds, call.plan)
+        log(self._caller, self.model, reason, seconds(), call.planning_seconds, call.plan)
         after = guard_of(self.model, state, args, kwargs, outside.now())
         self._ignored.update(changed(self.model, guard, after))
         self.known[guard.without(self.model, self._ignored)] = call

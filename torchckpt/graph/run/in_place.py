@@ -85,18 +85,22 @@ class RematerializeHandle:
         self._module, self._setting = module, setting
 
     @property
+    def _calls(self) -> Calls:
+        return self._setting.calls_of(self._module)
+
+    @property
     def plan(self) -> Plan:
-        """The plan for the latest inputs; before the first call, for the example."""
-        return self._setting.calls_of(self._module).plan
+        """The plan for the latest inputs, as :attr:`Rematerialized.plan`; before the first call, for the example."""
+        return self._calls.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
-        return self._setting.calls_of(self._module).plans
+        return self._calls.plans
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call with these inputs, without running it."""
-        return self._setting.calls_of(self._module).prepare(args, kwargs)
+        return self._calls.prepare(args, kwargs)
 
     def remove(self) -> None:
         """Let the module run as it did before. A second call does nothing."""

@@ -90,9 +90,9 @@ def rematerialize(
     caller = "rematerialize()"
     raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(caller, model)
-    made = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact, {}), engine)
-    made._calls.prepare_example(example, example_kwargs)
-    return made
+    rematerialized = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact, {}), engine)
+    rematerialized._calls.prepare_example(example, example_kwargs)
+    return rematerialized
 
 
 _SHARED = (
@@ -117,7 +117,11 @@ class Rematerialized(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan for the latest inputs; before the first call, for the example."""
+        """The plan for the latest inputs; before the first call, for the example.
+
+        After a backward in which some outputs had no gradient, it is the part that this backward ran, with the bytes
+        that it took. Its ``whole`` is the plan for the gradients of all outputs.
+        """
         return self._calls.plan
 
     @property

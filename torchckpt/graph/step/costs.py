@@ -4,14 +4,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch import fx
 
 from torchckpt.graph.private.operators import branches_of
-from torchckpt.graph.step.measure import Measure
-from torchckpt.tensors import tensors_in
+from torchckpt.graph.step.measure import Measure, bytes_of
+from torchckpt.tensors import flop_formula, tensors_in
 
-__all__ = ["Cost", "CostOf", "flops_of", "given", "measured", "profiled", "roofline"]
+__all__ = ["Cost", "CostOf", "Costs", "cost_of", "flops_of", "given", "roofline"]
 
 
 class Cost(NamedTuple):
@@ -31,11 +30,18 @@ CostOf: TypeAlias = Callable[[fx.Node], Cost]
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 20.0}
 """FLOPs in float32 that a device computes while it moves one byte: a CPU with AVX2, an H100 (its data sheet)."""
 
-_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
-}
-"""Operators whose FLOPs torch does not count: the formula, and the number of inputs whose shapes it takes."""
+Costs: TypeAlias = "str | Mapping[str, float]"
+"""``"roofline"``, ``"profile"``, or seconds by the names of operators."""
+
+
+def cost_of(node: fx.Node, measure: Measure, costs: Costs = "roofline") -> Cost:
+    """The cost of an operation, with what shapes do not tell and a run on made-up numbers does."""
+    run = measure.of(node)
+    if costs == "profile":
+        seconds, flops = run.seconds, flops_of(node)
+    else:
+        seconds, flops, *_ = roofline(node) if isinstance(costs, str) else given(node, costs)
+    return Cost(seconds, flops, run.workspace_bytes, run.made_bytes, run.draws)
 
 
 def roofline(node: fx.Node) -> Cost:
@@ -44,23 +50,11 @@ def roofline(node: fx.Node) -> Cost:
     The seconds are the larger of the time to compute and the time to move bytes (the roofline model, Williams 2009), on
     a device that moves one gigabyte per second: memory bounds pointwise operations, arithmetic bounds matrix products.
     """
-    values = [value.meta.get("val") for value in node.all_input_nodes]
-    moved_bytes = sum(_bytes(tensor) for value in [*values, node.meta.get("val")] for tensor in tensors_in(value))
+    moved_bytes = sum(map(bytes_of, [*node.all_input_nodes, node]))
     flops = flops_of(node)
     device = next((tensor.device.type for tensor in tensors_in(node.meta.get("val"))), "cpu")
     seconds = max(moved_bytes, flops / _FLOPS_PER_BYTE.get(device, 20.0)) * 1e-9
     return Cost(seconds, flops)
-
-
-def profiled(node: fx.Node, measure: Measure) -> Cost:
-    """A cost whose seconds are measured: the least time of a few runs."""
-    return measured(Cost(measure.of(node).seconds, flops_of(node)), node, measure)
-
-
-def measured(cost: Cost, node: fx.Node, measure: Measure) -> Cost:
-    """``cost`` with what shapes do not tell and a run does: workspace, sizes of results, random draws."""
-    found = measure.of(node)
-    return cost._replace(workspace_bytes=found.workspace_bytes, made_bytes=found.made_bytes, draws=found.draws)
 
 
 def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
@@ -80,17 +74,9 @@ def flops_of(node: fx.Node) -> int:
     branches = [sum(map(flops_of, branch.graph.nodes)) for branch in branches_of(node)]
     if branches:
         return max(branches)
-    operator = str(getattr(node.target, "overloadpacket", ""))
-    if operator in _ATTENTION:
-        count_flops, inputs = _ATTENTION[operator]
-        return int(count_flops(*(value.meta["val"].shape for value in cast(Any, node.args[:inputs]))))
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    count = flop_formula(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
     values = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     arguments, named = cast(tuple[Any, Any], values)
     return int(count(*arguments, **named, out_val=node.meta["val"]))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

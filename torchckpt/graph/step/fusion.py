@@ -53,7 +53,7 @@ class Fusion:
 def _inlined(joint: Joint) -> dict[int, int]:
     """Maps each operation that is computed where it is read to the operation that reads it."""
     flow, nodes = joint.flow, joint.nodes
-    kernels = list(accumulate(not (_is_pointwise(node) or _is_reduction(node)) for node in nodes))
+    kernels = list(accumulate(not (_is_pointwise(node) or _has(node, torch.Tag.reduction)) for node in nodes))
     readers: dict[int, list[int]] = {}
     for index, operation in enumerate(flow.operations):
         for storage in operation.reads:
@@ -117,17 +117,9 @@ def _marked(joint: Joint) -> frozenset[int]:
 
 
 def _is_pointwise(node: fx.Node | None) -> bool:
-    return node is not None and (_has(node, torch.Tag.pointwise) or _name(node).startswith(_COMPUTED))
+    name = str(getattr(node.target, "__name__", "")) if node is not None else ""  # such as full.default
+    return _has(node, torch.Tag.pointwise) or name.startswith(_COMPUTED)
 
 
-def _is_reduction(node: fx.Node | None) -> bool:
-    return node is not None and _has(node, torch.Tag.reduction)
-
-
-def _has(node: fx.Node, tag: torch.Tag) -> bool:
-    return tag in getattr(node.target, "tags", ())
-
-
-def _name(node: fx.Node) -> str:
-    """Such as ``full.default``."""
-    return str(getattr(node.target, "__name__", ""))
+def _has(node: fx.Node | None, tag: torch.Tag) -> bool:
+    return node is not None and tag in getattr(node.target, "tags", ())

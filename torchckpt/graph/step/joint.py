@@ -8,7 +8,7 @@ an operation. :class:`~torchckpt.planning.remat.flow.dataflow.Dataflow` describe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torchckpt.graph.step.costs import Cost, CostOf
 from torchckpt.graph.step.repeat import Repeat, as_eager_runs, forget_statistics, repeat_of, runs_once
 from torchckpt.graph.step.rng import record_states, refuse_generators
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
+from torchckpt.tensors import tensors_in
 
 __all__ = ["Joint", "is_sum", "joint_of", "needed", "reached"]
 
@@ -168,7 +169,7 @@ class _Builder:
             self.storages[node] = self._roots_of(node.all_input_nodes)
             self.views.add(node)
             return
-        parts = list(_tensors(value))
+        parts = tensors_in(value)
         keys = [storage_of(part) for part in parts]
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
         is_called = node.op == "call_function" and not self._is_part(node)
@@ -237,12 +238,6 @@ def copied(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         nodes[node] = made.node_copy(node, nodes.__getitem__)
     return made
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for part in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(part, Tensor):
-            yield part
 
 
 def _is_sparse(value: Any) -> bool:

@@ -20,7 +20,7 @@ from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.rng import generator_state, replayed
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Measure", "Measured"]
+__all__ = ["Measure", "Measured", "bytes_of"]
 
 _SEEN = "seen"
 """Key in a node's ``meta``: the kinds of tensors that its operation returned in a run."""
@@ -71,27 +71,27 @@ class Measure:
             return Measured()
         if "meta" in map(_device, [node, *node.all_input_nodes]):  # meta tensors have no bytes
             return Measured()
-        found, refused = list[Measured](), ""
+        runs, refused = list[Measured](), ""
         for whole in (0, 1) if _may_be_ones(node) else (0,):
             try:
                 with _aside():
-                    found += self._runs_on(node, whole)
+                    runs += self._runs_on(node, whole)
             except Exception as error:  # made-up numbers may be invalid arguments
                 if "Profiler is already enabled" in str(error):  # torch allows one profiler at a time
                     return Measured()
                 refused = refused or f"{type(error).__name__}: {error}".splitlines()[0]
-        if found:
-            return max(found, key=lambda one: one.workspace_bytes)._replace(
-                seconds=max(one.seconds for one in found),
-                made_bytes=tuple(map(max, zip(*(one.made_bytes for one in found)))),
-                kinds=found[0].kinds,
-                draws=any(one.draws for one in found),
+        if runs:
+            return max(runs, key=lambda run: run.workspace_bytes)._replace(
+                seconds=max(run.seconds for run in runs),
+                made_bytes=tuple(map(max, zip(*(run.made_bytes for run in runs)))),
+                kinds=runs[0].kinds,
+                draws=any(run.draws for run in runs),
             )
         warnings.warn(
             f"{node.target} cannot be measured: on made-up numbers it raises {refused}; "
             "its workspace counts as a copy of all that it reads and writes", stacklevel=2,
         )
-        return Measured(sum(map(_bytes, [*node.all_input_nodes, node])))
+        return Measured(sum(map(bytes_of, [*node.all_input_nodes, node])))
 
     def _runs_on(self, node: fx.Node, whole: int) -> list[Measured]:
         """Measure runs on random numbers, with all integers equal to ``whole``; one run for each branch."""
@@ -99,23 +99,23 @@ class Measure:
         arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
         if node.target is replayed:
             arguments = (generator_state(str(arguments[1])), *arguments[1:])  # random bytes are not a valid state
-        given = set(map(storage_of, tensors_in((arguments, named))))
+        inputs = set(map(storage_of, tensors_in((arguments, named))))
         target = cast(Callable[..., Any], node.target)
-        runs = [_bound(target, those, named) for those in _ways(node, arguments)]
-        return [self._measured(run, given, _device(node)) for run in runs]
+        runs = [partial(target, *values, **named) for values in _ways(node, arguments)]
+        return [self._measured(run, inputs, _device(node)) for run in runs]
 
-    def _measured(self, run: Callable[[], Any], given: set[int], device: str) -> Measured:
+    def _measured(self, run: Callable[[], Any], inputs: set[int], device: str) -> Measured:
         """Measure one run. ``given`` are the storages that it reads, which are not counted as made."""
         before = generator_state(device)
         seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
-        workspace_bytes, made = _allocated(run, device)
-        known, sizes = set(given), []
-        for tensor in tensors_in(made):
+        workspace_bytes, results = _allocated(run, device)
+        known, sizes = set(inputs), []
+        for tensor in tensors_in(results):
             parts = parts_of(tensor)
             is_new = any(storage_of(part) not in known for part in parts)
-            sizes.append(sum(map(_storage_bytes, parts)) if is_new else 0)
+            sizes.append(sum(part.untyped_storage().nbytes() for part in parts) if is_new else 0)
             known.update(map(storage_of, parts))
-        kinds = tuple((one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else None for one in made)
+        kinds = tuple((result.dtype, tuple(result.shape)) if isinstance(result, Tensor) else None for result in results)
         return Measured(workspace_bytes, seconds, tuple(sizes), kinds, not torch.equal(before, generator_state(device)))
 
 
@@ -135,11 +135,11 @@ def _followed(node: fx.Node, whole: int) -> Any:
     name = str((layer.target, *layer.args[:1])) if layer.op == "call_function" else ""
     if "rnn" not in name or "backward" in name:
         return _made_up(node, whole)
-    made: dict[fx.Node, Any] = {}
-    for one in (layer, *reversed(views)):
-        given = fx.node.map_arg(one.args, lambda used: made[used] if used in made else _made_up(used, whole))
-        made[one] = cast(Callable[..., Any], one.target)(*given)
-    return made[node]
+    values: dict[fx.Node, Any] = {}
+    for step in (layer, *reversed(views)):
+        arguments = fx.node.map_arg(step.args, lambda used: values[used] if used in values else _made_up(used, whole))
+        values[step] = cast(Callable[..., Any], step.target)(*arguments)
+    return values[node]
 
 
 def _likely(node: fx.Node) -> Any:
@@ -195,12 +195,9 @@ def _may_be_ones(node: fx.Node) -> bool:
     return has_integers and all(size > 1 for size in [*sizes, *counts])
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """The bytes of the tensors that ``node`` makes, by their shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(node.meta.get("val")))
-
-
-def _bound(target: Callable[..., Any], arguments: Any, named: Any) -> Callable[[], Any]:
-    return lambda: target(*arguments, **named)
 
 
 def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
@@ -208,10 +205,6 @@ def _allocated(run: Callable[[], Any], device: str) -> tuple[int, list[Any]]:
     results: list[Any] = []
     changes = allocations(lambda: results.append(run()), device)
     return max(accumulate(changes), default=0) - sum(changes), pytree.tree_leaves(results)
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if _is_strided(tensor) else 0
 
 
 def _is_strided(tensor: Tensor) -> bool:

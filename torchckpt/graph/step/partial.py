@@ -16,7 +16,7 @@ from torchckpt.graph.step.emit import Emitter, forward_of
 from torchckpt.graph.step.joint import Joint, is_sum, reached
 from torchckpt.planning.remat.flow.dataflow import Schedule
 
-__all__ = ["Backward", "PartialBackwards"]
+__all__ = ["Absent", "Backward", "PartialBackwards"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
@@ -31,27 +31,29 @@ class PartialBackwards:
 
     def __init__(self, joint: Joint, schedule: Schedule, boundary: int, whole: fx.GraphModule) -> None:
         self._joint, self._schedule, self._boundary = joint, schedule, boundary
-        self._whole = whole
         self._takes = [str(node.target) for node in whole.graph.find_nodes(op="placeholder")]
-        self._made: dict[frozenset[fx.Node], Backward] = {}
+        self._made: dict[frozenset[fx.Node], Backward | None] = {}
 
-    def without(self, missing: Set[fx.Node]) -> Backward:
-        """The backward without these gradients of outputs. It takes the same list as the whole backward."""
+    def without(self, missing: Set[fx.Node]) -> Backward | None:
+        """The backward without these gradients of outputs. It takes the same list as the whole backward.
+
+        None, if it would need values that are not in that list: the whole backward then gets zeros.
+        """
         key = frozenset(missing)
         if key not in self._made:
             self._made[key] = self._emitted(key)
         return self._made[key]
 
-    def _emitted(self, missing: frozenset[fx.Node]) -> Backward:
+    def _emitted(self, missing: frozenset[fx.Node]) -> Backward | None:
         forward = forward_of(self._joint, self._schedule[: self._boundary])
-        emitter = _Without(self._joint, forward, _Absent(self._joint, missing))
+        emitter = _Without(self._joint, forward, Absent(self._joint, missing))
         for index in self._schedule[self._boundary :]:
             emitter.run(index)
         gradients = self._joint.outputs[self._joint.forward_outputs :]
         module = emitter.finish(emitter.resolved(gradients), "PartialBackward")
         takes = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         if not set(takes) <= set(self._takes):  # a value that the whole backward does not get
-            return self._whole.forward
+            return None
         places = [self._takes.index(name) for name in takes]
 
         def run(arguments: list[Any]) -> Sequence[Any]:
@@ -62,7 +64,7 @@ class PartialBackwards:
         return run
 
 
-class _Absent:
+class Absent:
     """Nodes to leave out. ``nodes`` depend only on ``missing`` gradients; ``same`` maps a sum of two gradients, one of
     which is absent, to the other one."""
 
@@ -79,11 +81,19 @@ class _Absent:
                 elif is_sum(node):
                     self.same[node] = next(source for source in sources if source not in self.nodes)
 
+    def is_copied(self, node: fx.Node) -> bool:
+        """Whether ``node`` is in ``same`` and a copy of the other gradient: a view would keep its whole storage."""
+        return node in self.same and self.bytes_of(self.same[node]) > self.bytes_of(node)
+
+    @staticmethod
+    def bytes_of(node: fx.Node) -> int:
+        return int(node.meta["val"].untyped_storage().nbytes())
+
 
 class _Without(Emitter):
     """Emits a backward without the absent nodes. An operation that still reads one of them gets zeros."""
 
-    def __init__(self, joint: Joint, before: Emitter, absent: _Absent) -> None:
+    def __init__(self, joint: Joint, before: Emitter, absent: Absent) -> None:
         super().__init__(joint, [node for node in joint.tangents if node not in absent.nodes], before)
         self._absent = absent
 
@@ -91,8 +101,8 @@ class _Without(Emitter):
         node = self.joint.nodes[index]
         if node is None or not (node in self._absent.nodes or node in self._absent.same):
             super().run(index)
-        elif node in self._absent.same and _bytes(self._absent.same[node]) > _bytes(node):
-            part = self.resolve(self._absent.same[node])  # a view would keep its whole storage alive
+        elif self._absent.is_copied(node):
+            part = self.resolve(self._absent.same[node])
             self._newest[node] = self.graph.call_function(torch.ops.aten.clone.default, (part,))
 
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
@@ -119,10 +129,6 @@ class _Without(Emitter):
         storage = like.untyped_storage().nbytes() // like.element_size()
         arguments = storage, like.shape, like.stride(), like.storage_offset(), like.dtype, like.device
         return self.graph.call_function(_zeros, arguments)
-
-
-def _bytes(node: fx.Node) -> int:
-    return int(node.meta["val"].untyped_storage().nbytes())
 
 
 def _zeros(

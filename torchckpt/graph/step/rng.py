@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.operators import argument_of, is_random
+from torchckpt.tensors import tensors_in
 
 __all__ = ["draws", "generator_state", "record_states", "refuse_generators", "replayed", "state_of"]
 
@@ -46,7 +47,7 @@ def refuse_generators(graph: fx.Graph) -> None:
 def record_states(graph: fx.Graph) -> None:
     """Insert before each random operation of ``graph`` a node that reads its generator's state."""
     for node in [node for node in graph.nodes if node.op == "call_function" and draws(node)]:
-        like = next(part for part in _parts(node.meta["val"]) if isinstance(part, Tensor))
+        like = tensors_in(node.meta["val"])[0]
         with graph.inserting_before(node):
             state = graph.call_function(generator_state, (str(like.device),))
         size = generator_state(str(like.device)).numel()
@@ -65,7 +66,3 @@ def _set(device: str, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _parts(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

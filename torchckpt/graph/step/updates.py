@@ -23,7 +23,8 @@ class Updates:
     """
 
     def __init__(self, graph: fx.Graph, forward_outputs: int) -> None:
-        nodes = [node for node in graph.find_nodes(op="call_function", target=_COPY) if _is_input(node.args[0])]
+        copies = graph.find_nodes(op="call_function", target=_COPY)
+        nodes = [node for node in copies if isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"]
         self._first = forward_outputs
         self._inputs = [node.args[0].name for node in nodes]
         values = [node.args[1] for node in nodes]
@@ -57,10 +58,6 @@ class Updates:
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta["val"] = node.meta["val"]
         return copy
-
-
-def _is_input(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
 def _inserted(values: Any, place: int, more: list[Any]) -> tuple[Any, ...]:

@@ -1,12 +1,10 @@
 """Values: the storages that a joint graph's forward makes, by names that users know: modules and marks."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import fx
 
 from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.step.joint import Joint
@@ -67,9 +65,9 @@ class Values:
         """By qualified name of a module, the storages that it makes and that operations outside of it read."""
         found: dict[str, set[int]] = {}
         for storage, (writer, readers) in self._uses.items():
-            module = self.module_of(writer)
+            module = self.paths[writer]
             while module:
-                outside = [reader for reader in readers if not _is_inside(self.module_of(reader), module)]
+                outside = [reader for reader in readers if not _is_inside(self.paths[reader], module)]
                 if outside or not readers:
                     found.setdefault(module, set()).add(storage)
                 module = module.rpartition(".")[0]
@@ -109,12 +107,10 @@ class Values:
         """For each operation, the qualified name of its module; empty for the root module."""
         return tuple("" if node is None else module_of(node) for node in self._joint.nodes)
 
-    def module_of(self, index: int) -> str:
-        return self.paths[index]
-
     def value(self, storage: int) -> Value:
         index = self._flow.writer[storage]
-        operation, node = self._flow.operations[index], self._node(storage)
+        operation, storages = self._flow.operations[index], self._joint.storages
+        node = next(node for node in storages if node not in self._joint.views and storage in storages[node])
         like = node.meta["val"]
         marks = tuple(name for name, storages in self.marks.items() if storage in storages)
         operator = str(self._joint.nodes[index].target).removesuffix(".default")  # type: ignore[union-attr]
@@ -138,12 +134,6 @@ class Values:
     def _tensors(self) -> frozenset[int]:
         """All storages of tensors: without the tokens that keep operations in order."""
         return frozenset[int]().union(*self._joint.storages.values())
-
-    def _node(self, storage: int) -> fx.Node:
-        return next(node for node in self._roots() if storage in self._joint.storages[node])
-
-    def _roots(self) -> Iterator[fx.Node]:
-        return (node for node in self._joint.storages if node not in self._joint.views)
 
 
 def _is_inside(module: str, outer: str) -> bool:

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotate.annotations import Tracing
-from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
@@ -23,16 +22,17 @@ from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.partial import Backward, PartialBackwards
 from torchckpt.graph.step.sums import added_in_place
-from torchckpt.graph.step.unused_outputs import UnusedOutputs
+from torchckpt.graph.step.unused_outputs import Unread, UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["Capture", "Choose", "explained"]
+__all__ = ["Capture", "Halves", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """Returns the schedule of a joint graph."""
+
 
 class Capture:
     """A traced function of tensors; later calls take tensors of the same shapes, strides, dtypes and devices.
@@ -41,34 +41,27 @@ class Capture:
         function: takes tensors; returns a nested structure of tensors and constants.
         tensors: tensors to trace with. Nothing runs: neither they nor a generator change.
         data: names of the tensors that the function must not change, by place; it may change the others, the buffers.
-        cost: returns the cost of an operation.
-        choose: returns the schedule of the joint graph.
-        replay: whether random operations may be repeated. Default: False.
+        halves: makes and runs the forward and the backwards.
         tell: called with each operator of the forward.
 
     Raises:
         CaptureError: the function depends on the values of its tensors, changes its data, or has no derivative.
     """
 
-    joint: Joint
-
     def __init__(
-        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], cost: CostOf,
-        choose: Choose, replay: bool = False, tell: Callable[[object], None] = lambda operator: None,
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], data: dict[int, str], halves: Halves,
+        tell: Callable[[object], None] = lambda operator: None,
     ) -> None:
         require(GRAPH)
-        self._function, self._data, self._cost, self._choose = function, data, cost, choose
-        self._replay = replay
-        self._are_leaves = [tensor.is_leaf for tensor in tensors]
-        self._casts_are_kept = torch.is_autocast_cache_enabled()
-        self.witness = Witness(tell)
-        self._differentiable = Differentiable(self._flat, self._partition, self._backward)
+        self._function, self._data, self._halves = function, data, halves
+        self.witness = Witness(tensors, tell)
+        self._differentiable = Differentiable(self._flat, self._partition, halves.backward)
         with explained(), _collector_paused():
             self._differentiable.trace(*tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outputs = self._differentiable(*tensors)
-        self._unread.watch(outputs)
+        self._halves.watch(outputs)
         leaves = iter(outputs)
         constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
         return pytree.tree_unflatten(constants, self._structure)
@@ -76,8 +69,7 @@ class Capture:
     def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call the function and return only its output tensors; its other outputs are constants of the trace."""
         before = [tensor._version for tensor in tensors]
-        casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
-        with casting, self.witness.watching(tensors), Tracing() as tracing:
+        with self.witness.watching(tensors), Tracing() as tracing:
             leaves, self._structure = pytree.tree_flatten(self._function(*tensors))
             leaves = [tracing.unmarked(leaf) for leaf in leaves]
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
@@ -94,21 +86,11 @@ class Capture:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _partition(
-        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mutated = mutated_inputs(module.graph.output_node())
         self._refuse(place for place in mutated.values() if place is not None)
-        self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
-        self._unread = UnusedOutputs(self.joint)
-        schedule = self._choose(self.joint)
-        boundary = simulate(self.joint.flow, schedule).boundary
-        forward, backward = emit(self.joint, schedule, boundary)
-        self._partial = PartialBackwards(self.joint, schedule, boundary, backward)
-        return forward, backward
-
-    def _backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
-        missing = self._unread.missing()
-        return (self._partial.without(missing) if missing else whole)(arguments)
+        return self._halves.partition(module, inputs, **options)
 
     def _refuse(self, mutated: Iterator[int]) -> None:
         found = [self._data[place] for place in mutated if place in self._data]
@@ -117,6 +99,56 @@ class Capture:
                 "a call that is recomputed leaves its inputs as they are", f"{found[0]} is changed in place",
                 "x = x + 1 in place of x.add_(1); or x = x.clone() first",
             )))
+
+
+class Halves:
+    """The forward and the backwards of one joint graph. AOTAutograd calls ``partition``, and runs what it returns.
+
+    A backward runs without the gradients of outputs that no loss reads, and may retain its graph.
+
+    Args:
+        cost: returns the cost of an operation.
+        choose: returns the schedule of the joint graph.
+        replay: whether random operations may be repeated. Default: False.
+        note: called after each backward with what it went without.
+    """
+
+    joint: Joint
+    unread = Unread()
+    """What the latest backward went without."""
+
+    def __init__(
+        self, cost: CostOf, choose: Choose, replay: bool = False, note: Callable[[Unread], None] = lambda unread: None
+    ) -> None:
+        self._cost, self._choose, self._replay, self._note = cost, choose, replay, note
+        self._outputs: UnusedOutputs | None = None  # None if nothing is differentiated
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Record which gradients of the call's ``outputs`` arrive in its backwards."""
+        if self._outputs is not None:
+            self._outputs.watch(outputs)
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward of the schedule that is chosen for a joint graph."""
+        self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
+        self._outputs = UnusedOutputs(self.joint)
+        schedule = self._choose(self.joint)
+        boundary = simulate(self.joint.flow, schedule).boundary
+        forward, backward = emit(self.joint, schedule, boundary)
+        self._partial = PartialBackwards(self.joint, schedule, boundary, backward)
+        return forward, backward
+
+    def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
+        """Run ``whole``, the second graph, or the part of it for the gradients that have arrived."""
+        outputs = cast(UnusedOutputs, self._outputs)
+        missing, held = outputs.missing()
+        partial = self._partial.without(missing) if missing else None
+        gradients = (partial or whole)(arguments)
+        self.unread = Unread(missing, outputs.released(missing, held)) if partial else Unread()
+        self._note(self.unread)
+        return gradients
 
 
 @contextmanager

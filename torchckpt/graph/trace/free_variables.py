@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchckpt.graph.trace.guard import Itself, constant_of, is_container
+from torchckpt.graph.trace.guard import MOST_PARTS, Itself, constant_of, is_container, parts_of
 from torchckpt.modules import OF_EVERY_MODULE
 
 __all__ = ["FreeVariables"]
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "torchckpt", "numpy"})
-_MOST_PARTS = 64
 _CONTAINERS = (list, tuple, Mapping)
 _DEPTH = 3
 _BY_SYNTAX = frozenset({"forward", "backward", "__init__", "__call__", "__getitem__", "__getattr__", "__iter__"})
@@ -80,7 +79,7 @@ def _are_same(parts: list[Any], others: list[Any]) -> bool:
 def _seen(value: Any, depth: int = 0) -> Hashable:
     if not _is_container(value):
         return constant_of(value) or Itself(value)
-    if len(value) > _MOST_PARTS or depth >= _DEPTH:
+    if len(value) > MOST_PARTS or depth >= _DEPTH:
         return Itself(value)
     parts = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else value
     return type(value), tuple(_seen(part, depth + 1) for part in parts)
@@ -90,8 +89,7 @@ def _size(value: Any, depth: int = 0) -> int:
     """The number of parts of ``value``, down to a limited depth."""
     if not _is_container(value) or depth >= _DEPTH:
         return 1
-    parts = value.values() if isinstance(value, Mapping) else value
-    return sum(_size(part, depth + 1) for part in parts) if len(value) <= _MOST_PARTS else len(value)
+    return sum(_size(part, depth + 1) for part in parts_of(value)) if len(value) <= MOST_PARTS else len(value)
 
 
 class _Walk:
@@ -111,15 +109,18 @@ class _Walk:
 
     def _add(self, value: Any, name: str) -> None:
         """Search ``value`` too, which the code calls ``name``, unless it belongs to a library."""
-        if isinstance(value, (functools.partial, types.MethodType)):
-            for part in (value.func, *value.args) if isinstance(value, functools.partial) else _bound(value):
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args):
                 self._add(part, name)
+        elif isinstance(value, types.MethodType):
+            self._add(value.__func__, name)
+            self._add(value.__self__, name)
         elif isinstance(value, (staticmethod, classmethod)):
             self._add(value.__func__, name)
         elif isinstance(value, property):
             self._add(value.fget, name)
-        elif _is_container(value) and len(value) <= _MOST_PARTS:
-            for part in value.values() if isinstance(value, Mapping) else value:
+        elif _is_container(value) and len(value) <= MOST_PARTS:
+            for part in parts_of(value):
                 self._add(part, name)
         elif id(value) not in self._found and _is_users(value):
             self._found[id(value)] = value
@@ -154,15 +155,15 @@ class _Walk:
                     self._search_in(owner)
 
     def _search_in(self, owner: Any) -> None:
-        own = vars(owner)
+        attributes = vars(owner)
         label = getattr(owner, "__name__", type(owner).__name__)
         is_model = isinstance(owner, type) and issubclass(owner, nn.Module)  # the forward makes no modules
         by_syntax = _BY_SYNTAX - {"__init__"} if is_model else _BY_SYNTAX
-        for name in sorted(self._attributes.union(by_syntax).intersection(own)):
-            if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(own[name]) is not None):
-                self._add(own[name], name)  # the guard has the attributes of modules already
+        for name in sorted(self._attributes.union(by_syntax).intersection(attributes)):
+            if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(attributes[name]) is not None):
+                self._add(attributes[name], name)  # the guard has the attributes of modules already
             else:
-                self._place(owner, name, f"{label}.{name}", functools.partial(own.get, name, _ABSENT))
+                self._place(owner, name, f"{label}.{name}", functools.partial(attributes.get, name, _ABSENT))
         if isinstance(owner, type):
             for base in owner.__mro__[1:]:
                 self._add(base, base.__name__)
@@ -184,13 +185,8 @@ def _is_data(value: Any, name: str, is_global: bool) -> bool:
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return is_global and getattr(value, "__name__", "") != name
     if _is_container(value):  # a registry of functions is code; a large container is not a setting
-        parts = value.values() if isinstance(value, Mapping) else value
-        return _size(value) <= _MOST_PARTS and not (value and all(isinstance(part, _CODE) for part in parts))
+        return _size(value) <= MOST_PARTS and not (value and all(isinstance(part, _CODE) for part in parts_of(value)))
     return constant_of(value) is not None or _is_users(value)
-
-
-def _bound(method: types.MethodType) -> tuple[Any, ...]:
-    return method.__func__, method.__self__
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from torchckpt.tensors import tensors_in
 
 __all__ = [
     "CONSTANTS",
+    "MOST_PARTS",
     "WITHOUT_CACHE",
     "Guard",
     "argument_names",
@@ -28,8 +28,8 @@ __all__ = [
     "guard_of",
     "is_cache",
     "is_container",
+    "parts_of",
     "places_of",
-    "warn_of_retraces",
 ]
 
 
@@ -43,9 +43,8 @@ WITHOUT_CACHE = (
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _PLAIN = frozenset({type(None), bool, int, str, types.FunctionType})
-_RETRACES = 8
 _OUTSIDE = "outside of the modules"
-_MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compared at each call
+MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compared at each call
 
 
 class Guard(NamedTuple):
@@ -91,8 +90,8 @@ def guard_of(
     parts = list(model.modules())
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
     attributes = tuple(map(_attributes, parts))
-    given = tensors_in(leaves)
-    places, aliases = places_of(list(state.values()), given), _aliases(state, given)
+    tensors = tensors_in(leaves)
+    places, aliases = places_of(list(state.values()), tensors), _aliases(state, tensors)
     return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
 
 
@@ -148,8 +147,12 @@ class Itself:
 def _holds_tensors(value: Any) -> bool:
     if not is_container(type(value)):
         return isinstance(value, Tensor)
-    parts = value.values() if isinstance(value, Mapping) else value
-    return any(isinstance(part, Tensor) for part in parts)
+    return any(isinstance(part, Tensor) for part in parts_of(value))
+
+
+def parts_of(container: Any) -> Iterable[Any]:
+    """The values of a mapping, or the members of another container."""
+    return container.values() if isinstance(container, Mapping) else container
 
 
 def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str]]:
@@ -190,34 +193,6 @@ def argument_names(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Each leaf of the arguments with its expression, such as ``args[0]`` or ``kwargs['mask']``."""
     for path, leaf in pytree.tree_flatten_with_path({"args": args, "kwargs": kwargs})[0]:
         yield pytree.keystr(path).replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1), leaf
-
-
-def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwargs: Any) -> None:
-    """Warn once if the call is traced again and again because a constant changes."""
-    if len(guards) != _RETRACES:
-        return
-    for name, first, second in _differences(model, guards[-2], guards[-1], argument_names(args, kwargs)):
-        warnings.warn(
-            f"rematerialize() has traced {_RETRACES} kinds of calls, the last because {name} was {first} and is "
-            f"{second}; pass a value that changes often as a tensor, or set it once", stacklevel=2,
-        )
-        return
-
-
-def _differences(
-    model: nn.Module, before: Guard, after: Guard, names: Iterator[tuple[str, Any]]
-) -> Iterator[tuple[str, Hashable, Hashable]]:
-    first, second = before.kinds[len(before.state) :], after.kinds[len(after.state) :]
-    pairs: list[tuple[str, Any, Any]] = [(name, old, new) for (name, _), old, new in zip(names, first, second)]
-    for (place, _), olds, news in zip(model.named_modules(), before.attributes, after.attributes):
-        both = zip(dict(olds).items(), dict(news).items())  # type: ignore[call-overload]
-        pairs += [(f"{place}.{name}".lstrip("."), old, new) for (name, old), (_, new) in both]
-    pairs += [(name, old, new) for (name, old), (_, new) in zip(before.outside, after.outside)]
-    for name, one, other in pairs:
-        if one != other and all(isinstance(those, tuple) and len(those) == 2 for those in (one, other)):
-            yield name, one[1], other[1]
-        elif one != other and isinstance(one, Itself) and isinstance(other, Itself):
-            yield name, f"a {type(one.value).__name__}", f"another {type(other.value).__name__}"
 
 
 def _around() -> Hashable:
@@ -281,7 +256,7 @@ def _container(value: Any) -> tuple[type, Hashable] | None:
         parts: list[Any] = [value.func, value.args, value.keywords]
     else:
         parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
-    if len(parts) > _MOST_PARTS:
+    if len(parts) > MOST_PARTS:
         return None
     found: tuple[Hashable, ...] = tuple(map(constant_of, parts))
     if None in found:

@@ -1,8 +1,9 @@
 """Reason: why a call is traced anew: its differences from the most similar call that was traced before."""
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torchckpt.graph.private.operators import is_flattened, replicated_kinds, sh
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
 from torchckpt.modules import is_compiled
 
-__all__ = ["check_bare", "reason_of", "refuse_copies"]
+__all__ = ["check_bare", "reason_of", "refuse_copies", "warn_of_retraces"]
 
 _TENSOR = ("class", "shape", "layout in memory", "dtype", "device", "requires_grad")
 _BY_INTEREST = ("shape", "dtype", "device", "requires_grad", "layout in memory", "class")
@@ -22,6 +23,9 @@ _AROUND = (
 )
 _MOST = 3
 _OTHERS = "other arguments"
+_RETRACES = 8
+_Change: TypeAlias = tuple[str, Any, Any]
+"""The name of a value that the call depends on, what a guard had of it, and what the next one has."""
 
 
 def reason_of(model: nn.Module, before: Sequence[Guard], after: Guard, args: Any, kwargs: Any) -> str:
@@ -30,22 +34,48 @@ def reason_of(model: nn.Module, before: Sequence[Guard], after: Guard, args: Any
         return "the first call"
     names = [name for name, _ in argument_names(args, kwargs)]
     every = [
-        list(_differences(model, guard, after, names)) or list(_of_outside(guard, after)) for guard in reversed(before)
+        [*_differences(model, guard, after, names)] or [*map(_text, _of_outside(guard, after))]
+        for guard in reversed(before)
     ]
-    found = min(every, key=lambda one: (one[:1] == [_OTHERS], len(one)))  # _OTHERS comes last: it says little
-    more = f", and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    return ", ".join(found[:_MOST]) + more if found else "something else that its code reads"
+    texts = min(every, key=lambda texts: (texts[:1] == [_OTHERS], len(texts)))  # _OTHERS comes last: it says little
+    more = f", and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
+    return ", ".join(texts[:_MOST]) + more if texts else "something else that its code reads"
+
+
+def warn_of_retraces(model: nn.Module, guards: Sequence[Guard], args: Any, kwargs: Any) -> None:
+    """Warn once if the call is traced again and again because a constant changes."""
+    if len(guards) != _RETRACES:
+        return
+    before, after = guards[-2:]
+    changes = [*_of_arguments([name for name, _ in argument_names(args, kwargs)], before, after)]
+    changes += [*_of_attributes(model, before, after), *_of_outside(before, after)]
+    for name, old, new in changes:
+        values = _constants(old, new)
+        if values is not None:
+            warnings.warn(
+                f"rematerialize() has traced {_RETRACES} kinds of calls, the last because {name} was {values[0]} and "
+                f"is {values[1]}; pass a value that changes often as a tensor, or set it once", stacklevel=2,
+            )
+            return
+
+
+def _constants(old: Any, new: Any) -> tuple[Any, Any] | None:
+    """Two constants, or words for two objects; None for tensors, and for a constant in place of an object."""
+    if isinstance(old, Itself) and isinstance(new, Itself):
+        return f"a {type(old.value).__name__}", f"another {type(new.value).__name__}"
+    are_constants = all(isinstance(value, tuple) and len(value) == 2 for value in (old, new))
+    return (old[1], new[1]) if are_constants else None
 
 
 def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]) -> Iterator[str]:
     if before.structure != after.structure:
         yield _OTHERS
     else:
-        yield from _of_kinds(names, before.kinds[len(before.state) :], after.kinds[len(after.state) :])
+        yield from map(_text, _of_arguments(names, before, after))
     if before.state != after.state:
         yield "other parameters or buffers"
     else:
-        yield from _of_kinds(after.state, before.kinds, after.kinds)
+        yield from map(_text, _of_kinds(after.state, before.kinds, after.kinds))
     for name, one, other in zip(_AROUND, _parts(before.around), _parts(after.around)):
         if one != other:
             yield name
@@ -55,13 +85,16 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
         yield "which tensors are the same tensor"
 
 
-def _of_kinds(names: Sequence[str], before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[str]:
-    for name, one, other in zip(names, before, after):
-        if one != other:
-            yield _changed(name, _parts(one), _parts(other))
+def _of_arguments(names: Sequence[str], before: Guard, after: Guard) -> Iterator[_Change]:
+    return _of_kinds(names, before.kinds[len(before.state) :], after.kinds[len(after.state) :])
 
 
-def _changed(name: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+def _of_kinds(names: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> Iterator[_Change]:
+    return (change for change in zip(names, before, after) if change[1] != change[2])
+
+
+def _text(change: _Change) -> str:
+    name, one, other = change[0], *map(_shown, change[1:])
     if len(one) == len(other) == len(_TENSOR):
         differ = {what: pair for what, pair in zip(_TENSOR, zip(one, other)) if pair[0] != pair[1]}
         what = next(what for what in _BY_INTEREST if what in differ)
@@ -78,26 +111,29 @@ def _of_modules(model: nn.Module, before: Guard, after: Guard) -> Iterator[str]:
     if before.modules != after.modules:
         yield "other modules, or other hooks of them"
         return
-    modes = set[bool]()
-    for (path, _), olds, news in zip(model.named_modules(), before.attributes, after.attributes):
-        old: dict[str, Any] = dict(olds)  # type: ignore[call-overload]  # they are pairs
-        new: dict[str, Any] = dict(news)  # type: ignore[call-overload]
-        for name in dict.fromkeys([*old, *new]):
-            if old.get(name) == new.get(name):
-                continue
-            if name == "training":
-                modes.add(new[name][1])
-            else:
-                yield _changed(f"{path}.{name}".lstrip("."), _shown(old.get(name)), _shown(new.get(name)))
+    changes = list(_of_attributes(model, before, after))
+    modes = {new[1] for name, _, new in changes if _is_mode(name)}
+    yield from (_text(change) for change in changes if not _is_mode(change[0]))
     yield from ("train()" if mode else "eval()" for mode in sorted(modes))
 
 
-def _of_outside(before: Guard, after: Guard) -> Iterator[str]:
+def _of_attributes(model: nn.Module, before: Guard, after: Guard) -> Iterator[_Change]:
+    for (path, _), olds, news in zip(model.named_modules(), before.attributes, after.attributes):
+        old: dict[str, Any] = dict(olds)  # type: ignore[call-overload]  # they are pairs
+        new: dict[str, Any] = dict(news)  # type: ignore[call-overload]
+        names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+        yield from ((f"{path}.{name}".lstrip("."), old.get(name), new.get(name)) for name in names)
+
+
+def _is_mode(name: str) -> bool:
+    return name.rpartition(".")[2] == "training"
+
+
+def _of_outside(before: Guard, after: Guard) -> Iterator[_Change]:
     """Differences in values outside of the modules, by position, since names may repeat. None if the names differ."""
-    if [name for name, _ in before.outside] == [name for name, _ in after.outside]:
-        for (name, old), (_, new) in zip(before.outside, after.outside):
-            if old != new:
-                yield _changed(name, _shown(old), _shown(new))
+    names = [name for name, _ in after.outside]
+    if [name for name, _ in before.outside] == names:
+        yield from _of_kinds(names, [value for _, value in before.outside], [value for _, value in after.outside])
 
 
 def _shown(value: Hashable) -> tuple[Any, ...]:

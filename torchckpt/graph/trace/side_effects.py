@@ -29,15 +29,15 @@ def restoring_modules(model: nn.Module) -> Iterator[None]:
         CaptureError: the forward stored any other tensor, or made a parameter, a buffer or a module.
     """
     tensors = _tensors_of(model)
-    own = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
+    owned = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
     try:
         yield
     except Exception as error:
-        left = _put_back(model, tensors, own)
+        left = _put_back(model, tensors, owned)
         if left is None or isinstance(error, CaptureError):
             raise
         raise CaptureError(str(left)) from error
-    left = _put_back(model, tensors, own)
+    left = _put_back(model, tensors, owned)
     if left is not None:
         raise CaptureError(str(left))
 
@@ -46,10 +46,10 @@ _OWN = ("_parameters", "_buffers", "_modules")
 _Tensors = dict[tuple[str, str], tuple[Any, tuple[Tensor, ...]]]
 
 
-def _put_back(model: nn.Module, tensors: _Tensors, own: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Fault | None:
+def _put_back(model: nn.Module, tensors: _Tensors, owned: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Fault | None:
     """Restore the modules. Return the fault of a forward that did what it must not do, or None."""
     left = None
-    for module, kinds in own:
+    for module, kinds in owned:
         for kind, before in kinds.items():
             now = getattr(module, kind)
             made = [name for name, value in now.items() if before.get(name) is None and value is not None]

@@ -34,6 +34,7 @@ class Plan:
         paths: for each operation, the qualified name of its module.
         names: for each module, the storages that leave it; for each mark, the storages that carry it.
         budget_bytes: the budget of the schedule; None if no budget was given.
+        whole: the plan for the gradients of all outputs, if this is what a backward without some of them took of it.
     """
 
     flow: Dataflow
@@ -41,6 +42,7 @@ class Plan:
     paths: tuple[str, ...]
     names: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     budget_bytes: int | None = None
+    whole: Plan | None = None
 
     @cached_property
     def memory(self) -> Memory:
@@ -130,9 +132,7 @@ class Plan:
 
     def to_json(self) -> str:
         """All of the plan: ``keep=Plan.from_json(text)`` saves the search for a schedule."""
-        flow = asdict(self.flow, dict_factory=_stored) | {name: sorted(getattr(self.flow, name)) for name in _SETS}
-        fields = {"schedule": self.schedule, "paths": self.paths, "names": dict(self.names)}
-        return json.dumps({"format": _FORMAT, "flow": flow, **fields, "budget_bytes": self.budget_bytes})
+        return json.dumps({"format": _FORMAT, **self._fields()})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -144,17 +144,28 @@ class Plan:
         try:
             read = json.loads(text)
             told = {_FORMAT: read}[read["format"]]
-            operations = tuple(_operation(fields) for fields in told["flow"]["operations"])
-            sets = {name: frozenset(told["flow"][name]) for name in _SETS}
-            flow = Dataflow(operations, tuple(told["flow"]["sizes_bytes"]), told["flow"]["forward"], **sets)
-            names = {name: tuple(storages) for name, storages in told["names"].items()}
-            plan = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"])
-            plan.memory  # noqa: B018  # there is one if the schedule is one
-            return plan
+            return cls._read(told)
         except (ValueError, LookupError, TypeError) as error:
             fault = Fault("a plan is read from what plan.to_json() wrote", f"{text!r:.60} ({error!r})",
                           "Plan.from_json(plan.to_json())")
             raise ArgumentError(f"Plan.from_json(): {fault}") from error
+
+    def _fields(self) -> dict[str, Any]:
+        flow = asdict(self.flow, dict_factory=_stored) | {name: sorted(getattr(self.flow, name)) for name in _SETS}
+        fields = {"schedule": self.schedule, "paths": self.paths, "names": dict(self.names)}
+        whole = {"whole": self.whole._fields()} if self.whole else {}
+        return {"flow": flow, **fields, "budget_bytes": self.budget_bytes, **whole}
+
+    @classmethod
+    def _read(cls, told: dict[str, Any]) -> Plan:
+        operations = tuple(_operation(one) for one in told["flow"]["operations"])
+        sets = {name: frozenset(told["flow"][name]) for name in _SETS}
+        flow = Dataflow(operations, tuple(told["flow"]["sizes_bytes"]), told["flow"]["forward"], **sets)
+        names = {name: tuple(storages) for name, storages in told["names"].items()}
+        whole = cls._read(told["whole"]) if "whole" in told else None
+        made = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"], whole)
+        made.memory  # noqa: B018  # there is one if the schedule is one
+        return made
 
     def __str__(self) -> str:
         rows = plan_rows(self.flow, self.schedule, [path or "(root)" for path in self.paths])
