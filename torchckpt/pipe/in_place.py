@@ -19,7 +19,7 @@ from torchckpt.errors import Fault, raise_faults
 from torchckpt.regions.private import storage_key
 from torchckpt.regions.trees import copy_attributes, tensors_of
 
-__all__ = ["NOTHING_SHARED", "ChangedInputs", "Memory", "StageInputs"]
+__all__ = ["ChangedInputs", "Memory", "StageInputs"]
 
 
 @dataclass
@@ -127,22 +127,14 @@ class Memory(NamedTuple):
         return cls(shared, frozenset(range(len(tensors))))
 
     def on_leaving(
-        self,
-        leaving: Sequence[Tensor],
-        in_flight: Sequence[Tensor],
-        arrived: Sequence[Tensor],
-        is_replayed: bool = False,
+        self, leaving: Sequence[Tensor], in_flight: Sequence[Tensor], arrived: Sequence[Tensor]
     ) -> Memory:
         """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
-        kept = range(len(arrived)) if is_replayed else self.kept
         is_alone = len(leaving) < 2 and not in_flight and not self.shared
-        if is_alone and not kept:
+        if is_alone and not self.kept:
             return self
         others = [*in_flight, *(arrived[place] for place in self.shared)]
         shared = _NONE if is_alone else shared_places(leaving, others)
-        homes = [storage_key(arrived[place]) for place in kept]
+        homes = [storage_key(arrived[place]) for place in self.kept]
         stays = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
-        return Memory(shared, frozenset(stays)) if shared or stays else NOTHING_SHARED
-
-
-NOTHING_SHARED = Memory()
+        return Memory(shared, frozenset(stays))

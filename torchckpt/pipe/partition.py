@@ -83,30 +83,27 @@ class Stage:
         """The inputs that the layers are known to change in place."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
-    def call(self, skips: StageSkips, given: StageInputs | None) -> StageCall:
-        """The call of this stage on one micro-batch. ``given`` handles in-place changes of inputs; None allows all."""
-        return StageCall(self, skips, given)
-
 
 class StageCall(NamesModules):
-    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave."""
+    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave.
+    ``inputs`` handles in-place changes of the inputs; None allows all."""
 
-    def __init__(self, stage: Stage, skips: StageSkips, given: StageInputs | None) -> None:
-        self._stage, self._skips, self._given = stage, skips, given
+    def __init__(self, stage: Stage, skips: StageSkips, inputs: StageInputs | None) -> None:
+        self._stage, self._skips, self._inputs = stage, skips, inputs
         self._is_forward = True
         self.region_modules = stage.modules
         self.__qualname__ = stage.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
         is_forward, self._is_forward = self._is_forward, False
-        given = self._given
-        if given is None:
+        inputs = self._inputs
+        if inputs is None:
             return self._skips.run(partial(self._run, args, kwargs, None))
-        args, kwargs = given.arguments(args, kwargs, is_forward)
+        args, kwargs = inputs.arguments(args, kwargs, is_forward)
         try:
-            return self._skips.run(partial(self._run, args, kwargs, given if is_forward else None), given.own)
+            return self._skips.run(partial(self._run, args, kwargs, inputs if is_forward else None), inputs.own)
         finally:
-            given.end()
+            inputs.end()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: StageInputs | None) -> Any:
         for layer in self._stage.layers:
