@@ -3,13 +3,13 @@
 ``torchckpt.regions`` draws the graph of a region between two stages, and numbers its nodes. This is where the nodes of
 micro-batch i between stage j and stage j + 1 run, with look-ahead k:
 
-                      forward                       backward      what is added to the drawing
+                      forward                       backward
 
-    [1] Checkpoint    compute j                     compute j     takes the phony of R(i-k, j)
+    [1] Checkpoint    compute j                     compute j       is [8] for R(i-k, j)
     [2] region(i, j)  compute j                     compute j
     [3] Wait          compute j ─► copy j, i        copy j, i
     [4] fork          copy j, i                     copy j, i
-    [5] R(i, j)       compute j                     compute j     its phony goes to [1] of micro-batch i+k
+    [5] R(i, j)       compute j                     compute j       its [8] is [1] of micro-batch i+k
     [6] Copy          copy j, i ─► copy j+1, i      both copies
     [7] Wait          copy j+1, i ─► compute j+1    compute j+1
 
@@ -163,7 +163,7 @@ def visit(
         inputs = StageInputs(stage.__qualname__, stage.in_place if on_copies else None, memory.shared)
     call = StageCall(stage, StageSkips(batch.skips, fetch), inputs)
     args, kwargs = batch.put_back(arrived)
-    output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)  # [2]
+    output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
     raise_faults(caller, output_faults(stage, output, is_cut and not is_last))
     tensors, put_back = tensors_in_call((output, skips))
     leaving = tensors_of(output)[0] if skips else tensors
@@ -199,19 +199,19 @@ class StageRunner:
             due = self._lane.due()
             arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
             if frame is not None:
-                arrived, due = behind_checkpoints(frame, arrived, due)  # [1]
-            tensors, put_back, memory = visit(
+                arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
+            tensors, put_back, memory = visit(  # [2]
                 self._stage, batch, arrived, frame, lambda skip: moved(skip, place)[0], is_cut, self._is_last, "Pipe"
             )
             stream = None if self._is_last else place.side_stream()
             if stream is not None:
-                tensors, due = before(tensors, due), []
+                tensors, due = before(tensors, due), []  # [8]
             with on(stream):
                 tensors = wait(place.compute, stream, tensors) if stream else tensors  # [3]
                 tensors = self._lane.passed(frame, tensors, due)  # [4]
             rest = self._lane.rest() if last else []  # [5]
             with on(stream):
-                tensors = before(tensors, rest)
+                tensors = before(tensors, rest)  # [8]
         output, skips = put_back(tensors)
         for name, tensor in skips.items():
             batch.skips.sent(name, tensor, Transfer((tensor,), place, stream))

@@ -256,8 +256,8 @@ class Checkpointing:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 # One node for each tensor: with a common node, the loss of one output would run the backward of all.
-                forked, edge = fork(leaf)
-                leaves[place] = join(forked, recompute(self._frame, edge))
+                forked, edge = fork(leaf)  # [4]
+                leaves[place] = join(forked, recompute(self._frame, edge))  # [5], [8]
         return pytree.tree_unflatten(leaves, spec)
 
     def prefetch(self) -> None:
