@@ -135,8 +135,8 @@ class Skips:
 
     def sent(self, name: Name, tensor: Tensor, transfer: Any) -> None:
         """Note that the skip ``tensor`` left its stage, packed as ``transfer``."""
-        found = self._stashed[name]
-        found.tensor, found.transfer, found.version = tensor, transfer, version_of(tensor)
+        skip = self._stashed[name]
+        skip.tensor, skip.transfer, skip.version = tensor, transfer, version_of(tensor)
 
     @property
     def are_any(self) -> bool:
@@ -147,8 +147,8 @@ class Skips:
         return [stashed.tensor for stashed in self._stashed.values() if stashed.tensor is not None]
 
     def place_of(self, name: Name) -> int | None:
-        found = self._stashed.get(name)
-        return None if found is None else found.place
+        skip = self._stashed.get(name)
+        return None if skip is None else skip.place
 
     def leave(self, arrived: Sequence[Tensor], kept: dict[Name, Tensor], leaving: Sequence[Tensor]) -> None:
         """Note the end of a stage that got ``arrived``, stashed ``kept`` and returns ``leaving``."""

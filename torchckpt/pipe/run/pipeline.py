@@ -51,9 +51,9 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.core.pair import checkpoint
 from torchckpt.regions.private import profiler_is_on
-from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of
+from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of, tensors_of_pair
 
-__all__ = ["InFlight", "clock_cycles", "in_profile", "of_caller", "run_pipeline", "tensors_in_call", "visit"]
+__all__ = ["InFlight", "clock_cycles", "in_profile", "of_caller", "run_pipeline", "visit"]
 
 def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
     """The pairs (micro-batch, stage) of each clock tick. The pairs of one tick do not depend on each other.
@@ -130,7 +130,7 @@ class InFlight(NamedTuple):
 
 def of_caller(batch: MicroBatch, stages: Sequence[Stage], transfer: Callable[[Tensor], Any]) -> InFlight:
     """``batch`` before the first of ``stages``. ``transfer`` says how each of its tensors comes there."""
-    tensors, put_back = tensors_in_call((batch.args, batch.kwargs))
+    tensors, put_back = tensors_of_pair((batch.args, batch.kwargs))
     skips = Skips(partial(stasher_behind, [layer for stage in stages for layer in stage.layers]))
     return InFlight(list(map(transfer, tensors)), put_back, skips, Memory.of_caller(tensors))
 
@@ -165,20 +165,9 @@ def visit(
     args, kwargs = batch.put_back(arrived)
     output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
     raise_faults(caller, output_faults(stage, output, is_cut and not is_last))
-    tensors, put_back = tensors_in_call((output, skips))
+    tensors, put_back = tensors_of_pair((output, skips))
     leaving = tensors_of(output)[0] if skips else tensors
     return tensors, put_back, memory.on_leaving(leaving, [*skips.values(), *batch.skips.in_flight()], arrived)
-
-
-def tensors_in_call(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
-    """As :func:`tensors_of`, but faster for the usual (args, kwargs) of a stage, and for what a call returns."""
-    first, second = tree
-    if not second and isinstance(first, Tensor) and not first.__dict__:
-        return (first,), lambda tensors: (tensors[0], {})  # what most stages return
-    is_one = not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor)
-    if is_one and not first[0].__dict__:
-        return first, lambda tensors: (tensors, {})  # the arguments of most stages
-    return tensors_of(tree)
 
 
 # a visit in one graph -------------------------------------------------------------------------------------------------
@@ -215,7 +204,7 @@ class StageRunner:
         output, skips = put_back(tensors)
         for name, tensor in skips.items():
             batch.skips.sent(name, tensor, Transfer((tensor,), place, stream))
-        tensors, put_back = tensors_in_call(((output,), {}))
+        tensors, put_back = tensors_of_pair(((output,), {}))
         return InFlight([Transfer(tensors, place, stream)], put_back, batch.skips, memory)
 
 

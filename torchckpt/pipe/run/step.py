@@ -30,7 +30,7 @@ from torchckpt.pipe.in_place import Memory
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, on, wait
-from torchckpt.pipe.run.pipeline import InFlight, in_profile, of_caller, tensors_in_call, visit
+from torchckpt.pipe.run.pipeline import InFlight, in_profile, of_caller, visit
 from torchckpt.pipe.skip import Skips
 from torchckpt.planning import (
     Action,
@@ -52,7 +52,7 @@ from torchckpt.regions.clock import Clock, Stamp
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.core.pair import checkpoint
-from torchckpt.regions.trees import tensors_of
+from torchckpt.regions.trees import tensors_of, tensors_of_pair
 
 __all__ = ["Record", "Step", "schedule_for"]
 
@@ -242,7 +242,7 @@ class Step:
         if is_last:
             self._add_loss(i, pending, output, batch.skips)
             return
-        tensors, put_back = tensors_in_call(((output,), {}))
+        tensors, put_back = tensors_of_pair(((output,), {}))
         pending.sent += [self._cut(tensor, j) for tensor in tensors]
         self._in_flight[i] = InFlight(list(pending.sent), put_back, batch.skips, memory)
 
@@ -302,13 +302,13 @@ def launch_order(schedule: Schedule) -> list[Action]:
     numbers and gradients add up in the same order, with and without recomputes.
     """
     timeline = simulate(without(schedule), exposed=False)
-    found = []
+    launched = []
     rest = [list(reversed(order)) for order in schedule.ranks]
     for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank)):
-        found.append(rest[event.rank].pop())
+        launched.append(rest[event.rank].pop())
         while rest[event.rank] and rest[event.rank][-1].kind is Kind.RECOMPUTE:
-            found.append(rest[event.rank].pop())
-    return found
+            launched.append(rest[event.rank].pop())
+    return launched
 
 
 def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
