@@ -157,7 +157,7 @@ class CutTensor:
 
 @dataclass
 class Pending:
-    """A visit of a stage whose backward has not run."""
+    """The state of a stage's visit of a micro-batch, between its forward and its backward."""
 
     frame: Frame | None
     received: list[CutTensor]
@@ -174,7 +174,11 @@ class Record(NamedTuple):
 
     def timeline(self) -> Timeline:
         """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
-        spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
+        spans = []
+        for clock, stamps in zip(self.clocks, self.stamps):
+            seconds = clock.reader()
+            times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
+            spans.append([Span(action, start, start, end) for action, start, end in times])
         return measured_timeline(step_of("timeline()", self.schedule, Block(), 0.0), spans)
 
 
@@ -309,12 +313,6 @@ def launch_order(schedule: Schedule) -> list[Action]:
         while rest[event.rank] and rest[event.rank][-1].kind is Kind.RECOMPUTE:
             launched.append(rest[event.rank].pop())
     return launched
-
-
-def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
-    seconds = clock.reader()
-    times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
-    return [Span(action, start, start, end) for action, start, end in times]
 
 
 def _moved(place: Place, tensor: Tensor) -> Tensor:
