@@ -166,8 +166,12 @@ def visit(
     output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
     raise_faults(caller, output_faults(stage, output, is_cut and not is_last))
     tensors, put_back = tensors_of_pair((output, skips))
-    leaving = tensors_of(output)[0] if skips else tensors
-    return tensors, put_back, memory.on_leaving(leaving, [*skips.values(), *batch.skips.in_flight()], arrived)
+    if batch.skips.are_any:
+        leaving = tensors_of(output)[0]
+        memory = memory.on_leaving(leaving, [*skips.values(), *batch.skips.in_flight()], arrived)
+    elif memory.shared or memory.kept or len(tensors) > 1:  # false of most stages
+        memory = memory.on_leaving(tensors, (), arrived)
+    return tensors, put_back, memory
 
 
 # a visit in one graph -------------------------------------------------------------------------------------------------
