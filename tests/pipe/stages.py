@@ -16,7 +16,7 @@ def stages_of(modules: Sequence[nn.Module], balance: Sequence[int] | None = None
     """A stage for each module, or of as many as ``balance`` says."""
     layers = [Layer(str(number), module) for number, module in enumerate(modules)]
     balance = balance or [1] * len(layers)
-    return partition(layers, balance, devices or [None] * len(balance))
+    return partition(layers, balance, devices or [None] * len(balance), {})
 
 
 def run(stages: Sequence[Stage], x: torch.Tensor, chunks: int, checkpointed: int, lookahead: int, threads: bool) -> Any:

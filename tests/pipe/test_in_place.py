@@ -228,4 +228,4 @@ def test_places_of_shared_memory() -> None:
     assert memory.on_leaving([c, a[1:]], [], [a, b]) == Memory(frozenset(), frozenset({1}))
     assert memory.on_leaving([c, c[1:]], [], [a, b]) == Memory(frozenset({0, 1}), frozenset())
     assert Memory().on_leaving([a], [], [b]) == Memory()
-    assert Memory().on_leaving([b[:2]], [], [b], is_replayed=True) == Memory(frozenset(), frozenset({0}))
+    assert Memory(kept=frozenset({0})).on_leaving([b[:2]], [], [b]) == Memory(frozenset(), frozenset({0}))

@@ -34,9 +34,10 @@ class Interrupts:
         return self._line if frame.f_code.co_filename.startswith(PACKAGE + "/pipe/") else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        # Not at the line of a "with": at its end Python would leave it without __exit__, as a signal does not.
-        is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        if event == "line" and not is_with:
+        # Not at the line of a "with": at its end Python would leave it without __exit__, as a signal does not. Not at
+        # the first line of a "finally": Python looks for signals at calls, of which there is none right before it.
+        above, here = (linecache.getline(frame.f_code.co_filename, frame.f_lineno - n).strip() for n in (1, 0))
+        if event == "line" and not here.startswith("with ") and above != "finally:":
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"

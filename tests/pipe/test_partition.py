@@ -17,7 +17,6 @@ from torchckpt.errors import ArgumentError
 from torchckpt.pipe import WithDevice
 from torchckpt.pipe.partition import (
     Layer,
-    Stage,
     balance_by_device,
     even_balance,
     layers_of,
@@ -39,7 +38,7 @@ def layered(*modules: nn.Module) -> list[Layer]:
 def placed(layers: list[Layer]) -> list[tuple[str, int]]:
     """Device and number of layers of each stage."""
     balance = balance_by_device(layers)
-    return [(str(s.device), len(s.layers)) for s in partition(layers, balance, [None] * len(balance))]
+    return [(str(s.device), len(s.layers)) for s in partition(layers, balance, [None] * len(balance), {})]
 
 
 # by device ------------------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ def test_parameters_elsewhere_than_with_device_says_are_an_error() -> None:
 def test_every_fault_of_placement_is_named() -> None:
     shared = on(CPU)
     layers = [Layer("0", shared), Layer("1", on(META)), Layer("2", shared)]
-    stages = [Stage(0, 0, layers[:2], CPU), Stage(1, 2, layers[2:], META)]
+    stages = partition(layers, [2, 1], [CPU, META], {})
     assert [fault.wrong for fault in placement_faults(stages)] == [
         "the layers of a stage must be on one device",
         "a parameter cannot be shared by stages on two devices",

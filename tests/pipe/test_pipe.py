@@ -20,7 +20,7 @@ from tests.pipe.stages import gradients, run, stages_of
 from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
-from torchckpt.pipe.partition import Layer, Stage, placement_faults
+from torchckpt.pipe.partition import Layer, partition, placement_faults
 from torchckpt.pipe.skip import Skips, StageSkips
 from torchckpt.regions.core.frame import Frame
 
@@ -489,7 +489,8 @@ def test_a_stage_that_is_spread_over_devices_is_an_error() -> None:
 def test_a_parameter_on_two_devices_is_an_error_that_names_both_stages() -> None:
     shared = nn.Linear(2, 2, bias=False)
     layers = Layer("0", shared), Layer("1", shared)
-    stages = [Stage(0, 0, layers[:1], torch.device("cpu")), Stage(1, 1, layers[1:], torch.device("meta"))]
+    devices = [torch.device("cpu"), torch.device("meta")]
+    stages = partition(layers, [1, 1], devices, {})
     assert [str(fault) for fault in placement_faults(stages)] == [
         "a parameter cannot be shared by stages on two devices\n"
         "  received: 1.weight, in Pipe stage 0 (layers 0 to 0) on cpu "

@@ -61,14 +61,14 @@ class Balance(list[int]):
     def table(self) -> str:
         """A table to read: for each stage its layers, its cost, its share of the total, and the names of the layers."""
         costs, all_costs = self.stage_costs, sum(self.costs)
-        unit, size = next((one for one in _UNITS[self.unit] if one[1] <= max(costs)), _UNITS[self.unit][-1])
+        unit, size = next((unit for unit in _UNITS[self.unit] if unit[1] <= max(costs)), _UNITS[self.unit][-1])
         rows = [("", "layers", "time" if self.unit == "seconds" else "memory", "share")]
         for stage, ((first, end), cost) in enumerate(zip(self._stages(), costs)):
             layers = f"{first} to {end - 1}" if end - first > 1 else f"{first}"
             share = percent(cost / all_costs if all_costs else 0.0)
             rows.append((f"stage {stage}", layers, f"{number(cost / size)} {unit}", share))
         names = ["", *(_in_words(self.names[first:end]) for first, end in self._stages())]
-        return "\n".join(f"{row}  {own}".rstrip() for row, own in zip(aligned(rows).split("\n"), names))
+        return "\n".join(f"{row}  {layers}".rstrip() for row, layers in zip(aligned(rows).split("\n"), names))
 
     def _stages(self) -> list[tuple[int, int]]:
         return [(end - count, end) for end, count in zip(accumulate(self), self)]
@@ -122,7 +122,7 @@ def balance_by_time(
 
     with _as_found(module, devices):
         times = [_weighed(layers, sample, kwargs, weigh) for _ in range(1 + rounds)]
-    costs = [median(own) for own in zip(*times[1:])]
+    costs = [median(seconds) for seconds in zip(*times[1:])]
     return Balance(balanced(costs, partitions), costs, _names(layers), "seconds")
 
 
@@ -167,10 +167,10 @@ def balance_by_bytes(
     counted: set[Tensor] = set()
 
     def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
-        own = [tensor for tensor in (*layer.parameters(), *layer.buffers()) if tensor not in counted]
-        counted.update(own)
+        state = [tensor for tensor in (*layer.parameters(), *layer.buffers()) if tensor not in counted]
+        counted.update(state)
         activations, outputs = _activation_bytes(layer, args, kwargs)
-        kept = sum(tensor.nbytes * (param_scale if tensor.requires_grad else 1) for tensor in own)
+        kept = sum(tensor.nbytes * (param_scale if tensor.requires_grad else 1) for tensor in state)
         return activations + round(kept), outputs
 
     with _as_found(module, accelerators_among((sample, list(module.parameters())), kwargs)):
@@ -244,16 +244,16 @@ def _now(devices: Sequence[torch.device]) -> float:
 def _as_found(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
     """Inside, grad mode is on, and the layers hold copies of their buffers. The random state is restored."""
     states = random_state(generators_of(devices, ()))
-    found = [(holder._buffers, dict(holder._buffers.items())) for holder in module.modules()]
+    before = [(holder._buffers, dict(holder._buffers.items())) for holder in module.modules()]
     with torch.inference_mode(False), torch.enable_grad():
         copies: dict[Tensor | None, Tensor] = {buffer: buffer.clone() for buffer in module.buffers()}
         try:
-            for buffers, own in found:
-                _replace(buffers, {name: copies.get(buffer, buffer) for name, buffer in own.items()})
+            for buffers, originals in before:
+                _replace(buffers, {name: copies.get(buffer, buffer) for name, buffer in originals.items()})
             yield
         finally:
-            for buffers, own in found:
-                _replace(buffers, own)
+            for buffers, originals in before:
+                _replace(buffers, originals)
             restore_states(states)
 
 
@@ -271,7 +271,7 @@ def _names(layers: Sequence[Layer]) -> list[str]:
 
 
 def _in_words(names: Sequence[str]) -> str:
-    counted = [(name, len(list(own))) for name, own in groupby(names)]
+    counted = [(name, len(list(equal))) for name, equal in groupby(names)]
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counted)
 
 

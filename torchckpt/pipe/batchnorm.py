@@ -198,12 +198,12 @@ def _commit(ended: list[tuple[nn.Module, Statistics]]) -> None:
 
 def _updates(layer: Any, statistics: Statistics) -> Iterator[tuple[Tensor, Tensor]]:
     """The buffers of ``layer``, each with its value after the mini-batch."""
-    own = norms.own_buffers(layer)
-    batches, momentum = own.get("num_batches_tracked"), layer.momentum
+    buffers = norms.own_buffers(layer)
+    batches, momentum = buffers.get("num_batches_tracked"), layer.momentum
     if batches is not None:
         yield batches, batches + 1
     for name, value in (("running_mean", statistics.mean()), ("running_var", statistics.variance())):
-        running = own.get(name)
+        running = buffers.get(name)
         if running is None:
             continue
         factor: Any = momentum

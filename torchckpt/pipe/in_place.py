@@ -17,9 +17,9 @@ from torch import Tensor
 
 from torchckpt.errors import Fault, raise_faults
 from torchckpt.regions.private import storage_key
-from torchckpt.regions.trees import copy_attributes, tensors_of
+from torchckpt.regions.trees import tensors_of_pair
 
-__all__ = ["NOTHING_SHARED", "ChangedInputs", "Memory", "StageInputs"]
+__all__ = ["ChangedInputs", "Memory", "StageInputs"]
 
 
 @dataclass
@@ -45,27 +45,24 @@ class StageInputs:
         self._stage, self._known, self._shared = stage, known, shared
         self._copied = frozenset() if known is None else known.changed  # None: copy all
         self._watched: list[tuple[int, Tensor, int]] = []  # in the forward: inputs not changed yet
-        self.own: Sequence[Tensor] = ()
+        self.tensors: Sequence[Tensor] = ()
         """While the layers run: the tensors that they get, each once."""
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_forward: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for the layers: ``args`` and ``kwargs``, with copies of the tensors that the stage changes."""
-        is_one = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-        tensors, put_back = (args, None) if is_one else tensors_of((args, kwargs))
-        copied = self._copied is None or len(self._copied) > 0
-        self.own = own = [self._own(place, tensor) for place, tensor in enumerate(tensors)] if copied else tensors
-        if is_forward:
-            self._watched = [(n, tensor, tensor._version) for n, tensor in enumerate(own) if not tensor.is_inference()]
-        if not copied or all(mine is given for mine, given in zip(own, tensors)):
-            return args, kwargs
-        return (tuple(own), {}) if put_back is None else put_back(own)
-
-    def _own(self, place: int, tensor: Tensor) -> Tensor:
+        tensors, put_back = tensors_of_pair((args, kwargs))
+        places = range(len(tensors)) if self._copied is None else self._copied.intersection(range(len(tensors)))
         # A leaf that requires grad cannot be changed in place.
-        is_copied = (self._copied is None or place in self._copied) and not (tensor.requires_grad and tensor.is_leaf)
-        return copy_attributes(tensor, tensor.clone()) if is_copied else tensor
+        copied = {place for place in places if not (tensors[place].requires_grad and tensors[place].is_leaf)}
+        if copied:
+            tensors = tuple(tensor.clone() if n in copied else tensor for n, tensor in enumerate(tensors))
+            args, kwargs = put_back(tensors)
+        self.tensors = tensors
+        if is_forward:
+            self._watched = [(n, x, x._version) for n, x in enumerate(tensors) if not x.is_inference()]
+        return args, kwargs
 
     def after(self, layer: object) -> None:
         """Call it in the forward after each ``layer``: notes which inputs the layer changed, or raises."""
@@ -75,9 +72,10 @@ class StageInputs:
                 return
 
     def _changed(self, layer: object) -> None:
-        for one in [one for one in self._watched if one[1]._version != one[2]]:
-            place = one[0]
-            self._watched.remove(one)
+        for place, tensor, version in list(self._watched):
+            if tensor._version == version:
+                continue
+            self._watched = [entry for entry in self._watched if entry[0] != place]
             if place in self._shared:
                 raise_faults("Pipe", [self._fault(place, layer, "it shares memory with another tensor or with a skip")])
             if self._known is not None:
@@ -93,7 +91,7 @@ class StageInputs:
 
     def end(self) -> None:
         """Call it after each run, even if the run raised."""
-        self._watched, self.own = [], ()
+        self._watched, self.tensors = [], ()
 
     def _fault(self, place: int, layer: object, why: str) -> Fault:
         rule = "a stage may change an input in place only if nothing else reads that input"
@@ -127,22 +125,14 @@ class Memory(NamedTuple):
         return cls(shared, frozenset(range(len(tensors))))
 
     def on_leaving(
-        self,
-        leaving: Sequence[Tensor],
-        in_flight: Sequence[Tensor],
-        arrived: Sequence[Tensor],
-        is_replayed: bool = False,
+        self, leaving: Sequence[Tensor], in_flight: Sequence[Tensor], arrived: Sequence[Tensor]
     ) -> Memory:
         """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
-        kept = range(len(arrived)) if is_replayed else self.kept
         is_alone = len(leaving) < 2 and not in_flight and not self.shared
-        if is_alone and not kept:
+        if is_alone and not self.kept:
             return self
         others = [*in_flight, *(arrived[place] for place in self.shared)]
         shared = _NONE if is_alone else shared_places(leaving, others)
-        homes = [storage_key(arrived[place]) for place in kept]
+        homes = [storage_key(arrived[place]) for place in self.kept]
         stays = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
-        return Memory(shared, frozenset(stays)) if shared or stays else NOTHING_SHARED
-
-
-NOTHING_SHARED = Memory()
+        return Memory(shared, frozenset(stays))

@@ -121,7 +121,7 @@ class Pipe(nn.Module):
         self.balance = list(balance or by_itself)
         self._last_step: Record | None = None
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
-        self._told: set[int] = set()  # the numbers of micro-batches that were logged
+        self._logged: set[int] = set()  # the numbers of micro-batches that were logged
         self._modules.update(module._modules)  # directly: add_module refuses names that are attributes
         stages = self.stages
         raise_faults("Pipe", placement_faults(stages, moved=self.devices is not None))
@@ -251,8 +251,8 @@ class Pipe(nn.Module):
         raise_faults("Pipe", _option_faults(*options))
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
         m = len(micro_batches)
-        if m < self.chunks and m not in self._told and torch.is_grad_enabled():
-            self._told.add(m)
+        if m < self.chunks and m not in self._logged and torch.is_grad_enabled():
+            self._logged.add(m)
             _logger.warning("Pipe: chunks=%d, but a mini-batch has fewer rows; micro-batches made: %d", self.chunks, m)
         return micro_batches
 
@@ -284,9 +284,9 @@ class Pipe(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         # Every way to move a module calls this, also if a module around the pipe is moved.
         for device in dict.fromkeys(stage.device for stage in self.stages):
-            there = fn(torch.empty(0, device=device)).device
-            if there != device:
-                self._stays(f"a move from {device} to {there}")
+            moved = fn(torch.empty(0, device=device)).device
+            if moved != device:
+                self._stays(f"a move from {device} to {moved}")
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # in torch
 
     def cuda(self, device: Any = None) -> NoReturn:
@@ -313,20 +313,16 @@ class Pipe(nn.Module):
 
 
 def _described(stage: Stage) -> Iterator[str]:
-    tensors = {id(tensor): tensor for layer in stage.layers for tensor in _tensors_of(layer.module)}.values()
-    made = [tensor for tensor in tensors if not is_lazy(tensor)]
-    parameters = sum(tensor.numel() for tensor in made if isinstance(tensor, nn.Parameter))
-    size = sum(tensor.nbytes for tensor in made)
-    lazy = f", {len(tensors) - len(made)} tensors without a shape yet" if len(tensors) > len(made) else ""
+    modules = [layer.module for layer in stage.layers]
+    tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())}.values()
+    sized = [tensor for tensor in tensors if not is_lazy(tensor)]
+    parameters = sum(tensor.numel() for tensor in sized if isinstance(tensor, nn.Parameter))
+    size = sum(tensor.nbytes for tensor in sized)
+    lazy = f", {len(tensors) - len(sized)} tensors without a shape yet" if len(tensors) > len(sized) else ""
     yield f"  stage {stage.number} on {stage.device}: {parameters:,} parameters, {size / 2**20:.1f} MiB{lazy}"
     for layer in stage.layers:
         text = repr(layer.module).replace("\n", "\n    ")
         yield f"    ({layer.name}): {text}"
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _faults(module: Any, layers: Sequence[Layer], balance: Any, devices: Any) -> list[Fault]:

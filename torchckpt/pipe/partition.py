@@ -47,11 +47,11 @@ def WithDevice(module: M, device: torch.device | str | int) -> M:
     Raises:
         ArgumentError: another device was set for ``module`` before.
     """
-    here = indexed(torch.device(device))
-    before = module.__dict__.setdefault(_DEVICE, here)
-    if before != here:
-        received = f"{type(module).__name__} on {before}, and on {here}"
-        works = f"WithDevice({type(module).__name__}(), {str(here)!r}), a layer of its own"
+    device = indexed(torch.device(device))
+    before = module.__dict__.setdefault(_DEVICE, device)
+    if before != device:
+        received = f"{type(module).__name__} on {before}, and on {device}"
+        works = f"WithDevice({type(module).__name__}(), {str(device)!r}), a layer of its own"
         raise_faults("WithDevice", [Fault("a layer runs on one device", received, works)])
     return module
 
@@ -70,43 +70,35 @@ class Stage:
     """Consecutive layers on one device. The first takes the arguments, each other the output of the layer before."""
 
     def __init__(
-        self,
-        number: int,
-        first: int,
-        layers: Sequence[Layer],
-        device: torch.device,
-        in_place: ChangedInputs | None = None,
+        self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: ChangedInputs
     ) -> None:
         self.number, self.layers, self.device = number, layers, device
         self.modules = Modules(layer.module for layer in layers)
-        self.in_place = in_place or ChangedInputs()
+        self.in_place = in_place
         """The inputs that the layers are known to change in place."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
-    def call(self, skips: StageSkips, given: StageInputs | None) -> StageCall:
-        """The call of this stage on one micro-batch. ``given`` handles in-place changes of inputs; None allows all."""
-        return StageCall(self, skips, given)
-
 
 class StageCall(NamesModules):
-    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave."""
+    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave.
+    ``inputs`` handles in-place changes of the inputs; None allows all."""
 
-    def __init__(self, stage: Stage, skips: StageSkips, given: StageInputs | None) -> None:
-        self._stage, self._skips, self._given = stage, skips, given
+    def __init__(self, stage: Stage, skips: StageSkips, inputs: StageInputs | None) -> None:
+        self._stage, self._skips, self._inputs = stage, skips, inputs
         self._is_forward = True
         self.region_modules = stage.modules
         self.__qualname__ = stage.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
         is_forward, self._is_forward = self._is_forward, False
-        given = self._given
-        if given is None:
+        inputs = self._inputs
+        if inputs is None:
             return self._skips.run(partial(self._run, args, kwargs, None))
-        args, kwargs = given.arguments(args, kwargs, is_forward)
+        args, kwargs = inputs.arguments(args, kwargs, is_forward)
         try:
-            return self._skips.run(partial(self._run, args, kwargs, given if is_forward else None), given.own)
+            return self._skips.run(partial(self._run, args, kwargs, inputs if is_forward else None), inputs.tensors)
         finally:
-            given.end()
+            inputs.end()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: StageInputs | None) -> Any:
         for layer in self._stage.layers:
@@ -133,20 +125,20 @@ def more_than_layers(sequential: nn.Sequential) -> list[str]:
         "buffers": bool(sequential._buffers),
         "hooks": any(hooks),
     }
-    return [name for name, there in has.items() if there]
+    return [name for name, is_true in has.items() if is_true]
 
 
 def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Layer]:
     """The layers of ``sequential``. With ``nested``, a Sequential inside it is replaced by its own layers."""
-    found = []
+    layers = []
     for name, module in sequential._modules.items():
         if module is None:
             continue
         if nested and type(module) is nn.Sequential and not more_than_layers(module):
-            found += layers_of(module, nested, f"{prefix}{name}.")
+            layers += layers_of(module, nested, f"{prefix}{name}.")
         else:
-            found.append(Layer(prefix + name, module))
-    return found
+            layers.append(Layer(prefix + name, module))
+    return layers
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -165,14 +157,14 @@ def balance_by_device(layers: Sequence[Layer]) -> list[int]:
     """Layers per stage: a new stage begins at each layer on another device than the one before. A layer without
     parameters is on the device of the layer before it, unless :class:`WithDevice` set another."""
     balance: list[int] = []
-    here: torch.device | None = None
+    before: torch.device | None = None
     for layer in layers:
-        device = next(iter(_devices_of([layer])), here)
-        if balance and (here is None or device == here):
+        device = next(iter(_devices_of([layer])), before)
+        if balance and (before is None or device == before):
             balance[-1] += 1
         else:
             balance.append(1)
-        here = device
+        before = device
     return balance
 
 
@@ -180,16 +172,16 @@ def partition(
     layers: Sequence[Layer],
     balance: Sequence[int],
     devices: Sequence[torch.device | None],
-    in_place: dict[tuple[int, int], ChangedInputs] | None = None,
+    in_place: dict[tuple[int, int], ChangedInputs],
 ) -> list[Stage]:
     """The stages. If a device is None, the stage is where its parameters are, or else where the stage before it is.
     ``in_place`` stores, by (first layer, end), the inputs that a stage is known to change."""
-    known = {} if in_place is None else in_place
     stages: list[Stage] = []
     for number, (end, count, device) in enumerate(zip(accumulate(balance), balance, devices)):
-        own = layers[end - count : end]
-        here = device or next(iter(_devices_of(own)), stages[-1].device if stages else torch.device("cpu"))
-        stages.append(Stage(number, end - count, own, here, known.setdefault((end - count, end), ChangedInputs())))
+        first, inside = end - count, layers[end - count : end]
+        if device is None:
+            device = next(iter(_devices_of(inside)), stages[-1].device if stages else torch.device("cpu"))
+        stages.append(Stage(number, first, inside, device, in_place.setdefault((first, end), ChangedInputs())))
     return stages
 
 

@@ -135,8 +135,8 @@ class Skips:
 
     def sent(self, name: Name, tensor: Tensor, transfer: Any) -> None:
         """Note that the skip ``tensor`` left its stage, packed as ``transfer``."""
-        found = self._stashed[name]
-        found.tensor, found.transfer, found.version = tensor, transfer, version_of(tensor)
+        skip = self._stashed[name]
+        skip.tensor, skip.transfer, skip.version = tensor, transfer, version_of(tensor)
 
     @property
     def are_any(self) -> bool:
@@ -147,8 +147,8 @@ class Skips:
         return [stashed.tensor for stashed in self._stashed.values() if stashed.tensor is not None]
 
     def place_of(self, name: Name) -> int | None:
-        found = self._stashed.get(name)
-        return None if found is None else found.place
+        skip = self._stashed.get(name)
+        return None if skip is None else skip.place
 
     def leave(self, arrived: Sequence[Tensor], kept: dict[Name, Tensor], leaving: Sequence[Tensor]) -> None:
         """Note the end of a stage that got ``arrived``, stashed ``kept`` and returns ``leaving``."""
@@ -210,8 +210,11 @@ class StageSkips:
         self._fetch: Callable[[Any], Tensor] | None = fetch
         self._fetched: dict[Name, tuple[Tensor, int | None]] = {}
         self._places: dict[Name, int] = {}  # of skips that are also arguments of the stage
-        self._arguments: Sequence[Tensor] = ()
         self._entered = False
+        # of the run under way, which is a replay inside of the forward if a layer runs a backward:
+        self._is_forward = False
+        self._kept: dict[Name, Tensor] = {}
+        self._arguments: Sequence[Tensor] = ()
         self.layer: object = ""
         """The layer that runs now; ``str()`` of it names it in errors."""
 
@@ -224,45 +227,41 @@ class StageSkips:
         """
         # is_recomputing() also holds in a forward inside the replay of an outer region.
         is_forward, self._entered = not self._entered, True
-        run = _Run(self, is_forward)
-        before = _current.get()
+        holder, outer = _current.get(), (self._is_forward, self._kept, self._arguments)
         try:
-            _current.set(run)  # inside: an interrupt may come right after it
-            self._arguments = arguments
+            _current.set(self)  # inside: an interrupt may come right after it
+            self._is_forward, self._kept, self._arguments = is_forward, {}, arguments
             output = function()
-            if is_forward and self._skips is not None and self._skips.are_any:
-                self._skips.leave(arguments, run.kept, tensors_of(output)[0])
-            return output, run.kept
+            if self._skips is not None and is_forward and self._skips.are_any:
+                self._skips.leave(arguments, self._kept, tensors_of(output)[0])
+            return output, self._kept
         finally:
-            _current.set(before)
-            self._arguments = ()
+            _current.set(holder)
+            self._is_forward, self._kept, self._arguments = outer
             if is_forward:
                 self._skips = self._fetch = None
 
-    def stashed(self, name: Name) -> None:
-        if self._skips is not None:
+    def stash(self, name: Name, tensor: Tensor) -> None:
+        if self._skips is not None and self._is_forward:
             self._skips.stashed(name, str(self.layer))
+        self._kept[name] = tensor
 
-    def popped(self, name: Name) -> Any:
-        return None if self._skips is None else self._skips.popped(name, str(self.layer))
-
-    def arrived(self, name: Name, is_forward: bool) -> Tensor:
-        """The skip ``name`` from another stage. In a replay, the same tensor that the forward got."""
-        if is_forward and self._skips is not None and self._arguments:
-            place = self._skips.place_of(name)
+    def pop(self, name: Name) -> Tensor:
+        """A skip of this stage, or one from another stage. In a replay, the same tensor that the forward got."""
+        transfer = None
+        if self._skips is not None and self._is_forward:
+            place = self._skips.place_of(name) if self._arguments and name not in self._kept else None
             if place is not None:
                 self._places[name] = place
+            transfer = self._skips.popped(name, str(self.layer))
+        if name in self._kept:
+            return self._kept.pop(name)
         if name in self._places:
-            if is_forward:
-                self.popped(name)
             return self._arguments[self._places[name]]
-        if name in self._fetched:
-            if is_forward:
-                self.popped(name)
-        elif self._fetch is not None:
-            tensor = self._fetch(self.popped(name))
+        if name not in self._fetched and self._is_forward and self._fetch is not None:
+            tensor = self._fetch(transfer)
             self._fetched[name] = tensor, version_of(tensor)
-        else:
+        if name not in self._fetched:
             raise RecomputationError(
                 f"a replay must pop the same skips as its forward\n  received: pop({name[1]!r}), by {self.layer}\n"
                 "  works:    a forward that pops the same names each time"
@@ -275,23 +274,3 @@ class StageSkips:
                 f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
             )
         return tensor
-
-
-class _Run:
-    """The target of ``stash`` and ``pop`` during one run of a stage."""
-
-    def __init__(self, stage_skips: StageSkips, is_forward: bool) -> None:
-        self._stage_skips, self._is_forward = stage_skips, is_forward
-        self.kept: dict[Name, Tensor] = {}
-
-    def stash(self, name: Name, tensor: Tensor) -> None:
-        if self._is_forward:
-            self._stage_skips.stashed(name)
-        self.kept[name] = tensor
-
-    def pop(self, name: Name) -> Tensor:
-        if name not in self.kept:
-            return self._stage_skips.arrived(name, self._is_forward)
-        if self._is_forward:
-            self._stage_skips.popped(name)
-        return self.kept.pop(name)

@@ -10,25 +10,34 @@ backward. It is a node of its own in the graph, which could be placed early, but
 all of these. But the recomputation starts when the backward asks for its first saved tensor, and by then the gradient
 has arrived.
 
-Our answer. Saved-tensor hooks, a frame that can be filled from outside, and a pair of autograd Functions at its ends:
+Our answer. Saved-tensor hooks, a frame that can be filled from outside, and a pair of autograd Functions at its ends.
+The code cites the numbers of this drawing:
 
      forward                                                   backward, read upwards
 
        inputs
           │
-      Checkpoint                                                 [4] Checkpoint.backward: the region's backward ends.
-          │                                                          frame.fill_slots(); the next replay may run
+     [1] Checkpoint                                            The region's backward ends: frame.fill_slots()
           ▼
-       function(*args, **kwargs), in grad mode                   [3] its nodes run, and unpack their slots.
-          │    pack:   drop the tensor, hand out a slot              The first recomputes here, if nobody
-          │    unpack: return the slot's tensor                      has yet: late, never wrong
-          │    keep:   save as autograd does, note the result        The replay hands out what was noted
+     [2] function(*args, **kwargs), in grad mode               Its nodes run, and unpack their slots. The first
+          │    pack:   drop the tensor, hand out a slot        recomputes here, if nobody has yet: late, never
+          │    unpack: return the slot's tensor                wrong. The replay hands out what was noted
+          │    keep:   save as autograd does, note the result
           ▼
-        fork ─ ─ phony ─ ─► Recompute                            [2] Recompute.backward: frame.recompute()
-          ▼                     ┆
-         ...                    ┆                                    ... the gradient is on its way here ...
-          ▼                     ▼
-        join ◄ ─ ─ phony ─ ─ ─ ─                                 [1] the backward gets here
+     [3] Wait       compute ─► copy stream                     Compute waits for the copied gradient
+          ▼
+     [4] fork ─ ─ phony ─ ─► [5] Recompute                     [4] waits, in the graph, for [5]: frame.recompute()
+          ▼                       ┆
+     [6] Copy       copy stream ─► copy stream                 The gradient's copy is enqueued
+          ▼                       ┆
+     [7] Wait       copy stream ─► compute                     The copies wait for the gradient to be made
+          ▼                       ┆
+         ...                      ┆                            ... the gradient is on its way here ...
+          ▼                       ▼
+     [8] join ◄ ─ ─ phony ─ ─ ─ ─ ┘                            The backward gets here, and [5] may run
+
+[3], [6] and [7] stand between two stages of a ``Pipe`` on accelerators. There the phony of [5] is joined to a later
+micro-batch, if it can to that one's [1]. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
 
 ``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), and passes data through two deques of one
 element each:

@@ -1,4 +1,4 @@
-"""Fork and join: an edge between two nodes of the autograd graph that share no data.
+"""Fork and join, [4] and [8] in the drawing of a region: an edge between two nodes of the graph that share no data.
 
 A phony goes from ``fork`` through other nodes to ``join``. In the backward ``join`` runs first, then the nodes on the
 phony's way, then ``fork``. So nothing before the fork runs backward until all nodes on the phony's way have run.

@@ -17,7 +17,6 @@ class Replay(list[nn.Module]):
 
     __slots__ = ("compiles", "made", "ran", "skips", "watched")
 
-
     made: set[int | None]
     """Keys of the storages that it has made. Only set where a dispatch mode runs that did not run in the forward."""
     skips: dict[Any, Any]
@@ -29,7 +28,7 @@ class Replay(list[nn.Module]):
         self.compiles = False
         """Whether Dynamo has compiled code in it."""
         self.watched: list[nn.Module] = []
-        """Those that have hooks, by which they are lent copies."""
+        """The norm layers that have hooks, by which they are lent copies."""
 
 
 class EntersRegions(Protocol):

@@ -2,6 +2,7 @@
 
 The public wrappers call these names. Without the wrappers a region of tiny operations costs a fifth less. One test
 searches the package for private names in other files; another compares each name here with its public counterpart.
+Where a name gets around something in torch, its docstring says in which file of torch that is, and what ends it.
 """
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ warn_of_newer_torch(torch.__version__)
 
 
 def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
-    """The tensor, if it is still alive: what calling a ``torch.utils.weak.TensorWeakRef`` does."""
+    """The tensor, if it is still alive: what calling a ``TensorWeakRef`` does (torch/utils/weak.py)."""
     tensor = reference()
     if tensor is not None:
         tensor._fix_weakref()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -113,19 +114,22 @@ def is_of_newest_node(tensor: Tensor) -> bool:
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` without its check for functorch transforms, which regions refuse when they are entered."""
+    """``function.apply`` without its check for functorch transforms (torch/autograd/function.py), which regions refuse
+    when they are entered."""
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]  # untyped in torch
     return apply
 
 
 def storage_key(tensor: Tensor) -> int | None:
     """The key of the tensor's storage: equal for two live tensors that share memory. None for a sparse tensor, which
-    has no storage. A ``StorageWeakRef`` compares the same address, but takes four times as long to make."""
+    has no storage. A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) compares the same address, but takes four
+    times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def is_exporting() -> bool:
-    """``torch.compiler.is_exporting()``, which is true in every graph that Dynamo of torch 2.11 traces."""
+    """Whether ``torch.export`` traces. ``torch.compiler.is_exporting()`` is public, but true in every graph that
+    Dynamo of torch 2.11 traces. When that release is no longer supported, call it instead."""
     return torch.compiler._is_exporting_flag
 
 
@@ -136,20 +140,21 @@ def mutation_is_allowed() -> bool:
 
 def compiler_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
     """The compiler that made ``compiled``, with the arguments given to ``torch.compile``; None if it is not found. No
-    public form."""
+    public form: it is in the closure of what torch/_dynamo/eval_frame.py returns."""
     closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
     compiler: Callable[..., Any] | None = closure.get("self")
     return compiler if is_compiled_function(compiled) and callable(compiler) else None
 
 
 def compiler_stance() -> Any:
-    """What ``torch.compiler.set_stance`` has set; None where Dynamo was not imported. Public code can set it alone."""
+    """The stance that ``torch.compiler.set_stance`` has set; None where Dynamo was not imported. Public code can set a
+    stance and cannot read it (torch/_dynamo/eval_frame.py)."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return None if dynamo is None else getattr(dynamo, "_stance", None)
 
 
 def use_stance(stance: Any) -> AbstractContextManager[None]:
-    """From now to the end of the block, the stance of ``torch.compiler`` is ``stance``, in all threads."""
+    """Set the stance of ``torch.compiler``, in all threads, from now to the end of the block."""
     skips = stance.skip_guard_eval_unsafe
     return torch.compiler.set_stance(stance.stance, skip_guard_eval_unsafe=skips, force_backend=stance.backend)  # type: ignore[no-any-return]
 
@@ -161,15 +166,15 @@ _FRAMES = {
 
 
 def frame_of_torch(pack: Callable[..., Any]) -> tuple[Any, bool] | None:
-    """For a hook ``pack`` of torch's non-reentrant checkpointing: its frame, and whether it is replaying now. None for
-    other hooks. No public form: the frame is in the hook's closure."""
+    """The frame of a hook ``pack`` of torch's non-reentrant checkpointing, and whether it is replaying now. None for
+    other hooks. No public form: the frame is in the closure of the hook (torch/utils/checkpoint.py)."""
     if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
         return None
     pack = inspect.unwrap(pack)
     name, is_replayed = _FRAMES.get(pack.__qualname__, ("", False))
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
-    found = cells[name].cell_contents if name in cells else None
-    frame = found() if is_replayed and found is not None else found
+    content = cells[name].cell_contents if name in cells else None
+    frame = content() if is_replayed and content is not None else content
     return None if frame is None else (frame, is_replayed)
 
 
@@ -205,7 +210,8 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
     """Make Dynamo skip ``functions``, the functions defined inside them, and all that they call.
 
     Autograd and modules call these functions from compiled code, where Dynamo would compile them.
-    ``torch.compiler.disable`` does the same, but imports Dynamo.
+    ``torch.compiler.disable`` does the same, but imports Dynamo (torch/compiler/__init__.py). When it no longer does,
+    call it instead.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

@@ -1,42 +1,36 @@
 """Pipeline: runs the forward of a mini-batch through the stages, and builds the autograd graph for the backward.
 
-The nodes of micro-batch i between stage j and stage j + 1, and what the backward does at each:
+``torchckpt.regions`` draws the graph of a region between two stages, and numbers its nodes. This is where the nodes of
+micro-batch i between stage j and stage j + 1 run, with look-ahead k:
 
-     stage j                                             backward, on which stream
-     ───────                                             ─────────────────────────
-     Checkpoint ◄─ ─ ─ R(i-k, j)                         [7] the region's end frees R(i-k, j)            compute j
-        │
-     region(i, j)      fn in grad mode                   [6] its nodes run, with the slots full          compute j
-        │
-     Wait              compute j ─► copy j, i            [5] compute j waits for the gradient            copy j, i
-        │
-     fork ─ ─ ─► R(i, j)                                 [4] waits, in the graph, for R(i, j)            copy j, i
-        │        ┊                                       [3] R(i, j): the replay, waiting for no data    compute j
-        │        └┄ ─► Checkpoint of (i+k, j)
-     Copy              copy j, i ─► copy j+1, i          [2] the gradient's copy is enqueued             both copies
-        │
-     Wait              copy j+1, i ─► compute j+1        [1] copies wait for the gradient to be made     compute j+1
-        │
-     region(i, j+1)
+                      forward                       backward
 
-R(i, j), the ``Recompute`` of the region, runs before the Wait [5] that makes its stream wait for the copied gradient,
+    [1] Checkpoint    compute j                     compute j       is [8] for R(i-k, j)
+    [2] region(i, j)  compute j                     compute j
+    [3] Wait          compute j ─► copy j, i        copy j, i
+    [4] fork          copy j, i                     copy j, i
+    [5] R(i, j)       compute j                     compute j       its [8] is [1] of micro-batch i+k
+    [6] Copy          copy j, i ─► copy j+1, i      both copies
+    [7] Wait          copy j+1, i ─► compute j+1    compute j+1
+
+R(i, j), the ``Recompute`` of the region, runs before the Wait [3] that makes its stream wait for the copied gradient,
 and needs nothing that depends on this gradient. So it overlaps the copy, and the whole backward of micro-batch i in
 later stages. ``lane.py`` decides what it waits for, and what waits for it. Edges of phonies carry no data, so they
 never make a stream wait for another. If no input of the region requires grad (the first stage), or the region has
 several outputs, no ``Checkpoint`` can take the phony of R(i-k, j), and the region's outputs take it.
 
 In the forward, a Wait node waits itself. In the backward, the engine waits: before it runs a node, it makes the node's
-stream, which was current in its forward, wait for the streams that made the node's gradients. So at [1] the stream of
-the Copy waits, and at [5] the stream of the region.
+stream, which was current in its forward, wait for the streams that made the node's gradients. So at [7] the stream of
+the Copy waits, and at [3] the stream of the region.
 
 Stages on one device share its compute stream and its thread. The CPU has no streams: Wait and Copy are left out, and
 everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,21 +39,21 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.pipe.in_place import NOTHING_SHARED, Memory, StageInputs
+from torchckpt.pipe.in_place import Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
-from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.partition import Stage, StageCall
 from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, on, wait
 from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, workers
-from torchckpt.pipe.skip import Name, Skips, StageSkips
+from torchckpt.pipe.skip import Skips, StageSkips
 from torchckpt.pipe.skip_search import stasher_behind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.core.pair import checkpoint
 from torchckpt.regions.private import profiler_is_on
-from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of
+from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of, tensors_of_pair
 
-__all__ = ["clock_cycles", "output_faults", "run_pipeline", "skips_of"]
+__all__ = ["InFlight", "clock_cycles", "in_profile", "of_caller", "run_pipeline", "visit"]
 
 def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
     """The pairs (micro-batch, stage) of each clock tick. The pairs of one tick do not depend on each other.
@@ -94,14 +88,15 @@ def run_pipeline(
     runners = [
         StageRunner(stage, place, Lane(lookahead), stage is stages[-1], options) for stage, place in zip(stages, places)
     ]
-    callers: dict[torch.device, Place] = {}
-    in_flight = [InFlight.of_caller(batch, skips_of(stages), callers) for batch in micro_batches]
+    home = cache(Place.of)  # called in this thread: the current streams of a worker are others
+    in_flight = [
+        of_caller(batch, stages, lambda tensor: Transfer((tensor,), home(tensor.device), None))
+        for batch in micro_batches
+    ]
     last = len(in_flight) - 1
 
-    profiled = profiler_is_on()
-
     def step(i: int, j: int) -> None:
-        with record_function(f"torchckpt::forward[stage={j},mb={i}]") if profiled else nullcontext():
+        with in_profile("forward", j, i):
             in_flight[i] = runners[j].step(in_flight[i], i < checkpointed, i == last)
 
     # Stages on one device share its generator, so one thread runs them in a fixed order.
@@ -111,12 +106,110 @@ def run_pipeline(
             run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])
     for batch in in_flight:
         raise_faults("Pipe", batch.skips.faults())
-    return [batch.args[0] for batch in in_flight]
+    return [batch.put_back(batch.transfers[0].tensors)[0][0] for batch in in_flight]
 
 
-def skips_of(stages: Sequence[Stage]) -> Skips:
-    layers = [layer for stage in stages for layer in stage.layers]
-    return Skips(partial(stasher_behind, layers))
+def in_profile(action: str, stage: int, i: int) -> AbstractContextManager[Any]:
+    """A range of torch's profiler, if one runs in this thread, for an action of ``stage`` on micro-batch ``i``."""
+    return record_function(f"torchckpt::{action}[stage={stage},mb={i}]") if profiler_is_on() else nullcontext()
+
+
+# a visit, of either engine --------------------------------------------------------------------------------------------
+
+
+class InFlight(NamedTuple):
+    """A micro-batch before a stage."""
+
+    transfers: Sequence[Any]
+    """How its tensors come to the stage: ``Transfer`` here, ``CutTensor`` in ``step.py``."""
+    put_back: PutBack
+    """Makes the arguments of the stage, (args, kwargs), from the tensors that have come."""
+    skips: Skips
+    memory: Memory
+
+
+def of_caller(batch: MicroBatch, stages: Sequence[Stage], transfer: Callable[[Tensor], Any]) -> InFlight:
+    """``batch`` before the first of ``stages``. ``transfer`` says how each of its tensors comes there."""
+    tensors, put_back = tensors_of_pair((batch.args, batch.kwargs))
+    skips = Skips(partial(stasher_behind, [layer for stage in stages for layer in stage.layers]))
+    return InFlight(list(map(transfer, tensors)), put_back, skips, Memory.of_caller(tensors))
+
+
+def visit(
+    stage: Stage,
+    batch: InFlight,
+    arrived: tuple[Tensor, ...],
+    frame: Frame | None,
+    fetch: Callable[[Any], Tensor],
+    is_cut: bool,
+    is_last: bool,
+    caller: str,
+) -> tuple[tuple[Tensor, ...], PutBack, Memory]:
+    """Run ``stage`` on a micro-batch.
+
+    Args:
+        arrived: the tensors of ``batch``, at the stage.
+        frame: the frame of the region; None: the activations are kept.
+        fetch: moves a skip to the stage.
+        is_cut: whether tensors between stages are moved, or their graph ends there. If not, the layers may work on
+            their inputs directly: autograd itself sees their in-place changes.
+
+    Returns:
+        The tensors that leave the stage; a function that makes (output, skips) from as many tensors; their memory.
+    """
+    memory, on_copies = batch.memory, frame is not None or bool(batch.memory.kept)
+    inputs = None
+    if on_copies or is_cut:
+        inputs = StageInputs(stage.__qualname__, stage.in_place if on_copies else None, memory.shared)
+    call = StageCall(stage, StageSkips(batch.skips, fetch), inputs)
+    args, kwargs = batch.put_back(arrived)
+    output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
+    raise_faults(caller, output_faults(stage, output, is_cut and not is_last))
+    tensors, put_back = tensors_of_pair((output, skips))
+    if batch.skips.are_any:
+        leaving = tensors_of(output)[0]
+        memory = memory.on_leaving(leaving, [*skips.values(), *batch.skips.in_flight()], arrived)
+    elif memory.shared or memory.kept or len(tensors) > 1:  # false of most stages
+        memory = memory.on_leaving(tensors, (), arrived)
+    return tensors, put_back, memory
+
+
+# a visit in one graph -------------------------------------------------------------------------------------------------
+
+
+class StageRunner:
+    """One stage in one forward, with its place and its lane. Only one thread uses it."""
+
+    def __init__(self, stage: Stage, place: Place, lane: Lane, is_last: bool, options: Options) -> None:
+        self._stage, self._place, self._lane, self._is_last = stage, place, lane, is_last
+        self._options = options
+
+    def step(self, batch: InFlight, checkpointed: bool, last: bool) -> InFlight:
+        """Run the stage on a micro-batch, and return the batch for the next stage."""
+        place, frame = self._place, Frame(self._options) if checkpointed and torch.is_grad_enabled() else None
+        is_cut = place.compute is not None
+        with on(place.compute):
+            due = self._lane.due()
+            arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
+            if frame is not None:
+                arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
+            tensors, put_back, memory = visit(  # [2]
+                self._stage, batch, arrived, frame, lambda skip: moved(skip, place)[0], is_cut, self._is_last, "Pipe"
+            )
+            stream = None if self._is_last else place.side_stream()
+            if stream is not None:
+                tensors, due = before(tensors, due), []  # [8]
+            with on(stream):
+                tensors = wait(place.compute, stream, tensors) if stream else tensors  # [3]
+                tensors = self._lane.passed(frame, tensors, due)  # [4]
+            rest = self._lane.rest() if last else []  # [5]
+            with on(stream):
+                tensors = before(tensors, rest)  # [8]
+        output, skips = put_back(tensors)
+        for name, tensor in skips.items():
+            batch.skips.sent(name, tensor, Transfer((tensor,), place, stream))
+        tensors, put_back = tensors_of_pair(((output,), {}))
+        return InFlight([Transfer(tensors, place, stream)], put_back, batch.skips, memory)
 
 
 class Transfer(NamedTuple):
@@ -125,98 +218,6 @@ class Transfer(NamedTuple):
     tensors: tuple[Tensor, ...]
     place: Place
     stream: torch.Stream | None
-
-
-class InFlight(NamedTuple):
-    """A micro-batch between two stages: the arguments of the next stage, and the skips."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    at: tuple[Place, torch.Stream | None] | None
-    """The place and copy stream of the tensors; None if they are the caller's, each on its own device."""
-    skips: Skips
-    memory: Memory
-    callers: dict[torch.device, Place]
-    """The caller's place on each device: the current streams of a worker thread differ from the caller's."""
-
-    @classmethod
-    def of_caller(cls, batch: MicroBatch, skips: Skips, callers: dict[torch.device, Place]) -> InFlight:
-        """The batch of a micro-batch before the first stage. Call it in the caller's thread; it fills ``callers``."""
-        tensors, _ = _tensors((batch.args, batch.kwargs))
-        for tensor in tensors:
-            if tensor.device not in callers:
-                callers[tensor.device] = Place.of(tensor.device)
-        return cls(batch.args, batch.kwargs, None, skips, Memory.of_caller(tensors), callers)
-
-
-class StageRunner:
-    """One stage in one forward, with its place and its lane. Only one thread uses it."""
-
-    def __init__(self, stage: Stage, place: Place, lane: Lane, final: bool, options: Options) -> None:
-        self._stage, self._place, self._lane, self._final = stage, place, lane, final
-        self._options = options
-
-    def step(self, batch: InFlight, checkpointed: bool, last: bool) -> InFlight:
-        """Run the stage on a micro-batch, and return the batch for the next stage. Numbers refer to the drawing."""
-        frame = Frame(self._options) if checkpointed and torch.is_grad_enabled() else None
-        with on(self._place.compute):
-            due = self._lane.due()
-            arrived, put_back = self._taken_in(batch)
-            if frame is not None:
-                arrived, due = behind_checkpoints(frame, arrived, due)  # [7]
-            args, kwargs = put_back(arrived)
-            call = self._stage.call(StageSkips(batch.skips, partial(_fetched, self._place)), self._given(batch, frame))
-            returned = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)  # [6]
-            is_cut = self._place.compute is not None and not self._final
-            raise_faults("Pipe", output_faults(self._stage, returned[0], is_cut))
-            tensors, put_back = _tensors(returned)
-            memory = _memory(batch, returned, tensors, arrived)
-            stream = None if self._final else self._place.side_stream()
-            if stream is not None:
-                tensors, due = before(tensors, due), []
-            with on(stream):
-                tensors = wait(self._place.compute, stream, tensors) if stream else tensors  # [5]
-                tensors = self._lane.passed(frame, tensors, due)  # [4]
-            rest = self._lane.rest() if last else []  # [3]
-            with on(stream):
-                tensors = before(tensors, rest)
-        output, skips = put_back(tensors)
-        self._send(batch.skips, skips, stream)
-        return InFlight((output,), {}, (self._place, stream), batch.skips, memory, batch.callers)
-
-    def _given(self, batch: InFlight, frame: Frame | None) -> StageInputs | None:
-        """None if the layers may work on their inputs directly: autograd itself sees their in-place changes."""
-        on_copies = frame is not None or bool(batch.memory.kept)
-        if not on_copies and self._place.compute is None:
-            return None
-        known = self._stage.in_place if on_copies else None
-        return StageInputs(self._stage.__qualname__, known, batch.memory.shared)
-
-    def _send(self, skips: Skips, kept: dict[Name, Tensor], stream: torch.Stream | None) -> None:
-        for name, tensor in kept.items():
-            skips.sent(name, tensor, Transfer((tensor,), self._place, stream))
-
-    def _taken_in(self, batch: InFlight) -> tuple[tuple[Tensor, ...], PutBack]:
-        tensors, put_back = _tensors((batch.args, batch.kwargs))
-        if batch.at is not None:
-            return moved(Transfer(tensors, *batch.at), self._place), put_back
-        transfers = (Transfer((tensor,), batch.callers[tensor.device], None) for tensor in tensors)
-        return tuple(moved(transfer, self._place)[0] for transfer in transfers), put_back
-
-
-def _memory(
-    batch: InFlight, returned: tuple[Any, dict[Name, Tensor]], tensors: Sequence[Tensor], arrived: Sequence[Tensor]
-) -> Memory:
-    """The memory of the tensors that leave a stage, skips included. ``returned`` is what the stage returned."""
-    output, kept = returned
-    if batch.memory is NOTHING_SHARED and len(tensors) == 1 and not batch.skips.are_any:  # the case of most stages
-        return NOTHING_SHARED
-    leaving = tensors_of(output)[0] if kept else tensors
-    return batch.memory.on_leaving(leaving, [*kept.values(), *batch.skips.in_flight()], arrived)
-
-
-def _fetched(place: Place, transfer: Transfer) -> Tensor:
-    return moved(transfer, place)[0]
 
 
 def moved(transfer: Transfer, target: Place) -> tuple[Tensor, ...]:
@@ -230,8 +231,8 @@ def moved(transfer: Transfer, target: Place) -> tuple[Tensor, ...]:
             tensors = wait(place.compute, stream, tensors)
     arrival = target.side_stream()
     with on(arrival):
-        tensors = copy(place, stream, target, arrival, tensors)  # [2]
-    return wait(arrival, target.compute, tensors)  # [1]
+        tensors = copy(place, stream, target, arrival, tensors)  # [6]
+    return wait(arrival, target.compute, tensors)  # [7]
 
 
 def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> tuple[tuple[Tensor, ...], Edges]:
@@ -243,17 +244,6 @@ def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> 
         return inputs, due
     (edges,), due = (due, []) if len(due) == 1 else ([()], due)
     return tuple(checkpoint(frame, x, *edges) if is_inner else x for x, is_inner in zip(inputs, inner)), due
-
-
-def _tensors(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
-    """As :func:`tensors_of`, but faster for the usual (args, kwargs) of a stage, and for what a call returns."""
-    first, second = tree
-    if not second and isinstance(first, Tensor) and not first.__dict__:
-        return (first,), lambda tensors: (tensors[0], {})  # what most stages return
-    is_one = not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor)
-    if is_one and not first[0].__dict__:
-        return first, lambda tensors: (tensors, {})  # the arguments of most stages
-    return tensors_of(tree)
 
 
 def output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,16 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.profiler import record_function
-from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, raise_faults
-from torchckpt.pipe.in_place import Memory, StageInputs
+from torchckpt.pipe.in_place import Memory
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, on, wait
-from torchckpt.pipe.run.pipeline import output_faults, skips_of
-from torchckpt.pipe.skip import StageSkips
+from torchckpt.pipe.run.pipeline import InFlight, in_profile, of_caller, visit
+from torchckpt.pipe.skip import Skips
 from torchckpt.planning import (
     Action,
     Block,
@@ -51,18 +48,15 @@ from torchckpt.planning import (
 from torchckpt.planning.step.measured import Span, measured_timeline
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
-from torchckpt.regions.clock import Clock
+from torchckpt.regions.clock import Clock, Stamp
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.core.pair import checkpoint
-from torchckpt.regions.private import profiler_is_on
-from torchckpt.regions.trees import tensors_of
+from torchckpt.regions.trees import tensors_of, tensors_of_pair
 
 __all__ = ["Record", "Step", "schedule_for"]
 
 LossFunction = Callable[..., Tensor]
-
-_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute"}
 
 
 def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
@@ -124,38 +118,35 @@ class CutTensor:
 
     Args:
         forth: the copy of the tensor.
-        back: the ports of its gradient: the receiver's, the sender's.
+        back: the places and streams of its gradient: the receiver's, the sender's.
     """
 
     def __init__(self, tensor: Tensor, forth: AsyncCopy, back: tuple[CopyStreams, CopyStreams]) -> None:
-        self._requires_grad, self._back = tensor.requires_grad, back
-        # If the receiver has a copy, hold only the graph: the output itself would stay alive until its backward.
+        self._back = back
+        self._requires_grad = tensor.requires_grad
+        # Only the graph: the output itself would stay alive until its backward.
         is_elsewhere = back[0].place != back[1].place and tensor.requires_grad
         self.root: Any = get_gradient_edge(tensor) if is_elsewhere else tensor
         self._attributes = tensor.__dict__.copy()
-        self._forth: AsyncCopy | None = forth
+        self._forth = forth
         self._leaf: Tensor | None = None
-        self._arrived: Tensor | None = None
         self._gradient: AsyncCopy | None = None
 
     def received(self, frame: Frame | None = None) -> Tensor:
         """The input of the receiver's graph: a leaf behind one node, so that layers may change it in place. The node is
         the ``Checkpoint`` of ``frame``, if there is a frame."""
-        forth, self._forth = self._forth, None
-        if forth is not None:
-            leaf = forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
-            self._leaf = leaf
-            if frame is not None and self._requires_grad:
-                self._arrived = checkpoint(frame, leaf)
-            else:
-                (self._arrived,) = wait(None, None, (leaf,))
-            self._arrived.__dict__.update(self._attributes)
-        assert self._arrived is not None
-        return self._arrived
+        self._leaf = self._forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
+        del self._forth
+        if frame is not None and self._requires_grad:
+            arrived = checkpoint(frame, self._leaf)  # [1]
+        else:
+            (arrived,) = wait(None, None, (self._leaf,))
+        arrived.__dict__.update(self._attributes)
+        return arrived
 
     def send_back(self) -> None:
         """Send the gradient back. Call it after the receiver's backward."""
-        leaf, self._leaf, self._arrived = self._leaf, None, None
+        leaf, self._leaf = self._leaf, None
         if leaf is not None and leaf.grad is not None:
             receiver, sender = self._back
             self._gradient = AsyncCopy(leaf.grad, receiver).sent(sender)
@@ -165,11 +156,11 @@ class CutTensor:
 
 
 @dataclass
-class Visit:
-    """The state of one micro-batch in one stage, between its forward and its backward."""
+class Pending:
+    """The state of a stage's visit of a micro-batch, between its forward and its backward."""
 
-    frame: Frame | None = None
-    received: list[CutTensor] = field(default_factory=list)
+    frame: Frame | None
+    received: list[CutTensor]
     sent: list[CutTensor] = field(default_factory=list)
     loss: Tensor | None = None
 
@@ -179,11 +170,15 @@ class Record(NamedTuple):
 
     schedule: Schedule
     clocks: list[Clock]
-    stamps: list[list[tuple[Action, Any, Any]]]
+    stamps: list[list[tuple[Action, Stamp, Stamp]]]
 
     def timeline(self) -> Timeline:
         """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
-        spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
+        spans = []
+        for clock, stamps in zip(self.clocks, self.stamps):
+            seconds = clock.reader()
+            times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
+            spans.append([Span(action, start, start, end) for action, start, end in times])
         return measured_timeline(step_of("timeline()", self.schedule, Block(), 0.0), spans)
 
 
@@ -208,109 +203,92 @@ class Step:
         recomputes: bool,
         options: Options = DEFAULT,
     ) -> None:
-        self._stages, self._micro_batches, self._targets = stages, micro_batches, targets
-        self._loss_fn, self._weights, self._options = loss_fn, weights, options
-        self.schedule, self._order = plan(len(stages), len(micro_batches), recomputes)
-        actions = [action for order in self.schedule.ranks for action in order]
-        self._recomputed = {(stage, i) for stage, kind, i in actions if kind is Kind.RECOMPUTE}
+        self._stages, self._targets, self._loss_fn = stages, targets, loss_fn
+        self._weights, self._options = weights, options
+        schedule, self._order = plan(len(stages), len(micro_batches), recomputes)
+        self._recomputed = {(stage, i) for stage, kind, i in self._order if kind is Kind.RECOMPUTE}
         self._places = [Place.of(stage.device) for stage in stages]
         self._activations = [CopyStreams.at(place) for place in self._places]
         self._gradients = [CopyStreams.at(place) for place in self._places]
-        self._clocks = [Clock(stage.device) for stage in stages]
-        self._skips = [skips_of(stages) for _ in micro_batches]
-        self._inputs: dict[tuple[int, int], Any] = {}
-        self._memory: dict[tuple[int, int], Memory] = {}
-        self._visits: dict[tuple[int, int], Visit] = {}
+        self._in_flight = {i: of_caller(batch, stages, lambda x: x) for i, batch in enumerate(micro_batches)}
+        self._pending: dict[tuple[int, int], Pending] = {}
         self._losses: list[Tensor] = []
-        self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in stages]
+        self.record = Record(schedule, [Clock(stage.device) for stage in stages], [[] for _ in stages])
 
     def run(self) -> Tensor:
-        doing = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
-        is_profiled = profiler_is_on()
+        actions = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
         for action in self._order:
-            stage, kind, i = action
-            name = f"torchckpt::{_WORDS[kind]}[stage={stage},mb={i}]"
-            with record_function(name) if is_profiled else nullcontext(), on(self._places[stage].compute):
-                start = self._clocks[stage].stamp()
-                doing[kind](stage, i)
-                self._stamps[stage].append((action, start, self._clocks[stage].stamp()))
+            j, kind, i = action
+            with in_profile(kind.name.lower(), j, i), on(self._places[j].compute):
+                start = self.record.clocks[j].stamp()
+                actions[kind](j, i)
+                self.record.stamps[j].append((action, start, self.record.clocks[j].stamp()))
         return torch.stack(self._losses).sum()
 
-    @property
-    def record(self) -> Record:
-        return Record(self.schedule, self._clocks, self._stamps)
-
     def _forward(self, j: int, i: int) -> None:
-        stage, skips, visit = self._stages[j], self._skips[i], Visit()
-        self._visits[j, i] = visit
-        visit.frame = Frame(self._options) if (j, i) in self._recomputed else None
-        args, kwargs = self._arguments(j, i, visit)
-        arrived = tensors_of((args, kwargs))[0]
-        memory = self._memory.pop((j, i)) if j else Memory.of_caller(arrived)
-        given = StageInputs(stage.__qualname__, stage.in_place if visit.frame or memory.kept else None, memory.shared)
-        run = stage.call(StageSkips(skips, partial(self._received_skip, visit.received, j)), given)
-        output, kept = run(*args, **kwargs) if visit.frame is None else visit.frame.forward(run, args, kwargs)
-        raise_faults("Pipe.step()", output_faults(stage, output, j + 1 < len(self._stages)))
-        leaving, in_flight = tensors_of(output)[0], [*kept.values(), *skips.in_flight()]
-        self._memory[j + 1, i] = memory.on_leaving(leaving, in_flight, arrived, visit.frame is not None)
-        for name, tensor in kept.items():
-            skips.sent(name, tensor, (visit.sent, j, tensor, AsyncCopy(tensor, CopyStreams.at(self._places[j]))))
-        if j + 1 < len(self._stages):
-            self._inputs[j + 1, i] = pytree.tree_map(partial(self._cut, visit.sent, {}, j), output)
-        else:
-            self._add_loss(i, visit, output)
-
-    def _arguments(self, j: int, i: int, visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place, batch, is_last = self._places[j], self._in_flight.pop(i), j + 1 == len(self._stages)
+        frame = Frame(self._options) if (j, i) in self._recomputed else None
+        pending = self._pending[j, i] = Pending(frame, list(batch.transfers) if j else [])
         if j == 0:
-            batch = self._micro_batches[i]
-            here: Any = _moved_tree(self._places[j], (batch.args, batch.kwargs))
-            return here[0], here[1]
-        return (pytree.tree_map(partial(_received, visit), self._inputs.pop((j, i))),), {}
+            arrived = tuple(_moved(place, tensor) for tensor in batch.transfers)
+        else:
+            arrived = tuple(cut.received(frame) for cut in batch.transfers)
+        if frame is not None:  # its replay needs them, and the last stage may have no frame
+            batch = batch._replace(memory=Memory(batch.memory.shared, frozenset(range(len(arrived)))))
+        fetch = partial(self._received_skip, pending.received, j)
+        tensors, put_back, memory = visit(
+            self._stages[j], batch, arrived, frame, fetch, True, is_last, "Pipe.step()"
+        )
+        output, skips = put_back(tensors)
+        for name, tensor in skips.items():
+            packed = pending.sent, j, tensor, AsyncCopy(tensor, CopyStreams.at(place))
+            batch.skips.sent(name, tensor, packed)
+        if is_last:
+            self._add_loss(i, pending, output, batch.skips)
+            return
+        tensors, put_back = tensors_of_pair(((output,), {}))
+        pending.sent += [self._cut(tensor, j) for tensor in tensors]
+        self._in_flight[i] = InFlight(list(pending.sent), put_back, batch.skips, memory)
 
-    def _add_loss(self, i: int, visit: Visit, output: Any) -> None:
-        raise_faults("Pipe.step()", self._skips[i].faults())
-        target = _moved_tree(self._places[-1], self._targets[i])
-        loss = self._loss_fn(output, target)
+    def _add_loss(self, i: int, pending: Pending, output: Any, skips: Skips) -> None:
+        raise_faults("Pipe.step()", skips.faults())
+        tensors, put_back = tensors_of(self._targets[i])
+        loss = self._loss_fn(output, put_back([_moved(self._places[-1], tensor) for tensor in tensors]))
         raise_faults("Pipe.step()", _loss_faults(loss))
-        visit.loss = loss * self._weights[i]
-        self._losses.append(visit.loss.detach())
+        pending.loss = loss * self._weights[i]
+        self._losses.append(pending.loss.detach())
 
-    def _cut(self, cuts: list[CutTensor], made: dict[int, CutTensor], j: int, leaf: Any) -> Any:
-        """The cut of a leaf of the output of stage ``j``. A tensor that occurs several times has one cut."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in made:
-            forth = AsyncCopy(leaf, self._activations[j]).sent(self._activations[j + 1])
-            made[id(leaf)] = CutTensor(leaf, forth, (self._gradients[j + 1], self._gradients[j]))
-            cuts.append(made[id(leaf)])
-        return made[id(leaf)]
+    def _cut(self, tensor: Tensor, j: int) -> CutTensor:
+        """The cut of a tensor of the output of stage ``j``."""
+        forth = AsyncCopy(tensor, self._activations[j]).sent(self._activations[j + 1])
+        return CutTensor(tensor, forth, (self._gradients[j + 1], self._gradients[j]))
 
     def _received_skip(
-        self, received: list[CutTensor], k: int, sent: tuple[list[CutTensor], int, Tensor, AsyncCopy]
+        self, received: list[CutTensor], k: int, packed: tuple[list[CutTensor], int, Tensor, AsyncCopy]
     ) -> Tensor:
         """The skip, as a tensor at stage ``k``, which pops it."""
-        cuts, j, tensor, copy = sent
+        sent, j, tensor, copy = packed
         cut = CutTensor(tensor, copy.sent(CopyStreams.at(self._places[k])), (self._gradients[k], self._gradients[j]))
-        cuts.append(cut)
+        sent.append(cut)
         received.append(cut)
         return cut.received()
 
     def _recompute(self, j: int, i: int) -> None:
-        frame = self._visits[j, i].frame
+        frame = self._pending[j, i].frame
         if frame is not None:
-            frame.recompute()
+            frame.recompute()  # [5]
 
     def _backward(self, j: int, i: int) -> None:
-        visit = self._visits.pop((j, i))
-        if visit.loss is not None:
-            torch.autograd.backward(visit.loss)
+        pending = self._pending.pop((j, i))
+        if pending.loss is not None:
+            torch.autograd.backward(pending.loss)
         else:
             # Last one first, as in a single graph: gradients of a tensor that left several times add up in that order.
-            pairs = [(cut.root, cut.gradient()) for cut in reversed(visit.sent)]
+            pairs = [(cut.root, cut.gradient()) for cut in reversed(pending.sent)]
             due = [(root, gradient) for root, gradient in pairs if gradient is not None]
             if due:
                 torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
-        for cut in visit.received:
+        for cut in pending.received:
             cut.send_back()
 
 
@@ -328,35 +306,17 @@ def launch_order(schedule: Schedule) -> list[Action]:
     numbers and gradients add up in the same order, with and without recomputes.
     """
     timeline = simulate(without(schedule), exposed=False)
-    found = []
+    launched = []
     rest = [list(reversed(order)) for order in schedule.ranks]
     for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank)):
-        found.append(rest[event.rank].pop())
+        launched.append(rest[event.rank].pop())
         while rest[event.rank] and rest[event.rank][-1].kind is Kind.RECOMPUTE:
-            found.append(rest[event.rank].pop())
-    return found
+            launched.append(rest[event.rank].pop())
+    return launched
 
 
-def _spans(clock: Clock, stamps: Sequence[tuple[Action, Any, Any]]) -> list[Span]:
-    seconds = clock.reader()
-    times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
-    return [Span(action, start, start, end) for action, start, end in times]
-
-
-def _received(visit: Visit, leaf: Any) -> Any:
-    if not isinstance(leaf, CutTensor):
-        return leaf
-    visit.received.append(leaf)
-    return leaf.received(visit.frame)
-
-
-def _moved_tree(place: Place, tree: Any) -> Any:
-    """The caller's ``tree`` with its tensors moved to ``place`` and detached."""
-    tensors, put_back = tensors_of(tree)
-    return put_back([_moved_tensor(place, tensor) for tensor in tensors])
-
-
-def _moved_tensor(place: Place, tensor: Tensor) -> Tensor:
+def _moved(place: Place, tensor: Tensor) -> Tensor:
+    """The caller's ``tensor``, moved to ``place`` and detached."""
     if tensor.device == place.device:
         return tensor.detach()
     return AsyncCopy(tensor, CopyStreams.at(Place.of(tensor.device))).sent(CopyStreams.at(place)).arrived(place)

@@ -56,9 +56,13 @@ def workers(count: int) -> Iterator[Run]:
     first exception is raised in the caller, with its traceback, after all tasks of the same call have ended. If the
     caller is interrupted, it does not wait for the threads: each ends after its current task.
     """
-    as_in_caller = _ambient()
+    caller_settings, graded = settings(), torch.is_grad_enabled()
     threads = [ThreadPoolExecutor(1, f"torchckpt worker {n}") for n in range(count)]
     idle = True
+
+    def as_in_caller(task: Task) -> None:
+        with use_settings(caller_settings), torch.set_grad_enabled(graded):
+            task()
 
     def run(tasks: list[tuple[int, Task]]) -> None:
         nonlocal idle
@@ -86,13 +90,3 @@ def _raise_from(future: Future[None]) -> None:
             raise exception
     finally:
         del future, exception
-
-
-def _ambient() -> Callable[[Task], None]:
-    then, graded = settings(), torch.is_grad_enabled()
-
-    def run(task: Task) -> None:
-        with use_settings(then), torch.set_grad_enabled(graded):
-            task()
-
-    return run

@@ -167,7 +167,7 @@ def _warn_of_reentrant() -> None:
 
 
 def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function], Function]:
-    """What ``checkpoint`` returns where it got options alone."""
+    """The decorator that ``checkpoint`` returns if it got options alone."""
     rule, works = "a decorator takes options alone", "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
     check_options("checkpoint", run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
 
@@ -256,8 +256,8 @@ class Checkpointing:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 # One node for each tensor: with a common node, the loss of one output would run the backward of all.
-                forked, edge = fork(leaf)
-                leaves[place] = join(forked, recompute(self._frame, edge))
+                forked, edge = fork(leaf)  # [4]
+                leaves[place] = join(forked, recompute(self._frame, edge))  # [5], [8]
         return pytree.tree_unflatten(leaves, spec)
 
     def prefetch(self) -> None:
@@ -317,5 +317,5 @@ def outside_graph(run: Callable[..., Any], *args: Any) -> Any:
     "and begins again after it; or compile what is kept, keep(torch.compile(router), x)"
 )
 def keep_outside_graph(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As ``outside_graph``, for ``keep``."""
+    """Run a call of ``keep`` after a graph break, as :func:`outside_graph` does."""
     return run(*args, **kwargs)

@@ -116,7 +116,7 @@ def _add(name: str, result: Result, before: list[tuple[Region, int | None, Buffe
 
 
 def _replay(function: Function, inputs: Inputs, region: Region) -> tuple[Result, Any]:
-    """What the forward of ``region`` kept, for its replay."""
+    """The result and outputs that the forward of ``region`` kept, for its replay."""
     region.kept = region.kept or KeptCalls()
     then = region.kept.next(region.function, name_of(function), region.checks)
     outputs = then.result.replay(function, inputs, region.replays)

@@ -1,4 +1,4 @@
-"""Pair: the autograd Functions ``Checkpoint`` and ``Recompute``, at the two ends of a region."""
+"""Pair: ``Checkpoint`` and ``Recompute``, the autograd Functions [1] and [5] in the drawing of a region."""
 from __future__ import annotations
 
 import functools

@@ -90,10 +90,12 @@ Region: TypeAlias = Frame | TorchRegion
 
 
 class Level(NamedTuple):
+    """Where in regions a call is."""
+
     recording: list[Region]
     """The regions whose forward is under way, from the innermost on."""
     replayed: Region | None
-    """The one that is replayed around them."""
+    """The region that is replayed around them."""
     around: Sequence[Hooks]
     """The hooks around all of them."""
     others: Sequence[Hooks]
@@ -101,14 +103,14 @@ class Level(NamedTuple):
 
 
 def level_of(stack: Sequence[Hooks]) -> Level:
-    """Where a call is that has entered ``stack``, the outermost pair first."""
-    found = list(map(_region_of, stack))
-    others = [hooks for hooks, one in zip(stack, found) if one is None]
+    """The level of a call that has entered ``stack``, the outermost pair first."""
+    owners = list(map(_region_of, stack))
+    others = [hooks for hooks, owner in zip(stack, owners) if owner is None]
     recording: list[Region] = []
     around = stack
-    for place, one in reversed(list(enumerate(found))):
-        if one is not None:
-            region, is_replayed = one
+    for place, owner in reversed(list(enumerate(owners))):
+        if owner is not None:
+            region, is_replayed = owner
             around = stack[:place]
             if is_replayed:
                 return Level(recording, region, around, others)

@@ -13,10 +13,12 @@ from torchckpt.typing import Function
 __all__ = ["KeptCall", "KeptCalls", "hooks_entered", "only"]
 
 class KeptCall(NamedTuple):
+    """One call of ``keep`` in one forward."""
+
     name: str
-    """Of the function, as errors call it."""
+    """The name of the function in errors."""
     place: int | None
-    """How many tensors the region had saved before; None of a region whose forward kept nothing."""
+    """How many tensors the region had saved before; None for a region of torch, which does not tell."""
     result: Any = None
     buffers: Any = ()
 
@@ -25,7 +27,7 @@ class KeptCall(NamedTuple):
 
 
 class KeptCalls:
-    """One per frame in whose forward ``keep`` was called."""
+    """The calls of ``keep`` in one forward of a frame, and how far its replay has come."""
 
     __slots__ = ("_calls", "_fault", "_fresh", "_taken")
 
@@ -39,11 +41,11 @@ class KeptCalls:
         self._calls.append(call)
 
     def begin(self, fresh: Sequence[object] | None) -> None:
-        """A replay begins; ``fresh`` will be what it saves. None: it has failed."""
+        """Note that a replay begins, which will save its tensors in ``fresh``. None: the replay has failed."""
         self._taken, self._fresh, self._fault = 0, fresh, None
 
     def next(self, region: Any, name: str, checked: bool) -> KeptCall:
-        """The call that the replay of ``region`` has come to, which is of a function ``name``."""
+        """The forward's call that the replay of ``region``, which now calls the function ``name``, has come to."""
         number, now = self._taken, KeptCall(name, None if self._fresh is None else len(self._fresh))
         then = self._calls[number] if number < len(self._calls) else None
         if self._fault is None and (then is None or (checked and then[:2] != now[:2])):
@@ -54,7 +56,7 @@ class KeptCalls:
         return self._calls[number]
 
     def end(self, region: Function, checked: bool) -> None:
-        """The replay has ended: raises if a call is missing, or ``region`` caught what :meth:`next` raised."""
+        """Note the end of the replay. Raises if a call is missing, or if ``region`` caught what :meth:`next` raised."""
         fresh, self._fresh = self._fresh or (), None
         if checked and self._fault is None and self._taken < len(self._calls):
             then = self._calls[self._taken]
@@ -65,7 +67,7 @@ class KeptCalls:
 
 
 def hooks_entered() -> list[Hooks]:
-    """From the outermost pair to the one in force."""
+    """The saved-tensor hooks of this thread, from the outermost pair to the one in force."""
     stack = []
     while (hooks := hooks_in_force(True)) is not None:
         stack.append(hooks)
@@ -77,7 +79,7 @@ def hooks_entered() -> list[Hooks]:
 
 @contextmanager
 def only(hooks: Sequence[Hooks]) -> Iterator[None]:
-    """Inside, ``hooks`` in place of those that were entered."""
+    """Inside the block, ``hooks`` are in force in place of those that were entered."""
     stack = hooks_entered()
     _exchange(stack, hooks)
     try:

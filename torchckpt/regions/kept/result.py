@@ -35,12 +35,12 @@ its defaults. A replay of the call gets them, too."""
 
 
 def inputs_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """Those of ``function(*args, **kwargs)``."""
-    given: list[Any] = [args, kwargs]
+    """The tensors that the call ``function(*args, **kwargs)`` gets."""
+    arguments: list[Any] = [args, kwargs]
     while isinstance(function, partial):
-        given.append((function.args, function.keywords))
+        arguments.append((function.args, function.keywords))
         function = function.func
-    inputs: Inputs = {("argument", place): tensor for place, tensor in enumerate(tensors_of(given)[0])}
+    inputs: Inputs = {("argument", place): tensor for place, tensor in enumerate(tensors_of(arguments)[0])}
     code = function.__func__ if isinstance(function, MethodType) else function
     if not isinstance(code, FunctionType):
         return inputs
@@ -86,9 +86,9 @@ class Result:
         leaves, self._spec = pytree.tree_flatten(outputs)
         _check_outputs(function, leaves)
         places = {id(tensor): _InputPlace(place) for place, tensor in inputs.items()}
-        own = {id(leaf): _copied(leaf) for leaf in leaves}
+        copies = {id(leaf): _copied(leaf) for leaf in leaves}
         # The leaves are kept as the arguments of a region are.
-        self._outputs = Boundary(tuple(places.get(id(leaf), own[id(leaf)]) for leaf in leaves), {})
+        self._outputs = Boundary(tuple(places.get(id(leaf), copies[id(leaf)]) for leaf in leaves), {})
         self._outputs.drop_graphs()
         self._changed = [
             (place, weakref.ref(tensor), Copy(tensor), tensor.requires_grad)
@@ -118,7 +118,7 @@ class Result:
         return pytree.tree_unflatten(outputs, self._spec)
 
     def raise_error(self) -> None:
-        """Raise what it raised, if it did."""
+        """Raise what the function raised, if it did."""
         if self._error is not None:
             raise _without_traceback(self._error)
 
@@ -129,7 +129,7 @@ class Result:
 
 
 class _NoBackward(torch.autograd.Function):
-    """In a replay, the node between the inputs and the outputs of a kept function: its backward raises."""
+    """The node between the inputs and the outputs of a kept function, in a replay. Its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _without_traceback(error: Exception) -> Exception:
-    """As ``error``, which holds the tensors of all calls that it came through."""
+    """A twin of ``error``, without the tensors that it holds of all calls that it came through."""
     base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
     # An __init__ of its own may want other arguments.
     twin: Exception = base.__new__(type(error), *map(_without_graph, error.args))
@@ -216,18 +216,18 @@ def _other_arguments(function: Function) -> RecomputationError:
 
 
 Buffers: TypeAlias = dict[Any, tuple[Tensor | None, int]]
-"""By their keys in a layout, with their versions."""
+"""Buffers by their keys in a layout, each with its version."""
 
 
 def buffers_of(module_state: ModuleState | None) -> Buffers:
-    """Those of the modules of a region, as they are now."""
+    """The buffers of the modules of a region, as they are now."""
     if module_state is None:
         return {}
     return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in module_state.layout.buffers()}
 
 
 def changed_buffers(module_state: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:
-    """Those that are others than ``before``: where each is, its name there, and a copy of it."""
+    """The buffers that differ from ``before``: for each its dictionary, its name there, and a copy of it."""
     changed: list[tuple[dict[str, Any], str, Copy | None]] = []
     for key, (tensor, version) in buffers_of(module_state).items():
         then = before.get(key)

@@ -19,7 +19,7 @@ __all__ = ["TorchRegion", "torch_region"]
 
 
 class TorchRegion:
-    """One such region in one forward, as long as torch's own frame lives. It looks to ``keep`` like a ``Frame``."""
+    """One region of torch in one forward, as long as torch's own frame lives. It looks to ``keep`` like a ``Frame``."""
 
     checks, saved, module_state = True, None, None
     function: Function = staticmethod(torch.utils.checkpoint.checkpoint)
@@ -34,11 +34,11 @@ class TorchRegion:
 
     @property
     def generators(self) -> list[Generator]:
-        """Those that it may put back."""
+        """The generators whose states a replay may put back."""
         return list(generators_of(accelerators_among((), {}), ()))
 
     def is_in(self, replay: object) -> None:
-        """``replay`` is under way; of a new one nothing is kept so far."""
+        """Note that ``replay`` is under way. A new one has taken nothing so far."""
         if self._replay is not replay:
             self._replay = replay
             if self.kept is not None:
@@ -49,11 +49,11 @@ _regions: WeakKeyDictionary[Any, TorchRegion] = WeakKeyDictionary()
 
 
 def torch_region(pack: Callable[[Tensor], Any]) -> tuple[TorchRegion, bool] | None:
-    """The region whose hook this is, and whether it is replayed. None: of no region of torch's."""
-    found = frame_of_torch(pack)
-    if found is None:
+    """The region whose hook ``pack`` is, and whether it is replayed. None for a hook of no region of torch."""
+    entered = frame_of_torch(pack)
+    if entered is None:
         return None
-    frame, is_replayed = found
+    frame, is_replayed = entered
     region = _regions.get(frame)
     if region is None:
         region = _regions[frame] = TorchRegion()

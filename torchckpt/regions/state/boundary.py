@@ -46,10 +46,10 @@ class Boundary:
         self._leaves: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                found = inputs.get(id(leaf))
-                if found is None:
-                    found = inputs[id(leaf)] = Input(leaf, hooks)
-                leaf = found
+                input = inputs.get(id(leaf))
+                if input is None:
+                    input = inputs[id(leaf)] = Input(leaf, hooks)
+                leaf = input
             self._leaves.append(leaf)
 
     def arguments(
@@ -157,7 +157,7 @@ class Input:
         return self._twin(_laid_out(kept.detach(), self._strides))
 
     def drop_graphs(self) -> None:
-        """Of its attributes: a tensor there may have been made in the region whose frame holds this."""
+        """Hold no graph by the attributes: a tensor there may come from the region whose frame holds this input."""
         attributes = self._attributes or {}
         grown = {name: value for name, value in attributes.items() if isinstance(value, Tensor) and value.grad_fn}
         attributes.update({name: value.detach() for name, value in grown.items()})
@@ -232,8 +232,8 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
 def generators_among(leaves: Iterable[Any]) -> list[torch.Generator]:
     """The generators among ``leaves`` of a tree, and those that are attributes of one."""
     objects = [leaf for leaf in leaves if type(leaf) not in _ATOMS]
-    inside = chain.from_iterable(list(vars(one).values()) for one in objects if type(one).__dictoffset__)
-    return [one for one in chain(objects, inside) if issubclass(type(one), torch.Generator)]  # proxies answer anything
+    inside = chain.from_iterable(list(vars(leaf).values()) for leaf in objects if type(leaf).__dictoffset__)
+    return [x for x in chain(objects, inside) if issubclass(type(x), torch.Generator)]  # proxies answer anything
 
 
 def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -100,7 +100,7 @@ class Layout:
         self.norms = {place: weakref.ref(norm) for place, norm in norms}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
-        """What each call compares: children, parameters, and the buffers of modules other than norm layers."""
+        """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
         named = enumerate(map(partial(_names_of, Tensor), modules), start=len(modules))
         self._attributes = [(place, name) for place, names in named for name in names]
@@ -152,7 +152,8 @@ class Layout:
         return found
 
     def other_flags(self, then: list[Any], now: list[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """What to put back so that ``flags()`` is as it was. A number that is another number stays: functions count."""
+        """The attributes to put back so that ``flags()`` is as it was. A number that is another number stays: functions
+        count."""
         for (attributes, name), value, now_is in zip(self._flags, then, now):
             is_mode = name == "training"
             if now_is is not value and (is_mode or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))):

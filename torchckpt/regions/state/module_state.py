@@ -96,7 +96,7 @@ class ModuleState:
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
         self._parameters: dict[Key, Copy] = _EMPTY
-        """Those that forwards are known to change, as they are before this one."""
+        """The parameters that forwards are known to change, as they are before this one."""
         if layout.changing_parameters:
             found = layout.parameters_of(values) or {}
             known = [(key, one) for key in layout.changing_parameters if (one := found.get(key)) is not None]
@@ -197,7 +197,7 @@ class ModuleState:
                 substitutes.values.append((parameters, name, twin))
 
     def _twin(self, substitutes: Substitutes, key: Key, tensor: nn.Parameter, version: int) -> nn.Parameter:
-        """What stands in for a parameter that was at ``version``, and has been changed in place since."""
+        """The substitute for a parameter that was at ``version``, and has been changed in place since."""
         copy, path = self._parameters.get(key), self.layout.path_of(tensor)
         if copy is None and self._after.get(key) != tensor._version:
             substitutes.changed[id(tensor)] = tensor, path
