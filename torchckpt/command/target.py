@@ -72,7 +72,7 @@ def built(place: str, command: str) -> Made:
         raise _unfit(place, command, found)
     loss = others[1] if len(others) == 2 else None
     if loss is not None and (not callable(loss) or _is("Tensor", loss)):
-        rule = "what a target returns third is the loss, a function; several arguments of a call are a tuple"
+        rule = "the loss, the third value of the target, is no function; several arguments of a call are a tuple"
         raise Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
     return Made(modules, what if _is("nn.Module", what) else None, others[0] if others else None, loss, bool(others))
 
@@ -81,8 +81,8 @@ def model_at(place: str) -> tuple[Any, Any]:
     """For ``fit``: a model and its example."""
     made = built(place, "fit")
     if not made.has_example:
-        raise Unusable(f"fit needs an example of a call; received: {place}, {kind_of(made.model or made.modules)}; "
-                       f"works: {_WORKS['fit']}")
+        rule = "the target returns no example of a call"
+        raise Unusable(f"{rule}; received: {place}, {kind_of(made.model or made.modules)}; works: {_WORKS['fit']}")
     if made.model is not None and not _is("nn.ModuleList", made.model):
         return made.model, made.example
     from torchckpt.command.chain import Chain
@@ -96,7 +96,7 @@ def layers_at(place: str) -> Made:
 
     made = built(place, "balance")
     if not made.modules:
-        raise _unfit(place, "balance", made.model, "balance needs an nn.Sequential of at least one layer, or a list")
+        raise _unfit(place, "balance", made.model, "the target returns no layers, in an nn.Sequential or a list")
     if isinstance(made.model, nn.Sequential):
         return made
     return Made(made.modules, nn.Sequential(*made.modules), made.example, made.loss, made.has_example)
@@ -109,7 +109,7 @@ def stages_at(place: str) -> Callable[[], Any]:
     def build() -> Any:
         made = built(place, "plan")
         if not made.has_example:
-            rule = "plan needs an example of a micro-batch"
+            rule = "the target returns no example of a micro-batch"
             raise Unusable(f"{rule}; received: {place}, {kind_of(made.model or made.modules)}; works: {_WORKS['plan']}")
         stages = [made.model] if made.modules is None else made.modules
         return (stages, made.example) if made.loss is None else (stages, made.example, made.loss)
@@ -122,7 +122,7 @@ def _attribute_at(place: str) -> Any:
     if not (name and colon and attribute) or name.startswith(".") or name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").replace("/", ".").strip(".") or "my_package.model"
         works = f"{module}:{attribute}" if attribute and name else "my_package.model:gpt"
-        raise Unusable(f"a target is module:function; received: {place}; works: {works}")
+        raise Unusable(f"the target is not written module:function; received: {place}; works: {works}")
     try:
         _with_folder()
         found: Any = importlib.import_module(name)
@@ -153,7 +153,7 @@ def _called(place: str, found: Any, command: str) -> Any:
     if _is("nn.Module", found):
         return found
     if not callable(found):
-        rule = "a target is a function without arguments"
+        rule = "the target is not a function"
         raise Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
     try:
         return found()
@@ -175,8 +175,9 @@ def _is(name: str, found: Any) -> bool:
     return isinstance(found, attrgetter(name)(torch))
 
 
-def _unfit(place: str, command: str, found: Any, rule: str = "a target returns a module, or a list of modules, "
-           "and an example of a call") -> Unusable:
+def _unfit(
+    place: str, command: str, found: Any, rule: str = "the target returns no module, and no list of modules"
+) -> Unusable:
     return Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchckpt.distributed.budget.stage_parts import Parts, stage_of
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered
-from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, called, check
 from torchckpt.planning import Action, Schedule, Stage, State, arrival
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
@@ -25,7 +25,7 @@ __all__ = ["Costs", "digest_of", "made"]
 
 _CALLER = "recompute_ahead()"
 _NO_REGIONS = Fault(
-    "with a budget, at least one stage must have regions: only regions are recomputed",
+    "no stage has regions, so nothing can be recomputed to meet the budget",
     "stages whose forwards entered none",
     "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
 )
@@ -96,9 +96,10 @@ def _outcome(
 ) -> _Outcome:
     try:
         stages = [_stage(stage, measured, costs) for stage in range(schedule.stages)]
-        raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
         took = [_took(order, stages, [own.taken[at] for own in costs]) for at, order in enumerate(counted)]
-        found = fitted(_CALLER, schedule, stages, measured.step.links, budget, took, tied, pairs)
+        with called(_CALLER):
+            check([] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
+            found = fitted(schedule, stages, measured.step.links, budget, took, tied, pairs)
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)

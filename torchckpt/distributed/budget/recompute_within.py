@@ -119,7 +119,7 @@ class RecomputeWithin(RecomputeAhead):
         """
         if self._fitted is None:
             raise ScheduleError(
-                f"a plan is made of the first {FIRST_STEPS} steps, and reported on after the next\n"
+                f"no step has followed a plan yet: it is made of the first {FIRST_STEPS}\n"
                 f"  received: report() after {self._steps}\n  works:    print(schedule.report()) after step "
                 f"{FIRST_STEPS + 1}"
             )
@@ -224,7 +224,7 @@ class RecomputeWithin(RecomputeAhead):
             expected = len(self._fitted.plan.problem.stages[stage].blocks), *expected[1:]
         if seen != expected:
             raise ScheduleError(
-                "all micro-batches of a stage have the shapes and the regions that its plan is for\n"
+                "a micro-batch has other shapes or regions than those that the plan is for\n"
                 f"  received: micro-batch {i} of stage {stage}: {_shown(seen)}; planned: {_shown(expected)}\n"
                 "  works:    the same shapes in every step; for others, a schedule of their own: "
                 "recompute_ahead(schedule, budget=...)"
@@ -333,8 +333,7 @@ class RecomputeWithin(RecomputeAhead):
         if self._fitted is not None:
             return (plan := f"plan {digest_of(self._fitted.plan)}"), plan
         assert self._budget is not None
-        key = budget_key("recompute_ahead()", self._budget, len(self._plain_schedule.ranks))
-        return key, f"budget={self._budget!r}"
+        return budget_key(self._budget, len(self._plain_schedule.ranks)), f"budget={self._budget!r}"
 
     def _is_tied(self) -> bool:
         """Whether stages of this rank share parameters."""

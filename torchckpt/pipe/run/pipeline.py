@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.pipe.in_place import NOTHING_SHARED, Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
@@ -110,7 +110,7 @@ def run_pipeline(
         for tick in clock_cycles(len(in_flight), len(stages)):
             run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])
     for batch in in_flight:
-        raise_faults("Pipe", batch.skips.faults())
+        check(batch.skips.faults())
     return [batch.args[0] for batch in in_flight]
 
 
@@ -168,7 +168,7 @@ class StageRunner:
             call = self._stage.call(StageSkips(batch.skips, partial(_fetched, self._place)), self._given(batch, frame))
             returned = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)  # [6]
             is_cut = self._place.compute is not None and not self._final
-            raise_faults("Pipe", output_faults(self._stage, returned[0], is_cut))
+            check(output_faults(self._stage, returned[0], is_cut))
             tensors, put_back = _tensors(returned)
             memory = _memory(batch, returned, tensors, arrived)
             stream = None if self._final else self._place.side_stream()
@@ -264,16 +264,16 @@ def output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     hidden = [type(leaf).__name__ for leaf in leaves if hides_tensors(leaf)] if is_cut else []
     if hidden:
-        rule = "a stage must return its tensors in containers that torch's pytree knows: list, tuple, dict"
+        rule = "a stage returns tensors in a container that torch's pytree does not know, unlike list, tuple and dict"
         works = "a layer that returns a dict; or torch.utils._pytree.register_pytree_node for that class"
         return [Fault(rule, f"a {hidden[0]} that has tensors, from {stage.__qualname__}", works)]
     if not tensors:
-        rule = "a stage must return a tensor, or something that holds one"
+        rule = "a stage returns no tensor, and nothing that holds one"
         works = "a last layer in the stage that returns a tensor"
         return [Fault(rule, f"{type(output).__name__}, from {stage.__qualname__}", works)]
     elsewhere = sorted({str(tensor.device) for tensor in tensors if tensor.device != stage.device})
     if elsewhere:
         received = f"a tensor on {', '.join(elsewhere)}, from {stage.__qualname__} on {stage.device}"
         works = "a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
-        return [Fault("the output of a stage must be on its device", received, works)]
+        return [Fault("the output of a stage is not on its device", received, works)]
     return []

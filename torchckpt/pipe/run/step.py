@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.pipe.in_place import Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
@@ -184,7 +184,7 @@ class Record(NamedTuple):
     def timeline(self) -> Timeline:
         """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
         spans = [_spans(clock, stamps) for clock, stamps in zip(self.clocks, self.stamps)]
-        return measured_timeline(step_of("timeline()", self.schedule, Block(), 0.0), spans)
+        return measured_timeline(step_of(self.schedule, Block(), 0.0), spans)
 
 
 class Step:
@@ -250,7 +250,7 @@ class Step:
         given = StageInputs(stage.__qualname__, stage.in_place if visit.frame or memory.kept else None, memory.shared)
         run = stage.call(StageSkips(skips, partial(self._received_skip, visit.received, j)), given)
         output, kept = run(*args, **kwargs) if visit.frame is None else visit.frame.forward(run, args, kwargs)
-        raise_faults("Pipe.step()", output_faults(stage, output, j + 1 < len(self._stages)))
+        check(output_faults(stage, output, j + 1 < len(self._stages)))
         leaving, in_flight = tensors_of(output)[0], [*kept.values(), *skips.in_flight()]
         self._memory[j + 1, i] = memory.on_leaving(leaving, in_flight, arrived, visit.frame is not None)
         for name, tensor in kept.items():
@@ -268,10 +268,10 @@ class Step:
         return (pytree.tree_map(partial(_received, visit), self._inputs.pop((j, i))),), {}
 
     def _add_loss(self, i: int, visit: Visit, output: Any) -> None:
-        raise_faults("Pipe.step()", self._skips[i].faults())
+        check(self._skips[i].faults())
         target = _moved_tree(self._places[-1], self._targets[i])
         loss = self._loss_fn(output, target)
-        raise_faults("Pipe.step()", _loss_faults(loss))
+        check(_loss_faults(loss))
         visit.loss = loss * self._weights[i]
         self._losses.append(visit.loss.detach())
 
@@ -365,5 +365,5 @@ def _moved_tensor(place: Place, tensor: Tensor) -> Tensor:
 def _loss_faults(loss: object) -> Iterator[Fault]:
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
         received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
-        rule = "loss_fn(output, target) of a micro-batch must return a scalar that requires grad"
+        rule = "loss_fn(output, target) of a micro-batch returns no scalar that requires grad"
         yield Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy")

@@ -371,7 +371,7 @@ def test_the_same_text_every_time(flow: Dataflow, schedule: Schedule) -> None:
 
 
 def test_a_path_for_each_operation() -> None:
-    with pytest.raises(ArgumentError, match=r"one path for each of 6 operations\n.*1 paths\n.*paths=None"):
+    with pytest.raises(ArgumentError, match=r"there is not one path for each of 6 operations\n.*1 paths\n.*paths=None"):
         draw_plan(uneven(), uneven().eager, paths=["a"])
 
 

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
 from torchckpt.planning.draw.units import Units, number
 from torchckpt.planning.remat.draw.curve import (
@@ -59,6 +59,7 @@ _LEAST = 0.02  # of the recomputed time, for a name
 _MOST_NAMES = 8  # of what is recomputed, that which takes longest
 
 
+@called("draw_plan()")
 def draw_plan(
     flow: Dataflow,
     schedule: Schedule,
@@ -89,8 +90,8 @@ def draw_plan(
     """
     named = [operation.name for operation in flow.operations] if paths is None else paths
     if len(named) != len(flow.operations):
-        rule = f"one path for each of {len(flow.operations)} operations"
-        raise_faults("draw_plan()", [Fault(rule, f"{len(named)} paths", "paths=None")])
+        rule = f"there is not one path for each of {len(flow.operations)} operations"
+        raise_fault(Fault(rule, f"{len(named)} paths", "paths=None"))
     other = runs(flow, flow.eager if before is None else before)
     plan = _Plan(flow, runs(flow, schedule), other, before is None, budget_bytes, units)
     canvas = Canvas(_WIDTH)
