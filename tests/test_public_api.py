@@ -52,7 +52,6 @@ def test_names():
                 "RegionError",
                 "ScheduleError",
                 "TransformError",
-                "raise_faults",
             ],
         ),
         (

@@ -318,9 +318,9 @@ def test_what_was_counted_can_be_printed():
 @pytest.mark.parametrize(
     ("function", "modules", "text"),
     [
-        (torch.ones(2), (), "the function must be callable\n  received: Tensor"),
-        (block, nn.Linear(2, 2), "modules is a list of modules\n  received: Linear"),
-        (block, [nn.Linear], "modules is a list of modules\n  received: a list that holds the class Linear"),
+        (torch.ones(2), (), "the function is not callable\n  received: Tensor"),
+        (block, nn.Linear(2, 2), "modules is not a list of modules\n  received: Linear"),
+        (block, [nn.Linear], "modules is not a list of modules\n  received: a list that holds the class Linear"),
     ],
 )
 def test_what_cannot_be_checked(function, modules, text):

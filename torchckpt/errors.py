@@ -16,7 +16,6 @@ __all__ = [
     "RegionError",
     "ScheduleError",
     "TransformError",
-    "raise_faults",
 ]
 
 
@@ -109,15 +108,6 @@ def check(faults: Iterable[Fault]) -> None:
     listed = [str(fault) for fault in faults]
     if listed:
         raise ArgumentError("\n".join(listed if len(listed) == 1 else [f"{len(listed)} faults", *listed]))
-
-
-def raise_faults(caller: str, faults: Iterable[Fault]) -> None:
-    """Raise one :class:`ArgumentError` that lists all ``faults``; do nothing if there are none."""
-    listed = list(faults)
-    if not listed:
-        return
-    head = f"{caller}: " if len(listed) == 1 else f"{caller}: {len(listed)} faults\n"
-    raise ArgumentError(head + "\n".join(map(str, listed)))
 
 
 def brief(value: object) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchckpt.errors import Fault, kind, raise_faults
+from torchckpt.errors import Fault, called, check, kind
 from torchckpt.modules import module_of
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
@@ -89,6 +89,7 @@ def flops() -> Iterator[Flops]:
         yield Flops(counter)
 
 
+@called("assert_transparent()")
 def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Module] = (), **kwargs: Any) -> None:
     """Check that ``function(*args, **kwargs)`` gives the same results, to the bit, as a region and as a plain call.
 
@@ -105,7 +106,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         AssertionError: the message lists everything that differs.
     """
     listed = [*modules] if isinstance(modules, Iterable) else None
-    raise_faults("assert_transparent()", _call_faults(function, modules, listed))
+    check(_call_faults(function, modules, listed))
     watched = _buffers_of(owner for owner in (module_of(function), *(listed or ())) if owner is not None)
     before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
     generators = generators_of(accelerators_among(args, kwargs), ())
@@ -138,9 +139,9 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
 
 
 def _call_faults(function: object, modules: object, listed: list[nn.Module] | None) -> Iterator[Fault]:
-    rule, works = "modules is a list of modules", "assert_transparent(block, x, modules=[block])"
+    rule, works = "modules is not a list of modules", "assert_transparent(block, x, modules=[block])"
     if not callable(function):
-        yield Fault("the function must be callable", kind(function), works)
+        yield Fault("the function is not callable", kind(function), works)
     if listed is None:
         yield Fault(rule, kind(modules), works)
         return

@@ -119,31 +119,35 @@ _COUNTS = "--stages 4 --microbatches 4"
     [
         (
             f"--schedule 1fb {_COUNTS}",
-            "argument --schedule: a schedule is one of gpipe, 1f1b, eager_1f1b, zbv, dualpipe_v, "
+            "argument --schedule: the schedule is not one of gpipe, 1f1b, eager_1f1b, zbv, dualpipe_v, "
             "interleaved_1f1b, looped_bfs, zero_bubble; received: '1fb'; works: '1f1b'",
         ),
         (
             "--schedule 1f1b --stages 4 --microbatches 2",
-            "1F1B needs m >= p; received: --microbatches 2, 4 ranks; works: --microbatches 4, the nearest",
+            "m is too small: 1F1B needs m >= p; received: --microbatches 2, 4 ranks; "
+            "works: --microbatches 4, the nearest",
         ),
-        (f"--schedule 1f1b {_COUNTS} --forward -1", "argument --forward: a number from 0 to 1e+12; received: -1"),
-        (f"--schedule 1f1b {_COUNTS} --link nan", "argument --link: a number from 0 to 1e+12; received: nan"),
-        (f"--schedule 1f1b {_COUNTS} --recompute inf", "argument --recompute: a number from 0 to 1e+12; received: inf"),
-        (f"--schedule 1f1b {_COUNTS} --budget much", "argument --budget: a number from 0 to 1e+12; received: much"),
-        (f"--schedule 1f1b {_COUNTS} --backward 0", "argument --backward: a number above 0; received: 0"),
-        ("--schedule 1f1b --stages 4", "--schedule needs --microbatches"),
+        (f"--schedule 1f1b {_COUNTS} --forward -1", "argument --forward: not a number from 0 to 1e+12; received: -1"),
+        (f"--schedule 1f1b {_COUNTS} --link nan", "argument --link: not a number from 0 to 1e+12; received: nan"),
+        (
+            f"--schedule 1f1b {_COUNTS} --recompute inf",
+            "argument --recompute: not a number from 0 to 1e+12; received: inf",
+        ),
+        (f"--schedule 1f1b {_COUNTS} --budget much", "argument --budget: not a number from 0 to 1e+12; received: much"),
+        (f"--schedule 1f1b {_COUNTS} --backward 0", "argument --backward: not a number above 0; received: 0"),
+        ("--schedule 1f1b --stages 4", "--schedule is given without --microbatches"),
         (
             "--schedule zbv --stages 7 --microbatches 8",
-            "zbv has 2 stages on each rank; received: --stages 7; works: --stages 8",
+            "the stages do not divide among ranks of 2, as zbv has them; received: --stages 7; works: --stages 8",
         ),
         (
             "--schedule 1f1b --stages 99999 --microbatches 99999",
-            "--stages times --microbatches is at most 4000000; received: --stages 99999 --microbatches 99999; "
+            "--stages times --microbatches is above 4000000; received: --stages 99999 --microbatches 99999; "
             "works: --microbatches 40",
         ),
         ("--csv missing.csv", _CSV.format("missing.csv: No such file or directory")),
         ("--csv tests", _CSV.format("tests: Is a directory")),
-        ("--csv missing.csv --stages 4", "--stages goes with --schedule; with --csv the file says it"),
+        ("--csv missing.csv --stages 4", "--stages is given with --csv, whose file says it"),
         (
             f"--schedule 1f1b {_COUNTS} --svg missing/step.svg",
             "argument --svg: cannot write missing/step.svg: No such file or directory; "
@@ -156,24 +160,25 @@ _COUNTS = "--stages 4 --microbatches 4"
         ),
         (
             f"--schedule 1f1b {_COUNTS} --svg a.png",
-            "argument --svg: the name of the file ends in .svg; received: a.png; works: a.svg",
+            "argument --svg: the file's name does not end in .svg; received: a.png; works: a.svg",
         ),
         (
             "--schedule 1f1b --stages 0 --microbatches 4",
-            "argument --stages: a whole number from 1, such as 4; received: 0",
+            "argument --stages: not a whole number from 1, such as 4; received: 0",
         ),
         (
             "--schedule 1f1b --stages 4 --microbatches -1",
-            "argument --microbatches: a whole number from 1, such as 4; received: -1",
+            "argument --microbatches: not a whole number from 1, such as 4; received: -1",
         ),
         (
             f"--schedule 1f1b {_COUNTS} --compare none,ahed",
-            "argument --compare: a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, "
+            "argument --compare: the policy is not none, arrival, ahead or ahead:K; the last three also with "
+            "/last_stage, "
             "/last_micro_batch, /first_backward; received: 'ahed'; works: 'ahead'",
         ),
         (
             f"--schedule 1f1b {_COUNTS} --compare ahead:0",
-            "argument --compare: k is an integer >= 1; received: ahead:0; works: ahead:1",
+            "argument --compare: k is not an integer >= 1; received: ahead:0; works: ahead:1",
         ),
     ],
 )
@@ -193,17 +198,18 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
     [
         (
             "0F0,0X0\n",
-            "argument --csv: {path}: line 1, column 2: an action is a stage, one of F B I W R, and a micro-batch; "
+            "argument --csv: {path}: line 1, column 2: this is no action: a stage, one of F B I W R, and a "
+            "micro-batch; "
             "received: '0X0'; works: '0F3'",
         ),
         (
             "0B0,0F0\n",
-            "argument --csv: {path}: line 1, column 1: 0B0 comes after its forward; received: 0B0 before 0F0; "
+            "argument --csv: {path}: line 1, column 1: 0B0 stands before its forward; received: 0B0 before 0F0; "
             "works: 0F0, ..., 0B0",
         ),
         (
             "",
-            "argument --csv: {path}: stages are numbered from 0, and each has its actions; received: no action; "
+            "argument --csv: {path}: a stage has no actions; stages are numbered from 0; received: no action; "
             "works: 0F0,0B0",
         ),
         (b"\xff\xfe\x00", _CSV.format("{path}: it is not text")),
@@ -326,28 +332,28 @@ def test_balance_as_json(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("layers", "a target is module:function; received: layers; works: my_package.model:gpt"),
-        (":layers", "a target is module:function; received: :layers; works: my_package.model:gpt"),
+        ("layers", "the target is not written module:function; received: layers; works: my_package.model:gpt"),
+        (":layers", "the target is not written module:function; received: :layers; works: my_package.model:gpt"),
         ("nowhere:gpt", "cannot make nowhere:gpt: ModuleNotFoundError: No module named 'nowhere'"),
         (
             "my_model:gpt",
             "cannot make my_model:gpt: my_model has no gpt; works: my_model:function, one that is there",
         ),
         ("my_model:fails", "cannot make my_model:fails: KeyError: 'of the user'"),
-        ("my_model:number", f"a target is a function without arguments; received: my_model:number, int; {_WORKS}"),
+        ("my_model:number", f"the target is not a function; received: my_model:number, int; {_WORKS}"),
         (
             "my_model:other",
-            "a target returns a module, or a list of modules, and an example of a call; received: my_model:other, str; "
+            "the target returns no module, and no list of modules; received: my_model:other, str; "
             f"{_WORKS}",
         ),
         (
             "my_model:linear",
-            "balance needs an nn.Sequential of at least one layer, or a list; received: my_model:linear, Linear; "
+            "the target returns no layers, in an nn.Sequential or a list; received: my_model:linear, Linear; "
             f"{_WORKS}",
         ),
         (
             "my_model:layers --stages 4",
-            "cannot balance my_model:layers: there must be a layer for every stage; received: --stages 4, 3 layers; "
+            "cannot balance my_model:layers: there are fewer layers than stages; received: --stages 4, 3 layers; "
             "works: --stages 3, or more layers",
         ),
         (
@@ -369,15 +375,15 @@ def test_a_bad_module_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--stages 0", "argument --stages: a whole number from 1, such as 4; received: 0"),
+        ("--stages 0", "argument --stages: not a whole number from 1, such as 4; received: 0"),
         (
             "--input 8",
             "the following arguments are required: --stages; works: python -m torchckpt balance my_package.model:gpt "
             "--stages 4 --input 8,128 --dtype int64",
         ),
-        ("--stages 2 --input 8,x", "argument --input: whole numbers from 1, such as 8,128; received: 8,x"),
-        ("--stages 2 --input 0", "argument --input: whole numbers from 1, such as 8,128; received: 0"),
-        ("--stages 2 --input 8,", "argument --input: whole numbers from 1, such as 8,128; received: 8,"),
+        ("--stages 2 --input 8,x", "argument --input: not whole numbers from 1, such as 8,128; received: 8,x"),
+        ("--stages 2 --input 0", "argument --input: not whole numbers from 1, such as 8,128; received: 0"),
+        ("--stages 2 --input 8,", "argument --input: not whole numbers from 1, such as 8,128; received: 8,"),
     ],
 )
 def test_bad_options_of_balance_are_one_line_and_exit_code_2(
@@ -431,5 +437,5 @@ def test_where_nobody_reads_on_it_ends():
 
 def test_the_boundary_is_a_part_of_what_is_saved(capsys):
     assert main([*SMALL, "--boundary", "2"]) == 2
-    said = "--boundary is a part of A, from 0 to 1; received: --boundary 2; works: --boundary 0.25"
+    said = "--boundary is above 1, all of A; received: --boundary 2; works: --boundary 0.25"
     assert said in capsys.readouterr().err

@@ -86,7 +86,7 @@ HOME = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 ERROR = "python -m torchckpt fit: error: "
 WORKS = "works: def gpt(): return model, tokens; or: return model, (tokens, mask)"
 PLACE = "works: a file such as picture{}, in a folder that is there"
-BUDGET = "argument --budget: a size such as 100MB or 6GiB, or a share of eager's peak such as 40%; received: "
+BUDGET = "argument --budget: not a size such as 100MB or 6GiB, or a share of eager's peak such as 40%; received: "
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +224,7 @@ def test_neither_its_help_nor_a_wrong_option_imports_torch() -> None:
 
 def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused("my_model:mlp --budget 1kB", capsys)
-    assert line.startswith("a budget holds what the step cannot do without; received: 1kB; the least found is ")
+    assert line.startswith("the budget is too small; received: 1kB; the least found is ")
     budget = line.partition("works: --budget ")[2].partition(" ")[0]
     assert told(f"my_model:mlp --budget {budget}", capsys)["peak_bytes"] <= float(budget.removesuffix("kB")) * 1000
 
@@ -232,17 +232,18 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("mlp", "a target is module:function; received: mlp; works: my_package.model:gpt"),
+        ("mlp", "the target is not written module:function; received: mlp; works: my_package.model:gpt"),
         ("nowhere:mlp", "cannot make nowhere:mlp: ModuleNotFoundError: No module named 'nowhere'"),
         ("my_model:fails", "cannot make my_model:fails: KeyError: 'of the user'"),
         (
             "my_model:module",
-            f"fit needs an example of a call; received: my_model:module, Scaled; {WORKS}",
+            f"the target returns no example of a call; received: my_model:module, Scaled; {WORKS}",
         ),
-        ("my_model:bare", f"fit needs an example of a call; received: my_model:bare, Scaled; {WORKS}"),
+        ("my_model:bare", f"the target returns no example of a call; received: my_model:bare, Scaled; {WORKS}"),
         (
             "my_model:three",
-            "what a target returns third is the loss, a function; several arguments of a call are a tuple; received: "
+            "the loss, the third value of the target, is no function; several arguments of a call are a tuple; "
+            "received: "
             f"my_model:three, (Scaled, Tensor, Tensor); {WORKS}",
         ),
         (
@@ -261,11 +262,11 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
         ("my_model:mlp --budget -5", f"{BUDGET}-5"),
         (
             "my_model:mlp --keep 1,",
-            "argument --keep: one of speed, memory, collection, or names with commas between; received: 1,",
+            "argument --keep: not one of speed, memory, collection, or names with commas between; received: 1,",
         ),
         (
             "my_model:mlp --keep 9",
-            "keep: a name in keep is that of a module or a mark of the traced call; received: '9'; "
+            "keep: a name in keep is that of no module or mark of the traced call; received: '9'; "
             "works: --keep 0",
         ),
         (
@@ -281,11 +282,11 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
             "my_model:mlp --frontier missing/curve.svg",
             f"argument --frontier: cannot write missing/curve.svg: No such file or directory; {PLACE.format('.svg')}",
         ),
-        ("my_model:mlp --svg a", "argument --svg: the name of the file ends in .svg; received: a; works: a.svg"),
-        ("my_model:mlp --plan a", "argument --plan: the name of the file ends in .json; received: a; works: a.json"),
+        ("my_model:mlp --svg a", "argument --svg: the file's name does not end in .svg; received: a; works: a.svg"),
+        ("my_model:mlp --plan a", "--plan: the file's name does not end in .json; received: a; works: a.json"),
         (
             "my_model:mlp --svg a.svg --frontier a.svg",
-            "--svg and --frontier write one file each; received: a.svg for both",
+            "--svg and --frontier write the same file; received: a.svg for both",
         ),
     ],
 )
@@ -297,7 +298,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_a_call_that_cannot_be_traced_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused("my_model:branch", capsys)
-    assert line.startswith("a graph does not depend on the values of its tensors; received: ")
+    assert line.startswith("the call depends on the values of its tensors, and a graph cannot; received: ")
     assert "if self.linear(x).sum() > 0" in line
 
 

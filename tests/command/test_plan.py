@@ -106,30 +106,30 @@ def test_stages_are_dealt_to_ranks(capsys, name, stages, ranks, found):
 
 
 BAD = [
-    (("--budget", "5 apples"), "a budget is bytes above 0, a size with a unit"),
+    (("--budget", "5 apples"), "the budget is not bytes above 0, a size with a unit"),
     (("--budget", "nan"), "received: --budget nan"),
     (("--budget", "-1"), "received: --budget -1.0"),
     (("--budget", "0%"), "works: --budget "),
-    (("--budget", "9,9"), "a budget is one for every rank, or a list of 4; received: 2 budgets"),
+    (("--budget", "9,9"), "the budget is neither one for every rank nor a list of 4; received: 2 budgets"),
     (("--budget", "0.1"), "received: --budget 0.1 (less than a byte; a share is text); works: --budget 10%"),
-    (("--budget", "1", "--saved", "8", "--boundary", "1"), "received: 1 bytes for rank 0, which needs 39"),
+    (("--budget", "1", "--saved", "8", "--boundary", "1"), "rank 0 needs 39"),
     (("--budget", "60GB"), "received: --budget 60GB and --saved 1; works: --budget 50%, or --saved 34e6 --boundary"),
     (("--budget", "9,60GB,9,9", "--saved", "900"), "received: --budget 60GB and --saved 900; works: --budget 50%"),
-    (("--budget", "9", "--blocks", "8,8"), "--blocks is one number, or one for each of 4 stages; received 2"),
+    (("--budget", "9", "--blocks", "8,8"), "--blocks has 2 numbers for 4 stages; works: --blocks 8,8,8,8"),
     (("--budget", "9", "--blocks", "0"), "blocks of each stage, such as 8 or 8,8,8,7; received: 0"),
-    (("--budget", "9", "--blocks", "8,0,8,8"), "a stage has blocks, or --first or --last; received: --blocks with 0"),
+    (("--budget", "9", "--blocks", "8,0,8,8"), "stage 1 has no blocks, no --first and no --last; received: --blocks"),
     (("--budget", "9", "--forward", "0"), "a number above 0"),
     (("--budget", "9", "--recompute", "nan"), "a number from 0"),
-    (("--budget", "9", "--saved", "1,2"), "--saved is one number, or one for each of 4 stages"),
-    (("--budget", "9", "--weight-grad", "3"), "--weight-grad is a part of --backward"),
-    (("--budget", "9", "--boundary", "2"), "--boundary is a part of --saved; received: 2 of 1 on stage 0"),
+    (("--budget", "9", "--saved", "1,2"), "--saved has 2 numbers for 4 stages"),
+    (("--budget", "9", "--weight-grad", "3"), "--weight-grad is more than --backward"),
+    (("--budget", "9", "--boundary", "2"), "--boundary is more than --saved; received: 2 of 1 on stage 0"),
     (("--budget", "9", "--last", "1,2"), "forward, backward and bytes, such as 1,2,2"),
-    (("--budget", "9", "--ranks", "3"), "1f1b has equally many stages on each rank"),
-    (("--budget", "9", "--ranks", "2"), "1f1b has 1 stage on each rank; received: --stages 4 --ranks 2"),
-    (("--budget", "9", "--ranks", "0"), "argument --ranks: a whole number from 1, such as 4; received: 0"),
-    (("--budget", "9", "--stages", "0"), "argument --stages: a whole number from 1, such as 4; received: 0"),
+    (("--budget", "9", "--ranks", "3"), "the stages do not divide among the ranks of 1f1b"),
+    (("--budget", "9", "--ranks", "2"), "1f1b takes 1 stage on each rank, not 2; received: --stages 4 --ranks 2"),
+    (("--budget", "9", "--ranks", "0"), "argument --ranks: not a whole number from 1, such as 4; received: 0"),
+    (("--budget", "9", "--stages", "0"), "argument --stages: not a whole number from 1, such as 4; received: 0"),
     (("--budget", "9", "--microbatches", "2"), "1F1B needs m >= p"),
-    (("--budget", "9", "--schedule", "2f2b"), "a schedule is one of"),
+    (("--budget", "9", "--schedule", "2f2b"), "the schedule is not one of"),
     (("--budget", "9", "--svg", "/nowhere/plan.svg"), "cannot write /nowhere/plan.svg"),
     ((), "the following arguments are required: --budget; works: plan --schedule 1f1b --blocks 8 --budget 50%"),
 ]
@@ -144,7 +144,7 @@ def test_csv_says_the_stages(capsys, tmp_path):
     file = tmp_path / "order.csv"
     file.write_text("0F0,0R0,0B0\n", encoding="utf-8")
     assert main(["plan", "--csv", str(file), "--blocks", "2", "--budget", "1"]) == 2
-    assert "the schedule has no R yet" in capsys.readouterr().err
+    assert "the schedule has R already" in capsys.readouterr().err
     assert main(["plan", "--csv", str(file), "--blocks", "2", "--budget", "1", "--stages", "1"]) == 2
     assert "--stages goes with --schedule" in capsys.readouterr().err
     assert main(["plan", "--schedule", "1f1b", "--blocks", "2", "--budget", "1"]) == 2

@@ -100,15 +100,15 @@ def test_balance_takes_the_example_or_the_input(capsys):
 
 
 BAD = [
-    ("fit", "bare", "fit needs an example of a call; received: my_model:bare, Sequential; works: def gpt()"),
-    ("plan", "bare", "plan needs an example of a micro-batch; received: my_model:bare, Sequential; works: def gpt()"),
-    ("balance", "bare", "balance needs inputs; received: my_model:bare, without an example; works: --input 8,128"),
+    ("fit", "bare", "the target returns no example of a call; received: my_model:bare, Sequential; works: "),
+    ("plan", "bare", "the target returns no example of a micro-batch; received: my_model:bare, Sequential; works: "),
+    ("balance", "bare", "balance has no inputs; received: my_model:bare, without an example; works: --input 8,128"),
     *((command, "fails", "cannot make my_model:fails: KeyError: 'mine'") for command in REST),
     *((command, "quits", "cannot make my_model:quits: it ends Python: SystemExit: 0") for command in REST),
     *((command, "gtp", "cannot make my_model:gtp: my_model has no gtp; works: my_model:gpt") for command in REST),
     *((command, "nowhere:f", "cannot make nowhere:f: ModuleNotFoundError: No module named") for command in REST),
     *((command, "my_model.py:f", "received: my_model.py:f; works: my_model:f") for command in REST),
-    ("plan", "asks", "cannot plan my_model:asks: the function makes the stages without the values of tensors"),
+    ("plan", "asks", "cannot plan my_model:asks: the function that makes the stages failed"),
 ]
 
 

@@ -9,7 +9,7 @@ from tests.costs.models import ROWS, WIDTH, Mlp, vector
 from torchckpt import ArgumentError
 from torchckpt.costs import pipeline_costs
 
-RULE = "the function returns the stages, a list of modules, and what the first is called with"
+RULE = "the function does not return the stages"
 
 
 def stage():
@@ -55,32 +55,32 @@ def broken():
     raise ValueError("no such file")
 
 
-FUNCTION = "the first argument is a function without arguments that makes the stages"
+FUNCTION = "the first argument is not a function that makes the stages"
 
 BAD = [
     (stage(), f"{FUNCTION}\n  received: Sequential"),
     ([stage()], f"{FUNCTION}\n  received: [Sequential]"),
-    (lambda: None, f"{RULE}, a tensor or a tuple\n  received: NoneType"),
-    (lambda: [stage()], f"{RULE}, a tensor or a tuple\n  received: [Sequential]"),
+    (lambda: None, f"{RULE}, and what the first is called with\n  received: NoneType"),
+    (lambda: [stage()], f"{RULE}, and what the first is called with\n  received: [Sequential]"),
     (lambda: ([], vector()), "received: stages=[]"),
     (lambda: (Mlp(), vector()), "received: stages=Mlp"),
     (lambda: ([Mlp(), print], vector()), "received: stages=[Mlp, builtin_function_or_method]"),
     (lambda: ([stage()], None), "received: an example of NoneType"),
-    (lambda: ([stage()], vector(), 3), "the loss is a function of what the last stage returns\n  received: int"),
-    (broken, "the function makes the stages without the values of tensors, which have none\n  received: ValueError"),
-    (lambda: ([stage()], torch.randn(int(torch.randn(())))), "the function makes the stages without the values"),
+    (lambda: ([stage()], vector(), 3), "the loss that the function returns is not callable\n  received: int"),
+    (broken, "the function that makes the stages failed; tensors have no values there\n  received: ValueError"),
+    (lambda: ([stage()], torch.randn(int(torch.randn(())))), "the function that makes the stages failed"),
     (
         lambda: ([stage(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))], vector()),
-        f"stage 1 runs on what stage 0 returns\n  received: float32[{ROWS}, {WIDTH}]: RuntimeError: ",
+        f"stage 1 does not run on what stage 0 returns\n  received: float32[{ROWS}, {WIDTH}]: RuntimeError: ",
     ),
-    (lambda: ([stage()], torch.randn(2, 3)), "stage 0 runs on the example\n  received: float32[2, 3]: RuntimeError"),
+    (lambda: ([stage()], torch.randn(2, 3)), "stage 0 does not run on the example\n  received: float32[2, 3]:"),
     (
         lambda: ([stage()], vector(), lambda y: y @ y),
-        "stage 0 (or its loss) runs on the example\n  received: float32",
+        "stage 0 (or its loss) does not run on the example\n  received: float32",
     ),
     (
         lambda: ([nn.Linear(WIDTH, WIDTH)], vector()),
-        "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat\n  received: 1 ",
+        "no stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat\n  received: 1 ",
     ),
 ]  # fmt: skip
 
@@ -97,13 +97,13 @@ def test_wrong_stages(build, message):
 def test_a_forward_that_depends_on_values(how):
     with pytest.raises(ArgumentError) as error:
         pipeline_costs(lambda: ([stage(), Asks(how)], vector()), "h100")
-    assert "a stage runs without the values of tensors" in str(error.value)
+    assert "a stage asks for the values of tensors" in str(error.value)
     assert "received: stage 1, " in str(error.value)
     assert "works:    shapes that no value decides" in str(error.value)
 
 
 def test_a_forward_that_leaves_torch():
-    with pytest.raises(ArgumentError, match="stage 1 runs on what stage 0 returns"):
+    with pytest.raises(ArgumentError, match="stage 1 does not run on what stage 0 returns"):
         pipeline_costs(lambda: ([stage(), Asks(arrays)], vector()), "h100")
 
 

@@ -203,15 +203,15 @@ def test_costs_are_what_a_plan_takes_and_a_table():
 
 
 BAD = [
-    ({"device": "tpu"}, "a device is one of a100, h100, h200, b200, mi300x, or a Device"),
-    ({"efficiency": 0}, "an efficiency is a share of the peak, above 0 and at most 1"),
+    ({"device": "tpu"}, "the device is not one of a100, h100, h200, b200, mi300x, or a Device"),
+    ({"efficiency": 0}, "efficiency is not a share of the peak, above 0 and at most 1"),
     ({"efficiency": 1.5}, "received: efficiency=1.5"),
-    ({"efficiency": float("nan")}, "an efficiency is a share"),
-    ({"dtype": "int4"}, "a dtype is one of bf16, fp16, fp32, tf32, fp64\n  received: dtype='int4'"),
-    ({"dtype": torch.bfloat16}, "a dtype is one of"),
-    ({"optimizer_bytes": -1}, "the bytes of the optimizer's state for a parameter are a number from 0"),
-    ({"link_bytes_per_second": 0}, "a link moves a number of bytes a second, above 0"),
-    ({"kernels": "gpu"}, "kernels are those of accelerator or cpu\n  received: kernels='gpu'"),
+    ({"efficiency": float("nan")}, "efficiency is not a share"),
+    ({"dtype": "int4"}, "dtype is not one of bf16, fp16, fp32, tf32, fp64\n  received: dtype='int4'"),
+    ({"dtype": torch.bfloat16}, "dtype is not one of"),
+    ({"optimizer_bytes": -1}, "optimizer_bytes is not a number of bytes, 0 or more"),
+    ({"link_bytes_per_second": 0}, "link_bytes_per_second is not a number above 0"),
+    ({"kernels": "gpu"}, "kernels is not accelerator or cpu\n  received: kernels='gpu'"),
 ]
 
 

@@ -18,7 +18,7 @@ def layers():
 
 
 def refusal(stages, x):
-    with pytest.raises(ArgumentError, match="what is sharded over ranks cannot be counted yet") as caught:
+    with pytest.raises(ArgumentError, match="sharded over ranks, and such tensors cannot be counted yet") as caught:
         pipeline_costs(lambda: (stages, x), "h100")
     return str(caught.value)
 

@@ -217,7 +217,7 @@ def test_recomputes_are_ranges_of_the_profiler():
 def test_nothing_is_shown_before_a_step(show):
     schedule, stages = ahead("ScheduleGPipe")
     text = (
-        "a step must have run before it can be shown\n  received: timeline() or report() before step()\n"
+        "no step has run yet\n  received: timeline() or report() before step()\n"
         "  works:    schedule.step(x, target=y); then print(schedule.report())"
     )
     for _ in range(2):

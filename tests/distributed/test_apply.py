@@ -46,16 +46,17 @@ def test_it_returns_a_schedule_of_its_own():
 
 @pytest.mark.parametrize("one", [None, 3, "Schedule1F1B", nn.Linear(2, 2), RecomputeAhead], ids=str)
 def test_what_is_no_schedule(one):
-    assert error_of(one) == fault("the first argument is a schedule of torch.distributed.pipelining", kind(one), WORKS)
+    assert error_of(one) == fault("the schedule is none of torch.distributed.pipelining", kind(one), WORKS)
 
 
 def test_a_stage_is_no_schedule():
     (stage, _) = stages_of("ScheduleInterleaved1F1B", Blocks)
-    assert error_of(stage) == fault("the first argument is a schedule of torch.distributed.pipelining", "Stage", WORKS)
+    assert error_of(stage) == fault("the schedule is none of torch.distributed.pipelining", "Stage", WORKS)
 
 
 def test_twice():
-    text = fault("a schedule recomputes ahead once", "what recompute_ahead() returned", "schedule.step(x, target=y)")
+    rule = "the schedule recomputes ahead already"
+    text = fault(rule, "what recompute_ahead() returned", "schedule.step(x, target=y)")
     assert error_of(recompute_ahead(plain())) == text
 
 
@@ -79,7 +80,7 @@ def first_of_two(alone):
 def test_torch_would_need_numpy_for_shapes(name):
     total = len(stages_of(name, Blocks)) * 2
     assert error_of(plain(name)) == fault(
-        "torch needs NumPy to tell each rank the shapes that its stages take and give",
+        "NumPy is missing: with it, torch tells each rank the shapes that its stages take and give",
         f"no NumPy, and stage 0 of {total} without input_args and output_args",
         "pip install numpy, which comes with 'torchckpt[distributed]'; or "
         f"PipelineStage(module, 0, {total}, device, input_args=x, output_args=y) on all ranks, with tensors of one "
@@ -110,19 +111,19 @@ def test_the_extra_that_the_error_names_has_numpy():
 
 @pytest.mark.parametrize("segments", [-1, True, False, 1.0, "1", (1,)])
 def test_segments(segments):
-    rule = "segments is how many to recompute early, or None for all"
+    rule = "segments is not a number of regions, 0 or more, or None for all"
     assert error_of(plain(), segments=segments) == fault(rule, f"segments={segments!r}", "segments=1")
 
 
 @pytest.mark.parametrize("exempt", [None, 3, True])
 def test_exempt_of_another_type(exempt):
-    rule = "exempt is 'auto', 'none', or a set of (stage, micro-batch)"
+    rule = "exempt is not 'auto', 'none', or a set of (stage, micro-batch)"
     assert error_of(plain(), exempt=exempt) == fault(rule, repr(exempt), "exempt={(1, 0)}")
 
 
 @pytest.mark.parametrize(("exempt", "close"), [("Auto", "auto"), ("non", "none"), ("nothing", "none"), ("", "none")])
 def test_exempt_that_is_another_word(exempt, close):
-    rule = "exempt is 'auto', 'none', or a set of (stage, micro-batch)"
+    rule = "exempt is not 'auto', 'none', or a set of (stage, micro-batch)"
     assert error_of(plain(), exempt=exempt) == fault(rule, repr(exempt), f"exempt={close!r}")
 
 
@@ -142,17 +143,17 @@ def test_exempt_that_is_another_word(exempt, close):
     ],
 )
 def test_exempt_that_is_not_there(exempt, named):
-    rule = "stages are 0 to 1, micro-batches 0 to 3"
+    rule = "the schedule has no such visit: its stages are 0 to 1, its micro-batches 0 to 3"
     assert error_of(plain(), exempt=exempt) == fault(rule, f"exempt with {named}", "exempt={(1, 0)}")
 
 
 @pytest.mark.parametrize("costs", ["guess", "Measured", ""])
 def test_costs_that_are_another_word(costs):
-    text = fault("costs are blocks or stages, or 'measured'", repr(costs), "costs='measured'")
+    text = fault("costs is neither 'measured' nor blocks or stages", repr(costs), "costs='measured'")
     assert error_of(plain(), costs=costs) == text
 
 
-ONE_EACH = "stages are a Stage or a Block, or a list with one for each of the schedule's 2"
+ONE_EACH = "stages is not a Stage or a Block, or a list with one for each of the schedule's 2"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ ONE_EACH = "stages are a Stage or a Block, or a list with one for each of the sc
         ([], ONE_EACH, "0 of 2"),
         ([Block(), 1.0], ONE_EACH, "stages[1]=1.0"),
         (3, ONE_EACH, "stages=3"),
-        (Block(forward_seconds=-1.0), "seconds and bytes are finite numbers >= 0", "stages.forward_seconds=-1.0"),
+        (Block(forward_seconds=-1.0), "seconds or bytes are not a finite number >= 0", "stages.forward_seconds=-1.0"),
     ],
 )
 def test_costs(costs, rule, received):
@@ -172,10 +173,10 @@ def test_costs(costs, rule, received):
 @pytest.mark.parametrize(
     ("link", "rule", "received"),
     [
-        ([Link()] * 2, "one Link, or one for each of 1 pairs of neighbouring stages", "2 of 1"),
-        ("fast", "one Link, or one for each of 1 pairs of neighbouring stages", "link='fast'"),
-        (-1.0, "seconds and bytes are finite numbers >= 0", "link.latency_seconds=-1.0"),
-        (Link(-1.0), "seconds and bytes are finite numbers >= 0", "link.latency_seconds=-1.0"),
+        ([Link()] * 2, "link is not one Link, or one for each of 1 pairs of neighbouring stages", "2 of 1"),
+        ("fast", "link is not one Link, or one for each of 1 pairs of neighbouring stages", "link='fast'"),
+        (-1.0, "seconds or bytes are not a finite number >= 0", "link.latency_seconds=-1.0"),
+        (Link(-1.0), "seconds or bytes are not a finite number >= 0", "link.latency_seconds=-1.0"),
     ],
 )
 def test_link(link, rule, received):
@@ -186,10 +187,10 @@ def test_link(link, rule, received):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"link": Link(1.0)}, "a link goes with costs that are given\n  received: link=Link("),
-        ({"link": Link(1.0), "costs": "measured"}, "a link goes with costs that are given\n  received: link=Link("),
-        ({"segments": 0, "costs": "measured"}, "costs say where to recompute early\n  received: costs='measured', seg"),
-        ({"segments": 0, "costs": Block()}, "costs say where to recompute early\n  received: costs=Block("),
+        ({"link": Link(1.0)}, "link is given without costs in numbers\n  received: link=Link("),
+        ({"link": Link(1.0), "costs": "measured"}, "link is given without costs in numbers\n  received: link=Link("),
+        ({"segments": 0, "costs": "measured"}, "but no segments to recompute early\n  received: costs='measured'"),
+        ({"segments": 0, "costs": Block()}, "but no segments to recompute early\n  received: costs=Block("),
     ],
 )
 def test_what_would_be_ignored(options, text):
@@ -200,9 +201,11 @@ def test_several_faults_are_told_at_once():
     text = error_of(plain(), segments=-1, exempt={(5, 5)}, costs="guess")
     assert text == (
         "recompute_ahead(): 3 faults\n"
-        "segments is how many to recompute early, or None for all\n  received: segments=-1\n  works:    segments=1\n"
-        "stages are 0 to 1, micro-batches 0 to 3\n  received: exempt with (5, 5)\n  works:    exempt={(1, 0)}\n"
-        "costs are blocks or stages, or 'measured'\n  received: 'guess'\n  works:    costs='measured'"
+        "segments is not a number of regions, 0 or more, or None for all\n"
+        "  received: segments=-1\n  works:    segments=1\n"
+        "the schedule has no such visit: its stages are 0 to 1, its micro-batches 0 to 3\n"
+        "  received: exempt with (5, 5)\n  works:    exempt={(1, 0)}\n"
+        "costs is neither 'measured' nor blocks or stages\n  received: 'guess'\n  works:    costs='measured'"
     )
 
 
@@ -211,7 +214,7 @@ def test_stage_without_regions_is_an_error_at_the_first_step(options):
     stages = stages_of("ScheduleInterleaved1F1B", lambda stage: Blocks(stage, regions="none" if stage else "ours"))
     schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleaved1F1B", 4), **{"exempt": "none", **options})
     text = (
-        "a stage that is to be recomputed has a region\n  received: stage 1, whose forward entered none\n"
+        "a stage that is to be recomputed has no region\n  received: stage 1, whose forward entered none\n"
         "  works:    for block in stage_module.layers: torchckpt.checkpoint_module(block); or "
         "recompute_ahead(schedule, exempt={(1, micro_batch), ...})"
     )

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("quiet")
 WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
 LINEAR = "Linear '1'"
 NON_REENTRANT = (
-    "the regions of a stage are torchckpt's; those of torch.utils.checkpoint cannot be recomputed early\n"
+    "a region of torch.utils.checkpoint cannot be recomputed early, only one of torchckpt\n"
     f"  received: stage {{}} runs {{}} inside one of torch.utils.checkpoint\n  works:    {WORKS}"
 )
 REENTRANT = (
-    "a stage that is to be recomputed has a region\n"
+    "a stage that is to be recomputed has no region\n"
     f"  received: stage {{}}, with regions of torch.utils.checkpoint(use_reentrant=True)\n  works:    {WORKS}"
 )
 

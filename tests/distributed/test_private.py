@@ -163,7 +163,8 @@ def test_torch_without_a_private_name_is_an_error_that_names_it(monkeypatch):
     with pytest.raises(CheckpointError) as caught:
         again.loader.exec_module(importlib.util.module_from_spec(again))
     rule, received, works = str(caught.value).splitlines()
-    assert rule == "torchckpt.distributed needs a torch from 2.11 on that has all of torchckpt/distributed/private.py"
+    text = "torchckpt.distributed needs something of torchckpt/distributed/private.py that this torch does not have"
+    assert rule == text
     assert received.startswith("  received: cannot import name '_PipelineScheduleRuntime' from 'torch.distributed.")
     assert works == "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     assert isinstance(caught.value.__cause__, ImportError)
@@ -183,7 +184,7 @@ def test_runtime_that_lacks_something_is_an_error_that_names_it(monkeypatch):
     with pytest.raises(CheckpointError) as caught:
         recompute_ahead(schedules.ScheduleGPipe(stage, 4, loss_fn=loss_of))
     assert str(caught.value) == (
-        "torchckpt.distributed needs the runtime of torch.distributed.pipelining as torch 2.11 to 2.15 have it\n"
+        "this torch does not have the runtime of torch.distributed.pipelining that torch 2.11 to 2.15 have it\n"
         "  received: one without bwd_recv_ops, _prepare_schedule_with_comms\n"
         "  works:    the release of torchckpt that was made for this torch"
     )

@@ -87,7 +87,8 @@ def test_peak_of_a_simulated_step_is_how_many_activations_torch_counts_at_once(n
 
 def test_what_is_no_schedule_is_an_error_that_shows_one():
     text = (
-        "schedule_of(): a schedule of torch.distributed.pipelining that lists its order\n  received: Linear\n"
+        "schedule_of(): the argument is no schedule of torch.distributed.pipelining that lists its order\n"
+        "  received: Linear\n"
         "  works:    schedule_of(ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn))"
     )
     with pytest.raises(ArgumentError, match=re.escape(text)):

@@ -45,10 +45,10 @@ def test_notebook_shows_the_picture_and_the_table(curve):
 
 @pytest.mark.parametrize("points", [1, 0, -3, True, 2.5, "20", None])
 def test_points(points):
-    with pytest.raises(ArgumentError, match=r"points is an integer of at least 2\n  received: points="):
+    with pytest.raises(ArgumentError, match=r"points is not an integer of at least 2\n  received: points="):
         graph.frontier(Chain(), torch.ones(9, 50), points=points)
 
 
 def test_no_example():
-    with pytest.raises(ArgumentError, match=r"a frontier needs the inputs of one call\n  received: no example"):
+    with pytest.raises(ArgumentError, match=r"there is no example, the inputs of one call\n  received: no example"):
         graph.frontier(Chain())

@@ -357,17 +357,17 @@ WORKS = "works:    balance_by_{by}(2, nn.Sequential(embedding, *blocks, head), x
     [
         (
             (2, nn.ReLU(), X),
-            "(): the module must be an nn.Sequential of at least one layer\n  received: ReLU\n  " + WORKS,
+            "(): the module is not an nn.Sequential of at least one layer\n  received: ReLU\n  " + WORKS,
         ),
         ((2, nn.Sequential(), X), "of at least one layer\n  received: an empty Sequential\n  " + WORKS),
         (
             (3, MODEL, X),
-            "(): there must be a layer for every stage\n  received: partitions=3, 2 layers\n"
+            "(): there are fewer layers than stages\n  received: partitions=3, 2 layers\n"
             "  works:    partitions=2, or more layers",
         ),
-        ((0, MODEL, X), "partitions is an integer >= 1\n  received: partitions=0\n  works:    partitions=1"),
-        ((True, MODEL, X), "partitions is an integer >= 1\n  received: partitions=True\n  works:    partitions=1"),
-        ((2, MODEL), "there must be a sample: the arguments of the first layer\n  received: none\n  " + WORKS),
+        ((0, MODEL, X), "partitions is not an integer >= 1\n  received: partitions=0\n  works:    partitions=1"),
+        ((True, MODEL, X), "partitions is not an integer >= 1\n  received: partitions=True\n  works:    partitions=1"),
+        ((2, MODEL), "there is no sample, the arguments of the first layer\n  received: none\n  " + WORKS),
         ((0, nn.ReLU()), "(): 3 faults\n"),
     ],
 )
@@ -378,12 +378,12 @@ def test_faults(balance_by: Any, arguments: Any, text: str) -> None:
 
 
 def test_faults_of_options() -> None:
-    text = "rounds is an integer >= 1\n  received: rounds=0\n  works:    rounds=1"
+    text = "rounds is not an integer >= 1\n  received: rounds=0\n  works:    rounds=1"
     with pytest.raises(ArgumentError, match=re.escape(text)):
         balance_by_time(2, MODEL, X, rounds=0)
     for scale in (0.5, float("nan"), float("inf"), "adam"):
         text = (
-            f"param_scale must be a number of at least 1: the parameter itself counts 1\n"
+            f"param_scale is not a number of at least 1, which the parameter itself counts\n"
             f"  received: param_scale={scale!r}\n"
             "  works:    param_scale=4, for Adam"
         )

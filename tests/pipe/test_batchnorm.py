@@ -599,7 +599,7 @@ def test_example() -> None:
 
 @pytest.mark.parametrize("name", ["convert", "revert", "mini_batch"])
 def test_what_is_no_module_is_an_error(name: str) -> None:
-    text = f"DeferredBatchNorm.{name}: the module must be an nn.Module\n  received: list\n"
+    text = f"DeferredBatchNorm.{name}: the module is not an nn.Module\n  received: list\n"
     with pytest.raises(ArgumentError) as raised, ExitStack() as stack:
         stack.enter_context(getattr(DeferredBatchNorm, name)([nn.BatchNorm1d(3)]))
     assert text + "  works:    DeferredBatchNorm.convert(model)" in str(raised.value)
@@ -612,10 +612,10 @@ def test_lazy_layers_and_forwards_of_instances_are_errors_that_name_them_and_not
         DeferredBatchNorm.convert(module)
     assert str(raised.value) == (
         "DeferredBatchNorm.convert: 2 faults\n"
-        "a lazy BatchNorm must have its parameters before it is converted: its first call changes its class\n"
+        "a lazy BatchNorm has no parameters yet, and its first call changes its class\n"
         "  received: LazyBatchNorm1d '1'\n"
         "  works:    model(example) first, then DeferredBatchNorm.convert(model)\n"
-        "the forward must be a method of the layer's class\n"
+        "the forward is not a method of the layer's class\n"
         "  received: BatchNorm1d '2', whose forward is set on the instance\n"
         "  works:    a subclass of BatchNorm with that forward"
     )

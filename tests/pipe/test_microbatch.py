@@ -66,24 +66,24 @@ WORKS = "works:    pipe(x, mask, scale=2.0), with tensors that have the same num
 @pytest.mark.parametrize(
     ("args", "kwargs", "text"),
     [
-        ((3, "a"), {}, "an input must be a tensor, or hold one, to be split along its rows\n  received: no tensor\n"),
-        ((), {}, "an input must be a tensor, or hold one, to be split along its rows\n  received: no tensor\n"),
+        ((3, "a"), {}, "no input is a tensor, or holds one, to be split along its rows\n  received: no tensor\n"),
+        ((), {}, "no input is a tensor, or holds one, to be split along its rows\n  received: no tensor\n"),
         (
             (torch.ones(()),),
             {},
-            "every tensor must have dimension 0, to be split along\n  received: input 0 of shape ()\n",
+            "a tensor has no dimension 0, to be split along\n  received: input 0 of shape ()\n",
         ),
-        ((torch.ones(0, 3),), {}, "a mini-batch must have at least one row\n  received: input 0 of shape (0, 3)\n"),
+        ((torch.ones(0, 3),), {}, "the mini-batch has no rows\n  received: input 0 of shape (0, 3)\n"),
         (
             ({"x": torch.ones(4, 2)},),
             {"mask": (torch.ones(3),)},
-            "all tensors must have the same number of rows, in dimension 0\n"
+            "the tensors differ in the number of rows, in dimension 0\n"
             "  received: input 0['x'] of shape (4, 2), mask=[0] of shape (3,)\n",
         ),
     ],
 )
 def test_a_wrong_mini_batch_is_an_error_that_shows_it(args: Any, kwargs: Any, text: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape("Pipe: " + text + "  " + WORKS)):
+    with pytest.raises(ArgumentError, match=re.escape(text + "  " + WORKS)):
         split(*args, **kwargs)
 
 
@@ -92,19 +92,19 @@ def test_a_wrong_mini_batch_is_an_error_that_shows_it(args: Any, kwargs: Any, te
     [
         (
             [torch.ones(()), torch.ones(())],
-            "a last layer that returns a scalar for each micro-batch needs reduce= to combine the scalars\n"
+            "the last layer returns a scalar for each micro-batch, and there is no reduce= to combine them\n"
             "  received: shape ()\n"
             '  works:    Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")',
         ),
         (
             [(torch.ones(1), 1), (torch.ones(1), 2)],
-            "objects other than tensors that the last stage returns must be equal for all micro-batches\n"
+            "the last stage returns an object other than a tensor, which is not equal for all micro-batches\n"
             "  received: 1, 2\n"
             "  works:    a tensor instead, such as torch.tensor([count])",
         ),
         (
             [torch.ones(1), (torch.ones(1),)],
-            "the last stage must return the same structure for every micro-batch\n",
+            "the last stage returns another structure for a later micro-batch\n",
         ),
     ],
 )
@@ -114,6 +114,6 @@ def test_an_output_that_cannot_be_gathered_is_an_error_that_shows_it(outputs: An
 
 
 def test_an_output_without_the_dimension_of_rows_is_an_error() -> None:
-    text = "an output must have dimension 1, along which the micro-batches are concatenated\n  received: shape (3,)\n"
+    text = "an output has no dimension 1, along which the micro-batches are concatenated\n  received: shape (3,)\n"
     with pytest.raises(ArgumentError, match=re.escape(text)):
         gather([torch.ones(3)], [3], dim=1)

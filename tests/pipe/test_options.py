@@ -142,7 +142,7 @@ def test_wrong_options_are_listed_with_the_others() -> None:
         Pipe(nn.Sequential(nn.Linear(4, 4)), chunks=0, determinism_check="maybe", generators=3)  # type: ignore[arg-type]
     text = str(raised.value)
     assert text.startswith("Pipe: 3 faults\n")
-    for rule in "chunks must be", "generators must be", "determinism_check must be":
+    for rule in "chunks is not", "generators is not", "determinism_check is not":
         assert rule in text
 
 

@@ -272,7 +272,7 @@ def test_a_scalar_without_a_rule_is_an_error_that_shows_both_calls() -> None:
 
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Loss()), [1, 1])
     assert fault(lambda: pipe(torch.ones(2, 2))) == (
-        "Pipe: a last layer that returns a scalar for each micro-batch needs reduce= to combine the scalars\n"
+        "Pipe: the last layer returns a scalar for each micro-batch, and there is no reduce= to combine them\n"
         "  received: shape ()\n"
         '  works:    Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")'
     )
@@ -353,7 +353,7 @@ def test_outputs_that_cannot_be_gathered_leave_running_statistics() -> None:
             return x.mean()
 
     pipe = torchckpt.Pipe(nn.Sequential(nn.BatchNorm1d(3), Mean()), [1, 1], chunks=2, deferred_batch_norm=True)
-    with pytest.raises(ArgumentError, match="needs reduce= to combine the scalars"):
+    with pytest.raises(ArgumentError, match="there is no reduce= to combine them"):
         pipe(torch.randn(4, 3))
     assert pipe[0].num_batches_tracked == 0
 
@@ -415,49 +415,49 @@ def fault(call: Any) -> str:
     [
         (
             {"module": nn.Linear(2, 2)},
-            "Pipe: the module must be an nn.Sequential of at least one layer\n  received: Linear\n"
+            "Pipe: the module is not an nn.Sequential of at least one layer\n  received: Linear\n"
             "  works:    Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])",
         ),
         (
             {"module": nn.Sequential()},
-            "Pipe: the module must be an nn.Sequential of at least one layer\n  received: an empty Sequential\n"
+            "Pipe: the module is not an nn.Sequential of at least one layer\n  received: an empty Sequential\n"
             "  works:    Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])",
         ),
         (
             {"balance": [2, 3]},
-            "Pipe: balance must add up to the number of layers, 6\n  received: balance=[2, 3], which adds up to 5\n"
+            "Pipe: balance does not add up to the number of layers, 6\n  received: balance=[2, 3], which adds up to 5\n"
             "  works:    balance=[3, 3]",
         ),
         (
             {"balance": [6, 0]},
-            "Pipe: balance must be a list of positive layer counts, one per stage\n  received: balance=[6, 0]\n"
+            "Pipe: balance is not a list of positive layer counts, one per stage\n  received: balance=[6, 0]\n"
             "  works:    balance=[3, 3]",
         ),
         (
             {"balance": 2},
-            "Pipe: balance must be a list of positive layer counts, one per stage\n  received: balance=2\n"
+            "Pipe: balance is not a list of positive layer counts, one per stage\n  received: balance=2\n"
             "  works:    balance=[3, 3]",
         ),
-        ({"chunks": 0}, "Pipe: chunks must be a positive int\n  received: chunks=0\n  works:    chunks=8"),
-        ({"chunks": 2.0}, "Pipe: chunks must be a positive int\n  received: chunks=2.0\n  works:    chunks=8"),
-        ({"lookahead": 0}, "Pipe: lookahead must be a positive int\n  received: lookahead=0\n  works:    lookahead=1"),
-        ({"lookahead": True}, "Pipe: lookahead must be a positive int\n  received: lookahead=True\n  works:"),
+        ({"chunks": 0}, "Pipe: chunks is not a positive int\n  received: chunks=0\n  works:    chunks=8"),
+        ({"chunks": 2.0}, "Pipe: chunks is not a positive int\n  received: chunks=2.0\n  works:    chunks=8"),
+        ({"lookahead": 0}, "Pipe: lookahead is not a positive int\n  received: lookahead=0\n  works:    lookahead=1"),
+        ({"lookahead": True}, "Pipe: lookahead is not a positive int\n  received: lookahead=True\n  works:"),
         (
             {"checkpoint": "last"},
-            "Pipe: checkpoint must be one of ('except_last', 'always', 'never')\n  received: checkpoint='last'\n"
+            "Pipe: checkpoint is not one of ('except_last', 'always', 'never')\n  received: checkpoint='last'\n"
             "  works:    checkpoint=\"except_last\"",
         ),
-        ({"batch_dim": -1}, "Pipe: batch_dim must be an int from 0\n  received: batch_dim=-1\n  works:    batch_dim=0"),
+        ({"batch_dim": -1}, "Pipe: batch_dim is not an int from 0\n  received: batch_dim=-1\n  works:    batch_dim=0"),
         (
             {"reduce": "max"},
-            "Pipe: reduce must be one of ('mean', 'sum'), or None\n  received: reduce='max'\n  works:    reduce=",
+            "Pipe: reduce is not one of ('mean', 'sum'), or None\n  received: reduce='max'\n  works:    reduce=",
         ),
-        ({"devices": "cpu"}, "devices must be a list of devices, one per stage\n  received: devices='cpu'\n"),
-        ({"devices": ["cpu"], "balance": [3, 3]}, "devices and balance must be equally long\n  received: 1 devices, 2"),
-        ({"devices": ["cpu"] * 7}, "there must be a layer for every stage\n  received: 7 devices, 6 layers\n"),
-        ({"devices": ["tpu:9"]}, "every device must exist on this machine\n  received: 'tpu:9': "),
-        ({"devices": ["cuda:99"]}, "every device must exist on this machine\n  received: 'cuda:99': this machine has "),
-        ({"devices": [None]}, "every device must exist on this machine\n  received: None: "),
+        ({"devices": "cpu"}, "devices is not a list of devices, one per stage\n  received: devices='cpu'\n"),
+        ({"devices": ["cpu"], "balance": [3, 3]}, "devices and balance differ in length\n  received: 1 devices, 2"),
+        ({"devices": ["cpu"] * 7}, "there are fewer layers than stages\n  received: 7 devices, 6 layers\n"),
+        ({"devices": ["tpu:9"]}, "a device does not exist on this machine\n  received: 'tpu:9': "),
+        ({"devices": ["cuda:99"]}, "a device does not exist on this machine\n  received: 'cuda:99': this machine has "),
+        ({"devices": [None]}, "a device does not exist on this machine\n  received: None: "),
     ],
 )
 def test_a_wrong_call_says_the_rule_what_was_received_and_what_works(arguments: dict[str, Any], text: str) -> None:
@@ -468,7 +468,7 @@ def test_all_faults_are_reported_at_once() -> None:
     wrong: Any = {"module": nn.Linear(2, 2), "chunks": 0, "lookahead": 0, "checkpoint": "no", "devices": ["tpu:9"]}
     wrong = {**wrong, "batch_dim": -1, "reduce": 3}
     text = fault(lambda: torchckpt.Pipe(**wrong))
-    assert text.startswith("Pipe: 7 faults\nthe module must be an nn.Sequential")
+    assert text.startswith("Pipe: 7 faults\nthe module is not an nn.Sequential")
     assert re.findall(r"received: .*", text) == [
         "received: Linear",
         next(line for line in re.findall(r"received: .*", text) if line.startswith("received: 'tpu:9': ")),
@@ -482,7 +482,7 @@ def test_all_faults_are_reported_at_once() -> None:
 
 def test_a_stage_that_is_spread_over_devices_is_an_error() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    text = "the layers of a stage must be on one device\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
+    text = "the layers of a stage are on several devices\n  received: Pipe stage 0 (layers 0 to 1) on cpu, meta\n"
     assert text in fault(lambda: torchckpt.Pipe(module, balance=[2]))
 
 
@@ -492,7 +492,7 @@ def test_a_parameter_on_two_devices_is_an_error_that_names_both_stages() -> None
     devices = [torch.device("cpu"), torch.device("meta")]
     stages = partition(layers, [1, 1], devices, {})
     assert [str(fault) for fault in placement_faults(stages)] == [
-        "a parameter cannot be shared by stages on two devices\n"
+        "a parameter is shared by stages on two devices\n"
         "  received: 1.weight, in Pipe stage 0 (layers 0 to 0) on cpu "
         "and in Pipe stage 1 (layers 1 to 1) on meta\n"
         "  works:    a balance that puts both layers into one stage, or both stages on one device"
@@ -506,7 +506,7 @@ def test_a_stage_that_returns_no_tensor_is_an_error_that_names_it() -> None:
 
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Nothing(), nn.Identity()), [2, 1])
     text = (
-        "a stage must return a tensor, or something that holds one\n"
+        "a stage returns no tensor, and nothing that holds one\n"
         "  received: NoneType, from Pipe stage 0 (layers 0 to 1)\n"
     )
     assert text in fault(lambda: pipe(torch.ones(2, 2)))
@@ -519,7 +519,7 @@ def test_a_stage_whose_output_is_elsewhere_is_an_error_that_names_both_devices()
 
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(2, 2), Elsewhere(), nn.Identity()), [2, 1])
     assert fault(lambda: pipe(torch.ones(2, 2))) == (
-        "Pipe: the output of a stage must be on its device\n"
+        "Pipe: the output of a stage is not on its device\n"
         "  received: a tensor on meta, from Pipe stage 0 (layers 0 to 1) on cpu\n"
         "  works:    a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
     )
@@ -528,11 +528,11 @@ def test_a_stage_whose_output_is_elsewhere_is_an_error_that_names_both_devices()
 @pytest.mark.parametrize(
     ("args", "kwargs", "text"),
     [
-        ((torch.ones(()),), {}, "must have dimension 0, to be split along\n  received: input 0 of shape ()\n"),
-        ((torch.ones(0, 6),), {}, "a mini-batch must have at least one row\n  received: input 0 of shape (0, 6)\n"),
+        ((torch.ones(()),), {}, "has no dimension 0, to be split along\n  received: input 0 of shape ()\n"),
+        ((torch.ones(0, 6),), {}, "the mini-batch has no rows\n  received: input 0 of shape (0, 6)\n"),
         ((torch.ones(4, 6), torch.ones(3)), {}, "received: input 0 of shape (4, 6), input 1 of shape (3,)\n"),
         ((torch.ones(4, 6),), {"mask": torch.ones(3)}, "received: input 0 of shape (4, 6), mask= of shape (3,)\n"),
-        ((), {}, "an input must be a tensor, or hold one, to be split along its rows\n  received: no tensor\n"),
+        ((), {}, "no input is a tensor, or holds one, to be split along its rows\n  received: no tensor\n"),
         ((NoChunk(torch.ones(4, 6)),), {}, "to be split along its rows\n  received: no tensor\n"),
     ],
 )

@@ -28,5 +28,5 @@ def test_seconds_are_the_larger_of_computing_and_moving():
 
 @pytest.mark.parametrize("name", ["v100", "", None])
 def test_unknown_device(name):
-    with pytest.raises(ArgumentError, match="a device is one of a100, h100, h200, b200, mi300x, or a Device"):
+    with pytest.raises(ArgumentError, match="the device is not one of a100, h100, h200, b200, mi300x, or a Device"):
         device_named(name)

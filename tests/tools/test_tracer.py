@@ -107,7 +107,7 @@ def test_regions_that_are_set_on_the_traced_stages(reported, how, on_each_rank):
 
 # the error ------------------------------------------------------------------------------------------------------------
 
-RULE = "regions of a traced stage are set after the trace, which leaves out those that were set before"
+RULE = "a traced stage has no region: the trace leaves out those that were set before it"
 WORKS = 'torchckpt.checkpoint_layers(pipe.get_stage_module(0), "layers.*"), and then pipe.build_stage(0, device)'
 RECEIVED = "stage 0, a GraphModule as pipeline() makes one, without a region"
 

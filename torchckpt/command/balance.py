@@ -78,11 +78,11 @@ def _inputs(made: Made, options: argparse.Namespace) -> tuple[Any, ...]:
     if options.input is None:
         if options.dtype is not None:
             asked = f"--dtype {options.dtype}"
-            raise Unusable(f"--dtype goes with --input; received: {asked}; works: --input 8,128 {asked}")
+            raise Unusable(f"--dtype is given without --input; received: {asked}; works: --input 8,128 {asked}")
         if not made.has_example:
             received = f"{options.module}, without an example"
             works = "--input 8,128, or: return layers, tokens"
-            raise Unusable(f"balance needs inputs; received: {received}; works: {works}")
+            raise Unusable(f"balance has no inputs; received: {received}; works: {works}")
         return made.inputs
     dtype = getattr(torch, options.dtype or "float32")
     make = torch.randn if dtype.is_floating_point else torch.zeros

@@ -70,18 +70,18 @@ def model_faults(options: argparse.Namespace) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if options.target is None:
         if given:
-            raise Unusable(f"{given[0]} goes with a model; works: plan my_package.model:stages --device h100")
+            raise Unusable(f"{given[0]} is given without a model; works: plan my_package.model:stages --device h100")
         missing = [name for name in ("blocks", "budget") if getattr(options, name) is None]
         if missing:
             named, works = ", ".join(f"--{name}" for name in missing), "plan --schedule 1f1b --blocks 8 --budget 50%"
             raise Unusable(f"the following arguments are required: {named}; works: {works}")
         return
     if given:
-        raise Unusable(f"{given[0]} goes with numbers; {options.target} says what stages are and take")
+        raise Unusable(f"{given[0]} is given beside a model; {options.target} says what stages are and take")
     if options.device is None:
-        raise Unusable(f"a model is planned for a device; works: plan {options.target} --device h100")
+        raise Unusable(f"the model has no device; works: plan {options.target} --device h100")
     if options.budget is not None and options.device_memory is not None:
-        raise Unusable("a model is planned with --budget or with --device-memory; works: --budget 60GB")
+        raise Unusable("--budget and --device-memory are both given; works: --budget 60GB")
     if options.budget is None and options.device_memory is None:
         options.device_memory = device_named(options.device).memory_bytes
 
@@ -115,7 +115,7 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
             static = sum(static_of(stage, options.optimizer_bytes).values())
             if static >= options.device_memory:
                 raise Unusable(
-                    "a device holds parameters, gradients and optimizer state, and has memory left for activations; "
+                    "the device is too small: parameters, gradients and optimizer state leave no memory; "
                     f"received: {options.device_memory:.12g} bytes, of which those of stage {at} take {static:.12g}; "
                     "works: more stages; state that is sharded, such as --optimizer-bytes 12/64; or --budget 60GB, to "
                     "plan activations alone"
@@ -129,7 +129,7 @@ def _device(text: str) -> str:
     try:
         device_named(text)
     except ArgumentError as error:
-        raise argparse.ArgumentTypeError(in_options(line(error).removeprefix("device: "))) from None
+        raise argparse.ArgumentTypeError(in_options(line(error))) from None
     return text
 
 
@@ -139,5 +139,5 @@ def _efficiency(text: str) -> float:
     except argparse.ArgumentTypeError:
         share = 0.0
     if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"a share above 0 and at most 1, such as 0.5; received: {text}")
+        raise argparse.ArgumentTypeError(f"not a share above 0 and at most 1, such as 0.5; received: {text}")
     return share

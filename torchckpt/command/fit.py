@@ -157,9 +157,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _budget(text: str) -> Budget:
     try:
         budget = with_unit(text)
-        check_budget("--budget", budget)
+        check_budget(budget)
     except (ValueError, Unusable):
-        rule = "a size such as 100MB or 6GiB, or a share of eager's peak such as 40%"
+        rule = "not a size such as 100MB or 6GiB, or a share of eager's peak such as 40%"
         raise argparse.ArgumentTypeError(f"{rule}; received: {text}") from None
     return budget
 
@@ -167,6 +167,6 @@ def _budget(text: str) -> Budget:
 def _keep(text: str) -> str | list[str]:
     names = comma_list(text)
     if "" in names:
-        rule = f"one of {', '.join(_POLICIES)}, or names with commas between"
+        rule = f"not one of {', '.join(_POLICIES)}, or names with commas between"
         raise argparse.ArgumentTypeError(f"{rule}; received: {text}")
     return text if text in _POLICIES else names

@@ -200,7 +200,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     if ranks < 1 or stages % ranks or (options.ranks is None and stages % each):
         works = f"--stages {max(1, ranks) * each}" + ("" if options.ranks is None else f" --ranks {ranks}")
         received = f"--stages {stages}" + ("" if options.ranks is None else f" --ranks {ranks}")
-        raise Unusable(f"{name} has equally many stages on each rank; received: {received}; works: {works}")
+        raise Unusable(f"the stages do not divide among the ranks of {name}; received: {received}; works: {works}")
     chunks = stages // ranks
     if chunks == each:
         return named_schedule(name, ranks, options.microbatches)
@@ -209,8 +209,8 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     except ArgumentError as error:
         if named_schedule(name, 1, 2).stages == each and "fixes its number" in str(error):
             raise Unusable(
-                f"{name} has {each} stage{'s' * (each > 1)} on each rank; received: --stages {stages} --ranks {ranks}; "
-                f"works: --stages {ranks * each} --ranks {ranks}"
+                f"{name} takes {each} stage{'s' * (each > 1)} on each rank, not {chunks}; "
+                f"received: --stages {stages} --ranks {ranks}; works: --stages {ranks * each} --ranks {ranks}"
             ) from error
         raise
 
@@ -221,7 +221,7 @@ def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
         if len(values) not in (1, count):
             flag = f"--{name.replace('_', '-')}"
             works = ",".join(f"{value:g}" for value in (values * count)[:count])
-            raise Unusable(f"{flag} is one number, or one for each of {count} stages; received {len(values)}; works: "
+            raise Unusable(f"{flag} has {len(values)} numbers for {count} stages; works: "
                            f"{flag} {works}")
         return values * count if len(values) == 1 else values
 
@@ -231,19 +231,19 @@ def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
     for stage, (blocks, forward, backward, weight, recompute, saved, boundary) in enumerate(rows):
         if weight > backward:
             raise Unusable(
-                f"--weight-grad is a part of --backward; received: {weight:g} of {backward:g} on stage {stage}; "
+                f"--weight-grad is more than --backward; received: {weight:g} of {backward:g} on stage {stage}; "
                 f"works: --weight-grad {backward / 2:g}"
             )
         if boundary > saved:
             raise Unusable(
-                f"--boundary is a part of --saved; received: {boundary:g} of {saved:g} on stage {stage}; "
+                f"--boundary is more than --saved; received: {boundary:g} of {saved:g} on stage {stage}; "
                 f"works: --boundary {saved / 4:g}"
             )
         block = Block(forward, backward - weight, weight, recompute, saved, boundary)
         before = _fixed(options.first or _NOTHING, 1.0) if stage == 0 else fixed()
         after = _fixed(options.last or _NOTHING, weight / backward) if stage == count - 1 else fixed()
         if not blocks and not before.forward_seconds + after.forward_seconds:
-            raise Unusable(f"a stage has blocks, or --first or --last; received: --blocks with 0 for stage {stage}")
+            raise Unusable(f"stage {stage} has no blocks, no --first and no --last; received: --blocks with 0 for it")
         stages.append(Stage((block,) * int(blocks), before, after))
     return stages
 
@@ -266,14 +266,14 @@ def _amount_of(text: str, options: argparse.Namespace) -> str | float:
             return with_unit(text)
         except Unusable as error:
             works = f"--budget {text}GB"
-            raise Unusable(f"a budget of bytes has a unit; received: --budget {error}; works: {works}") from None
+            raise Unusable(f"the budget is no size; received: --budget {error}; works: {works}") from None
     try:
         return float(text)
     except ValueError:
         saved = min(options.saved or _DEFAULTS["saved"])
         if not text.endswith("%") and read(text) and saved < _LEAST_SAVED:
             raise Unusable(
-                f"a budget with a unit is in bytes, and then --saved is, too; received: --budget {text} and --saved "
+                f"the budget is in bytes, and --saved is not; received: --budget {text} and --saved "
                 f"{saved:g}; works: --budget 50%, or --saved 34e6 --boundary 2e6 --budget {text}"
             ) from None
         return text
@@ -302,14 +302,14 @@ def _listed(text: str, each: Callable[[str], float]) -> list[float]:
 def _counts(text: str) -> list[float]:
     parts = text.split(",")
     if not all(part.isdecimal() for part in parts) or not any(map(int, parts)):
-        raise argparse.ArgumentTypeError(f"blocks of each stage, such as 8 or 8,8,8,7; received: {text}")
+        raise argparse.ArgumentTypeError(f"not blocks of each stage, such as 8 or 8,8,8,7; received: {text}")
     return [float(part) for part in parts]
 
 
 def _three(text: str) -> list[float]:
     found = _amounts(text)
     if len(found) != 3:
-        raise argparse.ArgumentTypeError(f"forward, backward and bytes, such as 1,2,2; received: {text}")
+        raise argparse.ArgumentTypeError(f"not forward, backward and bytes, such as 1,2,2; received: {text}")
     return found
 
 

@@ -190,7 +190,7 @@ def file_to_write(suffix: str) -> Callable[[str], Path]:
             reason = os.strerror(errno.EACCES)
         elif path.suffix.lower() != suffix and not is_device:
             works = f"works: {path.with_suffix(suffix) if path.name else 'picture' + suffix}"
-            raise argparse.ArgumentTypeError(f"the name of the file ends in {suffix}; received: {text}; {works}")
+            raise argparse.ArgumentTypeError(f"the file's name does not end in {suffix}; received: {text}; {works}")
         if reason is not None:
             raise argparse.ArgumentTypeError(f"cannot write {text}: {reason}; {works}")
         return path
@@ -204,7 +204,7 @@ def check_apart(options: argparse.Namespace) -> None:
     for name in ("svg", "trace", "frontier", "plan"):
         path = getattr(options, name, None)
         if path is not None and (other := seen.setdefault(path.resolve(), name)) != name:
-            raise Unusable(f"--{other} and --{name} write one file each; received: {path} for both")
+            raise Unusable(f"--{other} and --{name} write the same file; received: {path} for both")
 
 
 def comma_list(text: str) -> list[str]:
@@ -214,13 +214,13 @@ def comma_list(text: str) -> list[str]:
 def shape(text: str) -> tuple[int, ...]:
     sizes = text.split(",")
     if not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"whole numbers from 1, such as 8,128; received: {text}")
+        raise argparse.ArgumentTypeError(f"not whole numbers from 1, such as 8,128; received: {text}")
     return tuple(map(int, sizes))
 
 
 def count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _LARGEST:
-        raise argparse.ArgumentTypeError(f"a whole number from 1, such as 4; received: {text}")
+        raise argparse.ArgumentTypeError(f"not a whole number from 1, such as 4; received: {text}")
     return int(text)
 
 
@@ -238,14 +238,14 @@ def amount(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= _LARGEST:
-        raise argparse.ArgumentTypeError(f"a number from 0 to {_LARGEST:g}; received: {text}")
+        raise argparse.ArgumentTypeError(f"not a number from 0 to {_LARGEST:g}; received: {text}")
     return value
 
 
 def positive(text: str) -> float:
     value = amount(text)
     if not value:
-        raise argparse.ArgumentTypeError("a number above 0; received: 0")
+        raise argparse.ArgumentTypeError("not a number above 0; received: 0")
     return value
 
 
@@ -268,9 +268,9 @@ def size(text: str) -> float:
     try:
         found = read(with_unit(text))
     except Unusable as error:
-        raise argparse.ArgumentTypeError(f"a size such as 80GB or 60GiB; received: {error}") from None
+        raise argparse.ArgumentTypeError(f"not a size such as 80GB or 60GiB; received: {error}") from None
     if found is None or found.is_share:
-        raise argparse.ArgumentTypeError(f"a size such as 80GB or 60GiB; received: {text}")
+        raise argparse.ArgumentTypeError(f"not a size such as 80GB or 60GiB; received: {text}")
     return float(found.number)
 
 

@@ -70,7 +70,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.boundary > 1:
         received, works = f"--boundary {options.boundary:g}", "--boundary 0.25"
-        raise Unusable(f"--boundary is a part of A, from 0 to 1; received: {received}; works: {works}")
+        raise Unusable(f"--boundary is above 1, all of A; received: {received}; works: {works}")
     schedule = _schedule(options)
     half = options.backward / 2
     block = Block(options.forward, half, half, options.recompute, 1.0, options.boundary)
@@ -97,8 +97,8 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     if options.stages % each:
         works = max(each, round(options.stages / each) * each)
         raise Unusable(
-            f"{options.schedule} has {each} stages on each rank; received: --stages {options.stages}; "
-            f"works: --stages {works}"
+            f"the stages do not divide among ranks of {each}, as {options.schedule} has them; "
+            f"received: --stages {options.stages}; works: --stages {works}"
         )
     return named_schedule(options.schedule, options.stages // each, options.microbatches, options.chunks)
 

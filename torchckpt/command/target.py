@@ -95,7 +95,7 @@ def layers_at(place: str) -> Made:
 
     made = built(place, "balance")
     if not made.modules:
-        raise _unfit(place, "balance", made.model, "balance needs an nn.Sequential of at least one layer, or a list")
+        raise _unfit(place, "balance", made.model, "the target returns no layers, in an nn.Sequential or a list")
     if isinstance(made.model, nn.Sequential):
         return made
     return Made(made.modules, nn.Sequential(*made.modules), made.example, made.loss, made.has_example)
@@ -120,7 +120,7 @@ def _attribute_at(place: str) -> Any:
     if not (name and colon and attribute) or name.startswith(".") or name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").replace("/", ".").strip(".") or "my_package.model"
         works = f"{module}:{attribute}" if attribute and name else "my_package.model:gpt"
-        raise Unusable(f"a target is module:function; received: {place}; works: {works}")
+        raise Unusable(f"the target is not written module:function; received: {place}; works: {works}")
     try:
         _with_folder()
         found: Any = importlib.import_module(name)
@@ -172,8 +172,9 @@ def _is(name: str, found: Any) -> bool:
     return isinstance(found, attrgetter(name)(torch))
 
 
-def _unfit(place: str, command: str, found: Any, rule: str = "a target returns a module, or a list of modules, "
-           "and an example of a call") -> Unusable:
+def _unfit(
+    place: str, command: str, found: Any, rule: str = "the target returns no module, and no list of modules"
+) -> Unusable:
     return Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
 
 

@@ -16,7 +16,7 @@ from torchckpt.costs.ledger import SecondsOf
 from torchckpt.costs.operation import kernels_of
 from torchckpt.costs.parts import repeated_children, watched
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
-from torchckpt.errors import CheckpointError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, CheckpointError, Fault
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Build", "counted_chain"]
@@ -24,7 +24,6 @@ __all__ = ["Build", "counted_chain"]
 Build: TypeAlias = Callable[[], Any]
 """Returns the stages and the input of the first stage; optionally also a loss function of the last stage's output."""
 
-_CALLER = "pipeline_costs()"
 _WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
 
 
@@ -78,26 +77,25 @@ def _environment(kernels: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 def _made(build: Build) -> _Made:
     if isinstance(build, nn.Module) or not callable(build):
-        _refuse("the first argument is a function without arguments that makes the stages", _kind(build))
+        _refuse("the first argument is not a function that makes the stages", _kind(build))
     try:
         found = build()
     except CheckpointError:
         raise
     except Exception as error:  # of the user's code
-        _refuse("the function makes the stages without the values of tensors, which have none", _said(error), error)
-    rule = "the function returns the stages, a list of modules, and what the first is called with, a tensor or a tuple"
+        _refuse("the function that makes the stages failed; tensors have no values there", _said(error), error)
     if not isinstance(found, tuple) or len(found) not in (2, 3):
-        _refuse(rule, _kind(found))
+        _refuse("the function does not return the stages, and what the first is called with", _kind(found))
     stages, example, loss = (*found, None)[:3]
     if isinstance(stages, (nn.ModuleList, nn.Sequential)):
         stages = list(stages)
     if not isinstance(stages, (list, tuple)) or not stages or not all(isinstance(one, nn.Module) for one in stages):
-        _refuse(rule, f"stages={_kind(stages)}")
+        _refuse("the stages that the function returns are no list of modules", f"stages={_kind(stages)}")
     inputs = example if isinstance(example, tuple) else (example,)
     if not tensors_in(inputs):
-        _refuse(rule, f"an example of {_kind(example)}")
+        _refuse("the example that the function returns has no tensor", f"an example of {_kind(example)}")
     if loss is not None and not callable(loss):
-        _refuse("the loss is a function of what the last stage returns", _kind(loss))
+        _refuse("the loss that the function returns is not callable", _kind(loss))
     _refuse_sharded(stages, inputs)
     return _Made(list(stages), inputs, loss)
 
@@ -109,7 +107,7 @@ def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...]) -> Non
     for place, one in [*held, *(("an input of the first stage", one) for one in tensors_in(inputs))]:
         kind = sharded_kind(one)
         if kind is not None:
-            rule = "the tensors of a stage are whole: what is sharded over ranks cannot be counted yet"
+            rule = "a tensor is sharded over ranks, and such tensors cannot be counted yet"
             works = "the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()"
             _refuse(rule, f"{place} is a {kind}", works=works)
 
@@ -187,13 +185,13 @@ def _explained(at: int, made: _Made, inputs: tuple[Any, ...]) -> Iterator[None]:
     except (CheckpointError, _Seen):
         raise
     except VALUES_ASKED as error:
-        rule = "a stage runs without the values of tensors: what is to be planned must not depend on them"
+        rule = "a stage asks for the values of tensors, and what is planned must not depend on them"
         _refuse(rule, f"stage {at}, {_said(error)}", error, "shapes that no value decides, such as a fixed capacity of "
                 "experts in place of nonzero(), a mask in place of x[x > 0], torch.where in place of if")
     except Exception as error:
         source = "the example" if at == 0 else f"what stage {at - 1} returns"
         loss = " (or its loss)" if made.loss is not None and at == len(made.stages) - 1 else ""
-        rule = f"stage {at}{loss} runs on {source}"
+        rule = f"stage {at}{loss} does not run on {source}"
         _refuse(rule, f"{', '.join(map(_kind, inputs))}: {_said(error)}", error, "stages that fit: first(x), "
                 "then second(first(x)), on the CPU")
 
@@ -213,8 +211,4 @@ def _said(error: Exception) -> str:
 
 
 def _refuse(rule: str, received: str, error: Exception | None = None, works: str = _WORKS) -> NoReturn:
-    try:
-        raise_faults(_CALLER, [Fault(rule, received, works)])
-    except CheckpointError as fault:
-        raise fault from error
-    raise CheckpointError(rule)
+    raise ArgumentError(str(Fault(rule, received, works))) from error

@@ -17,7 +17,7 @@ import torch
 from torchckpt.costs.chain import Build, counted_chain
 from torchckpt.costs.count import Counted, Part
 from torchckpt.costs.operation import KERNELS, Operation
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
@@ -26,7 +26,6 @@ __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
 EFFICIENCY = 0.5
 """The default share of peak FLOPs. Large models reach 0.3 to 0.6 in training."""
-_CALLER = "pipeline_costs()"
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -71,6 +70,7 @@ class PipelineCosts:
         return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\nstatic: weights, their gradients, {state}"
 
 
+@called("pipeline_costs()")
 def pipeline_costs(
     build: Build,
     device: str | Device,
@@ -112,7 +112,7 @@ def pipeline_costs(
         ArgumentError: an argument is wrong, or the stages do not run without values, or not on one another.
     """
     machine = device_named(device) if not isinstance(device, Device) else device
-    raise_faults(_CALLER, _faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
+    check(_faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
 
     def seconds_of(operation: Operation) -> float:
         kind = "tf32" if dtype == "tf32" and operation.dtype == "float32" else operation.dtype
@@ -121,8 +121,8 @@ def pipeline_costs(
     chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype], optimizer_bytes)
     stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):
-        rule = "some stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
-        raise_faults(_CALLER, [Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)")])
+        rule = "no stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
+        raise_fault(Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)"))
     bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
     return PipelineCosts(machine, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
 
@@ -160,18 +160,18 @@ def _faults(
 ) -> list[Fault]:
     faults = []
     if not _is_number(efficiency) or not 0 < efficiency <= 1:  # type: ignore[operator]  # it is a number
-        rule = "an efficiency is a share of the peak, above 0 and at most 1"
+        rule = "efficiency is not a share of the peak, above 0 and at most 1"
         faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
     if dtype is not None and dtype not in _DTYPES:
-        faults.append(Fault(f"a dtype is one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
+        faults.append(Fault(f"dtype is not one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
     if optimizer_bytes is not None and not (_is_number(optimizer_bytes) and 0 <= optimizer_bytes < float("inf")):  # type: ignore[operator]  # it is a number
-        rule = "the bytes of the optimizer's state for a parameter are a number from 0"
+        rule = "optimizer_bytes is not a number of bytes, 0 or more"
         faults.append(Fault(rule, f"optimizer_bytes={optimizer_bytes!r}", "optimizer_bytes=12"))
     if bandwidth is not None and not (_is_number(bandwidth) and bandwidth > 0):  # type: ignore[operator]  # it is a number
-        rule = "a link moves a number of bytes a second, above 0"
+        rule = "link_bytes_per_second is not a number above 0"
         faults.append(Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9"))
     if kernels not in KERNELS:
-        rule, works = f"kernels are those of {' or '.join(KERNELS)}", 'kernels="accelerator"'
+        rule, works = f"kernels is not {' or '.join(KERNELS)}", 'kernels="accelerator"'
         faults.append(Fault(rule, f"kernels={kernels!r}", works))
     return faults
 

@@ -275,7 +275,7 @@ class RecomputeAhead(Runtime):
             return self._before
         if not self._record.steps:
             raise ScheduleError(
-                "a step must have run before it can be shown\n  received: timeline() or report() before step()\n"
+                "no step has run yet\n  received: timeline() or report() before step()\n"
                 "  works:    schedule.step(x, target=y); then print(schedule.report())"
             )
         with meeting(call, self._group, self._record.device):

@@ -15,16 +15,15 @@ from torchckpt.distributed.budget.recompute_within import RecomputeWithin
 from torchckpt.distributed.plain_regions import traced_faults
 from torchckpt.distributed.private import Live, finds_shapes, sends_objects, stages_of
 from torchckpt.distributed.torch_schedules import schedule_of
-from torchckpt.errors import Fault, kind, raise_faults
+from torchckpt.errors import Fault, called, check, kind
 from torchckpt.planning import Schedule
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.order.orders import Visit, free_to_keep
-from torchckpt.planning.work.choice import visit_faults
+from torchckpt.planning.work.choice import no_such_visit, visit_faults
 from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
 
 __all__ = ["recompute_ahead"]
 
-_CALLER = "recompute_ahead()"
 _WORKS = "recompute_ahead(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn))"
 _EXEMPT = ("auto", "none")
 
@@ -44,6 +43,7 @@ def recompute_ahead(
 def recompute_ahead(
     schedule: Live, *, budget: Bytes | None = None, plan: Plan | None = None
 ) -> RecomputeWithin: ...
+@called("recompute_ahead()")
 def recompute_ahead(
     schedule: Live,
     segments: int | None = None,
@@ -101,8 +101,8 @@ def recompute_ahead(
         ScheduleError: at a step, an action failed; it names stage, micro-batch and action, and its ``__cause__`` is
             what was raised. Only ``torch.OutOfMemoryError`` passes as it is.
     """
-    raise_faults(_CALLER, _schedule_faults(schedule))
-    raise_faults(_CALLER, _numpy_faults(schedule))
+    check(_schedule_faults(schedule))
+    check(_numpy_faults(schedule))
     plain = schedule_of(schedule)
     faults = (
         *_segments_faults(segments),
@@ -111,16 +111,16 @@ def recompute_ahead(
         *_use_faults(segments, costs, link),
         *use_faults(budget, plan, _given(segments, exempt, costs, link)),
     )
-    raise_faults(_CALLER, faults)
+    check(faults)
     is_planned = budget is not None or plan is not None
     kept = frozenset() if is_planned else _kept(exempt, segments, plain)
-    raise_faults(_CALLER, _traced_faults(schedule, plain, kept))
+    check(_traced_faults(schedule, plain, kept))
     _warn_of_statistics(schedule)
     if budget is not None:
-        budget_key(_CALLER, budget, len(plain.ranks))
+        budget_key(budget, len(plain.ranks))
         return RecomputeWithin(schedule, plain, budget)
     if plan is not None:
-        return RecomputeWithin(schedule, plain, plan_for(_CALLER, plan, plain))
+        return RecomputeWithin(schedule, plain, plan_for(plan, plain))
     return RecomputeAhead(schedule, plain, segments, kept, costs, link or 0.0)
 
 
@@ -150,7 +150,7 @@ def _warn_of_statistics(live: Live) -> None:
                     f"  received: stage {stage.stage_index}, with {type(module).__name__} {name!r}\n"
                     f"  works:    {GIVEN_SHAPES}, on every rank, with example = "
                     "torch.empty(rows, ..., requires_grad=True) of one micro-batch",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 return
 
@@ -163,9 +163,10 @@ def _given(segments: object, exempt: object, costs: object, link: object) -> dic
 
 def _schedule_faults(schedule: object) -> Iterator[Fault]:
     if isinstance(schedule, RecomputeAhead):
-        yield Fault("a schedule recomputes ahead once", "what recompute_ahead() returned", "schedule.step(x, target=y)")
+        works = "schedule.step(x, target=y)"
+        yield Fault("the schedule recomputes ahead already", "what recompute_ahead() returned", works)
     elif not isinstance(schedule, (PipelineScheduleSingle, PipelineScheduleMulti)):
-        yield Fault("the first argument is a schedule of torch.distributed.pipelining", kind(schedule), _WORKS)
+        yield Fault("the schedule is none of torch.distributed.pipelining", kind(schedule), _WORKS)
 
 
 def _numpy_faults(live: Live) -> Iterator[Fault]:
@@ -174,7 +175,7 @@ def _numpy_faults(live: Live) -> Iterator[Fault]:
     if stage is not None and not _has_numpy():
         i, stages = stage.stage_index, stage.num_stages
         yield Fault(
-            "torch needs NumPy to tell each rank the shapes that its stages take and give",
+            "NumPy is missing: with it, torch tells each rank the shapes that its stages take and give",
             f"no NumPy, and stage {i} of {stages} without input_args and output_args",
             "pip install numpy, which comes with 'torchckpt[distributed]'; or "
             f"PipelineStage(module, {i}, {stages}, device, input_args=x, output_args=y) on all ranks, with tensors of "
@@ -194,28 +195,29 @@ def _has_numpy() -> bool:
 def _segments_faults(segments: object) -> Iterator[Fault]:
     is_count = isinstance(segments, int) and not isinstance(segments, bool) and segments >= 0
     if segments is not None and not is_count:
-        yield Fault("segments is how many to recompute early, or None for all", f"segments={segments!r}", "segments=1")
+        wrong = "segments is not a number of regions, 0 or more, or None for all"
+        yield Fault(wrong, f"segments={segments!r}", "segments=1")
 
 
 def _exempt_faults(exempt: object, schedule: Schedule) -> Iterator[Fault]:
+    rule = "exempt is not 'auto', 'none', or a set of (stage, micro-batch)"
     works = f"exempt={{({schedule.stages - 1}, 0)}}"
     if isinstance(exempt, str):
         if exempt not in _EXEMPT:
             close = get_close_matches(exempt, _EXEMPT, n=1, cutoff=0.0)[0]
-            yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), f"exempt={close!r}")
+            yield Fault(rule, repr(exempt), f"exempt={close!r}")
     elif not isinstance(exempt, Collection):
-        yield Fault("exempt is 'auto', 'none', or a set of (stage, micro-batch)", repr(exempt), works)
+        yield Fault(rule, repr(exempt), works)
     else:
         wrong = [visit for visit in exempt if any(visit_faults(schedule, [visit]))]
         if wrong:
-            rule = f"stages are 0 to {schedule.stages - 1}, micro-batches 0 to {schedule.micro_batches - 1}"
-            yield Fault(rule, f"exempt with {', '.join(map(repr, wrong))}", works)
+            yield Fault(no_such_visit(schedule), f"exempt with {', '.join(map(repr, wrong))}", works)
 
 
 def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
     if isinstance(costs, str):
         if costs != "measured":
-            yield Fault("costs are blocks or stages, or 'measured'", repr(costs), "costs='measured'")
+            yield Fault("costs is neither 'measured' nor blocks or stages", repr(costs), "costs='measured'")
     elif costs is not None:
         yield from per_stage(costs, schedule.stages)[1]  # type: ignore[arg-type]  # which is what it checks
         if link is not None:
@@ -225,7 +227,8 @@ def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fa
 def _use_faults(segments: object, costs: object, link: object) -> Iterator[Fault]:
     """The faults of arguments that would be ignored."""
     if link is not None and (costs is None or isinstance(costs, str)):
-        rule = "a link goes with costs that are given"
+        rule = "link is given without costs in numbers"
         yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=Block(1.0, 1.0, 1.0, 1.0), link=0.5")
     if costs is not None and segments == 0:
-        yield Fault("costs say where to recompute early", f"costs={costs!r}, segments=0", "segments=1, or no costs")
+        received = f"costs={costs!r}, segments=0"
+        yield Fault("costs are given, but no segments to recompute early", received, "segments=1, or no costs")

@@ -114,7 +114,7 @@ def check_the_same(what: str, keys: Sequence[str], said: Sequence[str]) -> None:
     if len(set(keys)) > 1:
         other = next(rank for rank, key in enumerate(keys) if key != keys[0])
         raise ScheduleError(
-            f"all ranks must have the same {what}\n"
+            f"the ranks do not have the same {what}\n"
             f"  received: {said[0]} on rank 0, {said[other]} on rank {other}\n"
             f"  works:    recompute_ahead() with the same arguments on every rank"
         )
@@ -195,7 +195,7 @@ def _ranks(listed: Sequence[int]) -> str:
 def _refusal(call: str, received: str) -> ScheduleError:
     name = call.removesuffix("()")
     return ScheduleError(
-        f"schedule.{call} is collective: call it on every rank of the pipeline\n"
+        f"schedule.{call} did not complete on every rank of the pipeline: it is collective\n"
         f"  received: {received}\n"
         f"  works:    {name} = schedule.{call} on every rank; then, on one: print({name})"
     )

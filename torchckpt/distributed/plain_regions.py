@@ -51,7 +51,7 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
             handle.remove()
     if found and graded:
         raise RegionError(
-            f"the regions of a stage are torchckpt's; those of torch.utils.checkpoint cannot be recomputed early\n"
+            f"a region of torch.utils.checkpoint cannot be recomputed early, only one of torchckpt\n"
             f"  received: stage {stage} runs {found[0]} inside one of torch.utils.checkpoint\n  works:    {_WORKS}"
         )
 
@@ -106,7 +106,7 @@ def traced_faults(stage: int, module: nn.Module) -> Iterator[Fault]:
         return
     if all(type(child).__module__.startswith(_TRACERS) and not _calls_others(child) for child in module.modules()):
         yield Fault(
-            "regions of a traced stage are set after the trace, which leaves out those that were set before",
+            "a traced stage has no region: the trace leaves out those that were set before it",
             f"stage {stage}, a GraphModule as pipeline() makes one, without a region",
             _traced_works(stage, module),
         )
@@ -150,7 +150,7 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object) -> NoR
             "for block in stage_module.layers: torchckpt.checkpoint_module(block); or "
             f"recompute_ahead(schedule, exempt={{({stage}, micro_batch), ...}})"
         )
-    raise RegionError(f"a stage that is to be recomputed has a region\n  received: {received}\n  works:    {works}")
+    raise RegionError(f"a stage that is to be recomputed has no region\n  received: {received}\n  works:    {works}")
 
 
 def _is_reentrant(output: object) -> bool:

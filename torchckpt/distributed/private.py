@@ -57,7 +57,7 @@ try:
     _OVERLAP = _ComputationType.OVERLAP_F_B
 except (ImportError, AttributeError) as missing:
     raise CheckpointError(
-        f"torchckpt.distributed needs a torch from 2.11 on that has all of torchckpt/distributed/private.py\n"
+        f"torchckpt.distributed needs something of torchckpt/distributed/private.py that this torch does not have\n"
         f"  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
@@ -85,8 +85,8 @@ def raise_unless_supported(schedule: object) -> None:
     lacking += [name for name in _METHODS if not callable(getattr(schedule, name, None))]
     if lacking:
         raise CheckpointError(
-            "torchckpt.distributed needs the runtime of torch.distributed.pipelining as torch "
-            f"{TESTED[0]} to {TESTED[-1]} have it\n"
+            "this torch does not have the runtime of torch.distributed.pipelining that torch "
+            f"{TESTED[0]} to {TESTED[-1]} have\n"
             f"  received: one without {', '.join(lacking)}\n"
             "  works:    the release of torchckpt that was made for this torch"
         )

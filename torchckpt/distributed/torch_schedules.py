@@ -4,12 +4,13 @@ from __future__ import annotations
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from torchckpt.distributed.private import Live, micro_batches_of, order_of, stages_of
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning import Schedule, from_csv, gpipe, one_f_one_b
 
 __all__ = ["schedule_of"]
 
 
+@called("schedule_of()")
 def schedule_of(live: Live) -> Schedule:
     """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.planning.Schedule`.
 
@@ -26,7 +27,7 @@ def schedule_of(live: Live) -> Schedule:
         return make(stages_of(live)[0].num_stages, micro_batches_of(live))
     order = order_of(live)
     works = "schedule_of(ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn))"
-    rule = "a schedule of torch.distributed.pipelining that lists its order"
-    raise_faults("schedule_of()", [] if order else [Fault(rule, type(live).__name__, works)])
+    rule = "the argument is no schedule of torch.distributed.pipelining that lists its order"
+    check([] if order else [Fault(rule, type(live).__name__, works)])
     rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
     return from_csv("\n".join(rows) + "\n", name=type(live).__name__)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.graph.choose.planner import Costs
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
@@ -50,6 +50,7 @@ class Frontier(list[tuple[int, float]]):
         return page(self.draw(), f"Frontier of {len(self)} plans", str(self))
 
 
+@called("frontier()")
 def frontier(
     model: nn.Module,
     *example: Any,
@@ -73,10 +74,10 @@ def frontier(
     """
     faults = []
     if isinstance(points, bool) or not isinstance(points, Integral) or points < 2:
-        faults.append(Fault("points is an integer of at least 2", f"points={points!r}", "points=20"))
+        faults.append(Fault("points is not an integer of at least 2", f"points={points!r}", "points=20"))
     if not (example or example_kwargs):
-        faults.append(Fault("a frontier needs the inputs of one call", "no example", "graph.frontier(model, inputs)"))
-    raise_faults("frontier()", faults)
+        faults.append(Fault("there are no inputs of a call", "no example", "graph.frontier(model, inputs)"))
+    check(faults)
     flow = rematerialize(model, *example, example_kwargs=example_kwargs, costs=costs, rng=rng).plan.flow
     with Watch().planning(len(flow.operations)) as tell:
         found = solutions_of(flow, int(points), tell=tell)

@@ -98,7 +98,7 @@ def stopwatch() -> Callable[[], float]:
 
 
 def log(
-    caller: str, what: Any, reason: Callable[[], str], seconds: float, planning_seconds: float, plan: Plan | None
+    function: str, what: Any, reason: Callable[[], str], seconds: float, planning_seconds: float, plan: Plan | None
 ) -> None:
     """Log one line about a trace: seconds to trace and to plan, the reason, and the plan."""
     if not LOGGER.isEnabledFor(logging.INFO):
@@ -106,7 +106,7 @@ def log(
     planned = "with nothing to differentiate" if plan is None else repr(plan).strip("<>")
     LOGGER.info(
         "%s: %s traced in %.2f s and planned in %.2f s, because of %s. %s",
-        caller, type(what).__name__, max(0.0, seconds - planning_seconds), planning_seconds, reason(), planned,
+        function, type(what).__name__, max(0.0, seconds - planning_seconds), planning_seconds, reason(), planned,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.pipe.partition import Layer, layers_of
 from torchckpt.planning.draw.units import aligned, number, percent
 from torchckpt.planning.order.orders import whole
@@ -74,6 +74,7 @@ class Balance(list[int]):
         return [(end - count, end) for end, count in zip(accumulate(self), self)]
 
 
+@called("balance_by_time()")
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
@@ -113,7 +114,7 @@ def balance_by_time(
     """
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
     faults = [*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)]
-    raise_faults("balance_by_time()", faults)
+    check(faults)
     devices = accelerators_among((sample, list(module.parameters())), kwargs)
 
     def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
@@ -126,6 +127,7 @@ def balance_by_time(
     return Balance(balanced(costs, partitions), costs, _names(layers), "seconds")
 
 
+@called("balance_by_bytes()")
 def balance_by_bytes(
     partitions: int,
     module: nn.Sequential,
@@ -161,9 +163,9 @@ def balance_by_bytes(
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
     faults = _faults("balance_by_bytes", partitions, layers, module, sample, kwargs)
     if not isinstance(param_scale, (int, float)) or not 1 <= param_scale < float("inf"):
-        rule = "param_scale must be a number of at least 1: the parameter itself counts 1"
+        rule = "param_scale is not a number of at least 1, which the parameter itself counts"
         faults.append(Fault(rule, f"param_scale={param_scale!r}", "param_scale=4, for Adam"))
-    raise_faults("balance_by_bytes()", faults)
+    check(faults)
     counted: set[Tensor] = set()
 
     def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
@@ -276,15 +278,15 @@ def _in_words(names: Sequence[str]) -> str:
 
 
 def _faults(
-    caller: str, partitions: Any, listed: Sequence[Layer], module: Any, sample: Any, kwargs: Any
+    function: str, partitions: Any, listed: Sequence[Layer], module: Any, sample: Any, kwargs: Any
 ) -> list[Fault]:
-    works = f"{caller}(2, nn.Sequential(embedding, *blocks, head), x)"
+    works = f"{function}(2, nn.Sequential(embedding, *blocks, head), x)"
     layers = len(listed)
     faults = []
     if not layers:
         received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
-        faults.append(Fault("the module must be an nn.Sequential of at least one layer", received, works))
+        faults.append(Fault("the module is not an nn.Sequential of at least one layer", received, works))
     faults += count_faults(partitions, layers) if layers else whole("partitions", partitions)
     if not sample and not kwargs:
-        faults.append(Fault("there must be a sample: the arguments of the first layer", "none", works))
+        faults.append(Fault("there is no sample, the arguments of the first layer", "none", works))
     return faults

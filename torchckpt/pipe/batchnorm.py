@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.regions.core.checkpointing import outside
 from torchckpt.regions.flags import is_recomputing
 from torchckpt.regions.private import batch_norm_layer
@@ -97,6 +97,7 @@ class DeferredBatchNorm(Mixin):
         return _call(plain, args, kwargs)
 
     @staticmethod
+    @called("DeferredBatchNorm.convert")
     def convert(module: M) -> M:
         """Defer the running statistics of every BatchNorm layer in ``module``, in place.
 
@@ -111,15 +112,16 @@ class DeferredBatchNorm(Mixin):
             ArgumentError: ``module`` is no module, a lazy layer has not seen its first input, or a layer has its
                 ``forward`` set on the instance.
         """
-        raise_faults("DeferredBatchNorm.convert", _faults(module))
+        check(_faults(module))
         for _, layer in _layers(module):
             put(layer, DeferredBatchNorm, True)
         return module
 
     @staticmethod
+    @called("DeferredBatchNorm.revert")
     def revert(module: M) -> M:
         """Undo :meth:`convert`, for every layer in ``module``; returns ``module`` itself."""
-        raise_faults("DeferredBatchNorm.revert", _module_faults(module))
+        check(_module_faults(module))
         for layer in _converted(module):
             take(layer, DeferredBatchNorm)
         return module
@@ -133,7 +135,8 @@ class DeferredBatchNorm(Mixin):
         several times for a micro-batch. If the block or the update raises, no layer does. Blocks that overlap or are
         nested are one mini-batch, which ends with the last block; if any of them raises, no layer updates.
         """
-        raise_faults("DeferredBatchNorm.mini_batch", _module_faults(module))
+        with called("DeferredBatchNorm.mini_batch"):
+            check(_module_faults(module))
         layers, block = _converted(module), object()
         try:
             _enter(layers, block)
@@ -269,7 +272,7 @@ def _converted(module: nn.Module) -> list[nn.Module]:
 def _module_faults(module: object) -> list[Fault]:
     if isinstance(module, nn.Module):
         return []
-    return [Fault("the module must be an nn.Module", type(module).__name__, "DeferredBatchNorm.convert(model)")]
+    return [Fault("the module is not an nn.Module", type(module).__name__, "DeferredBatchNorm.convert(model)")]
 
 
 def _faults(module: object) -> list[Fault]:
@@ -279,10 +282,10 @@ def _faults(module: object) -> list[Fault]:
     for name, layer in _layers(module):
         received = f"{type(layer).__name__}{f' {name!r}' if name else ''}"
         if isinstance(layer, LazyModuleMixin):
-            rule = "a lazy BatchNorm must have its parameters before it is converted: its first call changes its class"
+            rule = "a lazy BatchNorm has no parameters yet, and its first call changes its class"
             faults.append(Fault(rule, received, "model(example) first, then DeferredBatchNorm.convert(model)"))
         elif "forward" in layer.__dict__:
-            rule = "the forward must be a method of the layer's class"
+            rule = "the forward is not a method of the layer's class"
             works = "a subclass of BatchNorm with that forward"
             faults.append(Fault(rule, f"{received}, whose forward is set on the instance", works))
     return faults

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.regions.private import storage_key
 from torchckpt.regions.trees import tensors_of_pair
 
@@ -77,12 +77,12 @@ class StageInputs:
                 continue
             self._watched = [entry for entry in self._watched if entry[0] != place]
             if place in self._shared:
-                raise_faults("Pipe", [self._fault(place, layer, "it shares memory with another tensor or with a skip")])
+                self._refuse(place, layer, "it shares memory with another tensor or with a skip")
             if self._known is not None:
                 self._known.now.add(place)
                 if self._copied is not None and place not in self._copied:
                     self._known.changed = self._copied | {place}
-                    raise_faults("Pipe", [self._fault(place, layer, "the first run of the stage did not change it")])
+                    self._refuse(place, layer, "the first run of the stage did not change it")
 
     def learn(self) -> None:
         """Call it after the last layer of the forward: the changes are now known."""
@@ -93,10 +93,12 @@ class StageInputs:
         """Call it after each run, even if the run raised."""
         self._watched, self.tensors = [], ()
 
-    def _fault(self, place: int, layer: object, why: str) -> Fault:
-        rule = "a stage may change an input in place only if nothing else reads that input"
+    def _refuse(self, place: int, layer: object, why: str) -> NoReturn:
+        rule = "a stage changes an input in place that something else may read"
         received = f"tensor {place} of {self._stage}, changed by {layer}: {why}"
-        return Fault(rule, received, "the operation out of place, such as ReLU(inplace=False) or x = x + 1")
+        works = "the operation out of place, such as ReLU(inplace=False) or x = x + 1"
+        with called("Pipe"):
+            raise_fault(Fault(rule, received, works))
 
 
 def shared_places(leaving: Sequence[Tensor], others: Iterable[Tensor] = ()) -> frozenset[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.regions.trees import copy_attributes, hides_tensors
 
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
@@ -42,7 +42,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
     tensors = [(pytree.keystr(path), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
     hidden = [(pytree.keystr(path), leaf) for path, leaf in paths if hides_tensors(leaf) and type(leaf) is not NoChunk]
-    raise_faults("Pipe", [*map(_hidden_fault, hidden), *_faults(tensors, dim)] if hidden else _faults(tensors, dim))
+    check([*map(_hidden_fault, hidden), *_faults(tensors, dim)] if hidden else _faults(tensors, dim))
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
     parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # a tensor that is passed twice is split once
@@ -67,9 +67,9 @@ def gather(outputs: Sequence[Any], rows: Sequence[int], dim: int = 0, reduce: st
     by ``reduce``, a mean being weighted by ``rows``. Other objects must be equal, and the first is returned."""
     flat = [pytree.tree_flatten(output) for output in outputs]
     specs = [spec for _, spec in flat]
-    raise_faults("Pipe", _structure_faults(specs))
+    check(_structure_faults(specs))
     columns = list(zip(*(leaves for leaves, _ in flat)))
-    raise_faults("Pipe", [fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
+    check([fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
     made: dict[tuple[int, ...], Any] = {}  # a tensor that is returned twice is combined once
     for column in columns:
         key = tuple(map(id, column))
@@ -92,26 +92,26 @@ def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: st
 
 def reduce_faults(reduce: object) -> Iterator[Fault]:
     if reduce is not None and reduce not in REDUCTIONS:
-        yield Fault(f"reduce must be one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
+        yield Fault(f"reduce is not one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
 
 
 def _hidden_fault(found: tuple[str, object]) -> Fault:
     path, leaf = found
-    rule = "tensors to be split must be in containers that torch's pytree knows: list, tuple, dict, registered classes"
+    rule = "tensors to be split are in a container that torch's pytree does not know, unlike list, tuple and dict"
     works = "pipe(dict(batch)), or another such container; NoChunk(batch) if it must not be split"
     return Fault(rule, f"{_named(path)}, a {type(leaf).__name__} that has tensors", works)
 
 
 def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:
     if not tensors:
-        return [Fault("an input must be a tensor, or hold one, to be split along its rows", "no tensor", _WORKS)]
+        return [Fault("no input is a tensor, or holds one, to be split along its rows", "no tensor", _WORKS)]
     shapes = ", ".join(f"{_named(path)} of shape {tuple(tensor.shape)}" for path, tensor in tensors)
     if any(tensor.dim() <= dim for _, tensor in tensors):
-        return [Fault(f"every tensor must have dimension {dim}, to be split along", shapes, _WORKS)]
+        return [Fault(f"a tensor has no dimension {dim}, to be split along", shapes, _WORKS)]
     if len({tensor.size(dim) for _, tensor in tensors}) > 1:
-        return [Fault(f"all tensors must have the same number of rows, in dimension {dim}", shapes, _WORKS)]
+        return [Fault(f"the tensors differ in the number of rows, in dimension {dim}", shapes, _WORKS)]
     if tensors[0][1].size(dim) == 0:
-        return [Fault("a mini-batch must have at least one row", shapes, _WORKS)]
+        return [Fault("the mini-batch has no rows", shapes, _WORKS)]
     return []
 
 
@@ -127,7 +127,7 @@ def _named(path: str) -> str:
 def _structure_faults(specs: Sequence[Any]) -> Iterator[Fault]:
     if any(spec != specs[0] for spec in specs):
         other = next(spec for spec in specs if spec != specs[0])
-        rule = "the last stage must return the same structure for every micro-batch"
+        rule = "the last stage returns another structure for a later micro-batch"
         yield Fault(rule, f"{specs[0]}, then {other}", "a last layer that returns a tensor")
 
 
@@ -137,18 +137,18 @@ def _output_faults(
     first = column[0]
     if not all(isinstance(leaf, Tensor) for leaf in column):
         if any(isinstance(leaf, Tensor) for leaf in column) or any(not _is_same(other, first) for other in column):
-            rule = "objects other than tensors that the last stage returns must be equal for all micro-batches"
+            rule = "the last stage returns an object other than a tensor, which is not equal for all micro-batches"
             received = ", ".join("a tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in column)
             yield Fault(rule, received, "a tensor instead, such as torch.tensor([count])")
     elif first.dim() == 0:
         if reduce is None:
-            rule = "a last layer that returns a scalar for each micro-batch needs reduce= to combine the scalars"
+            rule = "the last layer returns a scalar for each micro-batch, and there is no reduce= to combine them"
             yield Fault(rule, "shape ()", 'Pipe(..., reduce="mean"), weighted by rows; or Pipe(..., reduce="sum")')
     elif first.dim() <= dim:
-        rule = f"an output must have dimension {dim}, along which the micro-batches are concatenated"
+        rule = f"an output has no dimension {dim}, along which the micro-batches are concatenated"
         yield Fault(rule, f"shape {tuple(first.shape)}", f"a last layer that returns rows in dimension {dim}")
     elif len({leaf.size(dim) / count for leaf, count in zip(column, rows)} | {first.size(dim) // rows[0]}) > 1:
-        rule = f"an output must have as many rows in dimension {dim} as its micro-batch, or a multiple of them"
+        rule = f"the rows of an output, in dimension {dim}, are no multiple of those of its micro-batch"
         shapes = ", ".join(f"shape {tuple(leaf.shape)} of {count} rows" for leaf, count in zip(column, rows))
         yield Fault(rule, shapes, "a last layer whose outputs have one entry for each row")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
 from torchckpt.pipe.in_place import ChangedInputs
 from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
@@ -110,7 +110,8 @@ class Pipe(nn.Module):
             *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce),
         ]
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        check_options("Pipe", Pipe, options, faults)
+        with called("Pipe"):
+            check_options(Pipe, options, faults)
         self._options = options
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
@@ -124,7 +125,8 @@ class Pipe(nn.Module):
         self._logged: set[int] = set()  # the numbers of micro-batches that were logged
         self._modules.update(module._modules)  # directly: add_module refuses names that are attributes
         stages = self.stages
-        raise_faults("Pipe", placement_faults(stages, moved=self.devices is not None))
+        with called("Pipe"):
+            check(placement_faults(stages, moved=self.devices is not None))
         for stage in stages if self.devices else ():
             for layer in stage.layers:
                 layer.module.to(stage.device)
@@ -151,15 +153,17 @@ class Pipe(nn.Module):
             return outside(partial(self.forward, *args, **kwargs))
         if torch.is_grad_enabled():
             refuse_transforms()
-        micro_batches = self._scattered(args, kwargs)
+        with called("Pipe"):
+            micro_batches = self._scattered(args, kwargs)
         m = len(micro_batches)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
         stages = self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
-        with self._statistics():
+        with self._statistics(), called("Pipe"):
             outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads, self._options)
             return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
 
+    @called("Pipe.step()")
     def step(
         self,
         *args: Any,
@@ -200,7 +204,7 @@ class Pipe(nn.Module):
         if target is not ...:
             args = (*args, target)
         reduce = reduce or self.reduce or "mean"
-        raise_faults("Pipe.step()", [*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
+        check([*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
         bare, last_step = [p for p in self.parameters() if p.grad is None], self._last_step
         try:
             with torch.inference_mode(False), torch.enable_grad(), self._statistics():
@@ -233,10 +237,10 @@ class Pipe(nn.Module):
             ArgumentError: no step has run yet.
         """
         if self._last_step is None:
-            rule = "a step must have run before it can be shown"
+            rule = "no step has run yet"
             works = "pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
-            raise_faults("Pipe.timeline()", [Fault(rule, "timeline() before step()", works)])
-            raise AssertionError
+            with called("Pipe.timeline()"):
+                raise_fault(Fault(rule, "timeline() before step()", works))
         return self._last_step.timeline()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -248,7 +252,7 @@ class Pipe(nn.Module):
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         # The options are public attributes: check them again, since they may have been changed.
         options = self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce
-        raise_faults("Pipe", _option_faults(*options))
+        check(_option_faults(*options))
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
         m = len(micro_batches)
         if m < self.chunks and m not in self._logged and torch.is_grad_enabled():
@@ -302,10 +306,10 @@ class Pipe(nn.Module):
         self._stays(".xpu()")
 
     def _stays(self, call: str) -> NoReturn:
-        rule = "the layers of a Pipe stay on the devices of their stages"
+        rule = "the layers of a Pipe cannot leave the devices of their stages"
         works = "Pipe(module, balance, devices=['cuda:0', 'cuda:1']); or .to(dtype), .half(), .bfloat16()"
-        raise_faults("Pipe", [Fault(rule, call, works)])
-        raise AssertionError
+        with called("Pipe"):
+            raise_fault(Fault(rule, call, works))
 
     def __repr__(self) -> str:
         head = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, lookahead={self.lookahead}"
@@ -329,12 +333,12 @@ def _faults(module: Any, layers: Sequence[Layer], balance: Any, devices: Any) ->
     faults = []
     if not layers:
         received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
-        rule = "the module must be an nn.Sequential of at least one layer"
+        rule = "the module is not an nn.Sequential of at least one layer"
         faults.append(Fault(rule, received, "Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])"))
     if isinstance(module, nn.Sequential) and (own := more_than_layers(module)):
         received = f"{type(module).__name__} with {', '.join(own)} of its own"
         works = "nn.Sequential(*layers, Scale()): a layer that does it"
-        faults.append(Fault("the Sequential must do no more than call its layers", received, works))
+        faults.append(Fault("the Sequential does more than call its layers", received, works))
     if balance is not None and layers:
         faults += balance_faults(balance, len(layers))
     if devices is not None:
@@ -347,30 +351,30 @@ def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any,
     for name, value in (("chunks", chunks), ("lookahead", lookahead)):
         if type(value) is not int or value < 1:
             works = f"{name}={8 if name == 'chunks' else 1}"
-            yield Fault(f"{name} must be a positive int", f"{name}={value!r}", works)
+            yield Fault(f"{name} is not a positive int", f"{name}={value!r}", works)
     if not isinstance(checkpoint, str) or checkpoint not in _MODES:
         received = f"checkpoint={checkpoint!r}"
-        yield Fault(f"checkpoint must be one of {_MODES}", received, 'checkpoint="except_last"')
+        yield Fault(f"checkpoint is not one of {_MODES}", received, 'checkpoint="except_last"')
     if type(batch_dim) is not int or batch_dim < 0:
-        yield Fault("batch_dim must be an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
+        yield Fault("batch_dim is not an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
     yield from reduce_faults(reduce)
 
 
 def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, reduce: object) -> Iterator[Fault]:
     if not args or len(args) + len(kwargs) < 2:
-        rule = "a step takes the arguments of the first layer, and the target"
+        rule = "the arguments of the first layer or the target are missing"
         received = f"{len(args)} positional, {len(kwargs)} by name"
         yield Fault(rule, received, "pipe.step(x, target, loss_fn=loss_fn)")
     if not callable(loss_fn):
         received = f"loss_fn={loss_fn!r}"
-        yield Fault("loss_fn must be callable", received, "loss_fn=torch.nn.functional.cross_entropy")
+        yield Fault("loss_fn is not callable", received, "loss_fn=torch.nn.functional.cross_entropy")
     if reduce not in REDUCTIONS:
-        yield Fault(f"reduce must be one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
+        yield Fault(f"reduce is not one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
 
 
 def _hook_faults(pipe: nn.Module) -> Iterator[Fault]:
     hooked = [name for name, parameter in pipe.named_parameters() if parameter._post_accumulate_grad_hooks]
     if hooked:
-        rule = "no hook may run when a gradient is accumulated: in a step that happens for each micro-batch"
+        rule = "a hook runs when a gradient is accumulated, which in a step happens for each micro-batch"
         works = "optimizer.step() after pipe.step(); or loss.backward()"
         yield Fault(rule, f"hooks on {', '.join(hooked[:3])}{', ...' if hooked[3:] else ''}", works)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.pipe.in_place import ChangedInputs, StageInputs
 from torchckpt.pipe.skip import Name, StageSkips
 from torchckpt.regions.state.ambient import accelerator_type
@@ -36,6 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 _DEVICE = "_torchckpt_device"
 
 
+@called("WithDevice")
 def WithDevice(module: M, device: torch.device | str | int) -> M:
     """Set the device on which a :class:`~torchckpt.Pipe` runs ``module``, a layer without parameters.
 
@@ -52,7 +53,7 @@ def WithDevice(module: M, device: torch.device | str | int) -> M:
     if before != device:
         received = f"{type(module).__name__} on {before}, and on {device}"
         works = f"WithDevice({type(module).__name__}(), {str(device)!r}), a layer of its own"
-        raise_faults("WithDevice", [Fault("a layer runs on one device", received, works)])
+        raise_fault(Fault("the layer has another device already", received, works))
     return module
 
 
@@ -188,9 +189,9 @@ def partition(
 def balance_faults(balance: Any, layers: int) -> list[Fault]:
     works = f"balance={even_balance(layers, min(2, layers))}"
     if not isinstance(balance, Sequence) or not balance or not all(type(n) is int and n > 0 for n in balance):
-        return [Fault("balance must be a list of positive layer counts, one per stage", f"balance={balance!r}", works)]
+        return [Fault("balance is not a list of positive layer counts, one per stage", f"balance={balance!r}", works)]
     if sum(balance) != layers:
-        rule = f"balance must add up to the number of layers, {layers}"
+        rule = f"balance does not add up to the number of layers, {layers}"
         return [Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)]
     return []
 
@@ -199,16 +200,16 @@ def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
     """The faults of ``devices``. ``stages`` is the number of stages if a balance was given, else None."""
     works = "devices=['cuda:0', 'cuda:1'], or ['cpu', 'cpu'] on a machine without accelerators"
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
-        return [Fault("devices must be a list of devices, one per stage", f"devices={devices!r}", works)]
+        return [Fault("devices is not a list of devices, one per stage", f"devices={devices!r}", works)]
     faults = []
     for device in devices:
         if (why := _missing(device)) is not None:
-            faults.append(Fault("every device must exist on this machine", f"{device!r}: {why}", works))
+            faults.append(Fault("a device does not exist on this machine", f"{device!r}: {why}", works))
     if stages is not None and len(devices) != stages:
         received = f"{len(devices)} devices, {stages} stages"
-        faults.append(Fault("devices and balance must be equally long", received, works))
+        faults.append(Fault("devices and balance differ in length", received, works))
     if stages is None and 0 < layers < len(devices):
-        rule = "there must be a layer for every stage"
+        rule = "there are fewer layers than stages"
         faults.append(Fault(rule, f"{len(devices)} devices, {layers} layers", f"at most {layers} devices"))
     return faults
 
@@ -226,17 +227,17 @@ def placement_faults(stages: Iterable[Stage], moved: bool = False) -> list[Fault
         if moved and any(device != stage.device for device in named):
             received = f"{stage.__qualname__} on {stage.device}, with a layer on {', '.join(map(str, named))}"
             works = "devices= without WithDevice(), or the other way round"
-            faults.append(Fault("WithDevice() and devices= must not contradict each other", received, works))
+            faults.append(Fault("WithDevice() and devices= contradict each other", received, works))
         elif not moved and len(spread := _devices_of(stage.layers)) > 1:
             received = f"{stage.__qualname__} on {', '.join(map(str, spread))}"
             works = "devices=['cuda:0', 'cuda:1'], which moves every layer to the device of its stage"
-            faults.append(Fault("the layers of a stage must be on one device", received, works))
+            faults.append(Fault("the layers of a stage are on several devices", received, works))
         for name, parameter in _parameters_of(stage.layers):
             home, first = homes.setdefault(parameter, (stage.device, stage.__qualname__))
             if home != stage.device:
                 received = f"{name}, in {first} on {home} and in {stage.__qualname__} on {stage.device}"
                 works = "a balance that puts both layers into one stage, or both stages on one device"
-                faults.append(Fault("a parameter cannot be shared by stages on two devices", received, works))
+                faults.append(Fault("a parameter is shared by stages on two devices", received, works))
     return faults
 
 

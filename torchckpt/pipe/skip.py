@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from torchckpt.errors import Fault, RecomputationError, raise_faults
+from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.regions.flags import thread
 from torchckpt.regions.state.layout import version_of
 from torchckpt.regions.trees import tensors_of
@@ -57,7 +57,8 @@ def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None
     """
     if not isinstance(tensor, Tensor):
         works = "stash(name, tensor)"
-        raise_faults("stash()", [Fault("a skip is a tensor", f"{name!r}: {type(tensor).__name__}", works)])
+        with called("stash()"):
+            raise_fault(Fault("a skip is not a tensor", f"{name!r}: {type(tensor).__name__}", works))
     _holder().stash((namespace, name), tensor)
 
 
@@ -90,14 +91,15 @@ class _Plain:
             if name in replayed:
                 return replayed.pop(name)
             raise RecomputationError(
-                "a layer that pops a skip cannot be a region by itself: at its replay the skip is gone\n"
+                "a layer that pops a skip is a region by itself, and at its replay the skip is gone\n"
                 f"  received: pop({name[1]!r}) in a replay\n"
                 "  works:    Pipe(..., checkpoint='always'), whose regions are stages; or a layer that pops, and then "
                 "calls checkpoint(block, x, skip)"
             )
         if name not in self._kept:
-            rule = "a skip is stashed by an earlier layer, and popped once"
-            raise_faults("pop()", [Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in an earlier layer")])
+            rule = "a skip is popped that no earlier layer has stashed, or that was popped before"
+            with called("pop()"):
+                raise_fault(Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in an earlier layer"))
         return self._kept.pop(name)
 
 
@@ -161,8 +163,8 @@ class Skips:
         """Note that ``layer`` stashes ``name``."""
         before = self._stashed.get(name)
         if before is not None:
-            rule, works = "a skip may be stashed only once in a forward", f"stash({name[1]!r}, tensor, namespace)"
-            raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works)])
+            rule, works = "a skip is stashed twice in a forward", f"stash({name[1]!r}, tensor, namespace)"
+            raise_fault(Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works))
         self._stashed[name] = _Stashed(layer)
 
     def popped(self, name: Name, layer: str) -> Any:
@@ -172,27 +174,25 @@ class Skips:
             later = self._later(name, layer)
             who = f"{name[1]!r}, popped by {layer}, stashed by {later or 'no layer before it'}"
             works = "the layer that stashes before the layer that pops"
-            raise_faults("Pipe", [Fault("a skip must be stashed before it is popped", who, works)])
-        elif found.popped_by is not None:
-            rule = "a skip may be popped only once in a forward"
+            raise_fault(Fault("a skip is popped before it is stashed", who, works))
+        if found.popped_by is not None:
+            rule = "a skip is popped twice in a forward"
             works = f"stash({name[1]!r}, ...) under a second name"
-            raise_faults("Pipe", [Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works)])
-        else:
-            found.popped_by = layer
-            transfer, tensor, found.transfer, found.tensor = found.transfer, found.tensor, None, None
-            if tensor is not None and version_of(tensor) != found.version:
-                rule = "a skip must not be changed in place between the layer that stashes it and the one that pops it"
-                who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
-                works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
-                raise_faults("Pipe", [Fault(rule, who, works)])
-            return transfer
-        return None
+            raise_fault(Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works))
+        found.popped_by = layer
+        transfer, tensor, found.transfer, found.tensor = found.transfer, found.tensor, None, None
+        if tensor is not None and version_of(tensor) != found.version:
+            rule = "a skip was changed in place between the layer that stashes it and the one that pops it"
+            who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
+            works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
+            raise_fault(Fault(rule, who, works))
+        return transfer
 
     def faults(self) -> Iterator[Fault]:
         """A fault for each skip that no layer popped."""
         for (_, name), stashed in self._stashed.items():
             if stashed.popped_by is None:
-                rule = "a skip that is stashed must be popped by a later layer"
+                rule = "a skip is stashed, and popped by no later layer"
                 works = f"pop({name!r}) in a later layer, or no stash"
                 yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
 
@@ -263,13 +263,13 @@ class StageSkips:
             self._fetched[name] = tensor, version_of(tensor)
         if name not in self._fetched:
             raise RecomputationError(
-                f"a replay must pop the same skips as its forward\n  received: pop({name[1]!r}), by {self.layer}\n"
+                f"a replay pops a skip that its forward did not\n  received: pop({name[1]!r}), by {self.layer}\n"
                 "  works:    a forward that pops the same names each time"
             )
         tensor, version = self._fetched[name]
         if version_of(tensor) != version:
             raise RecomputationError(
-                f"a popped skip must not be changed in place: the replay would start from the changed tensor\n"
+                f"a popped skip was changed in place: the replay would start from the changed tensor\n"
                 f"  received: {name[1]!r} at version {version_of(tensor)}; expected version {version}\n"
                 f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
             )

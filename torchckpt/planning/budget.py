@@ -10,7 +10,7 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import TypeAlias, TypeGuard
 
-from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
+from torchckpt.errors import BudgetInfeasible, Fault, check, raise_fault
 
 __all__ = [
     "UNITS", "WORKS", "Amount", "Budget", "Bytes", "DeviceMemory", "Limit", "budget_bytes", "bytes_per_rank",
@@ -64,7 +64,7 @@ def read(written: object) -> Amount | None:
     return Amount(number) if number >= 1 else None
 
 
-def read_budgets(caller: str, budgets: Mapping[str, object], most: Fraction | None = None) -> list[Amount]:
+def read_budgets(budgets: Mapping[str, object], most: Fraction | None = None) -> list[Amount]:
     """The amounts of ``budgets``, by name.
 
     Args:
@@ -75,7 +75,7 @@ def read_budgets(caller: str, budgets: Mapping[str, object], most: Fraction | No
     """
     found = {name: read(written) for name, written in budgets.items()}
     faults = [_fault(name, budgets[name], amount, most) for name, amount in found.items()]
-    raise_faults(caller, [fault for fault in faults if fault])
+    check([fault for fault in faults if fault])
     return [amount for amount in found.values() if amount]
 
 
@@ -87,7 +87,7 @@ def _fault(name: str, written: object, amount: Amount | None, most: Fraction | N
         received += " (more than all of it)"
     elif _is_below_one(written):
         works = f'budget="{float(written) * 100:g}%", or {works}'
-    rule = "a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
+    rule = "the budget is not bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
     return Fault(rule, received, works)
 
 
@@ -155,7 +155,7 @@ Limit: TypeAlias = "Bytes | DeviceMemory"
 """Budgets, or what devices have in all."""
 
 
-def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
+def without_static(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
     """The bytes of each rank that are left for activations.
 
     Raises:
@@ -166,7 +166,7 @@ def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[flo
         return tuple(memory.total_bytes - one for one in static_bytes)
     rank = list(static_bytes).index(most)
     raise BudgetInfeasible(
-        f"{caller}: a device holds parameters, gradients and optimizer state, and has memory left for activations\n"
+        f"the device is too small: parameters, gradients and optimizer state leave no memory on rank {rank}\n"
         f"  received: {whole(memory.total_bytes)} bytes, of which those take {enough(most)} on rank {rank}\n"
         "  works:    more stages; or state that is sharded over data-parallel ranks, such as optimizer_bytes=12 / 64",
         most,
@@ -175,10 +175,10 @@ def without_static(caller: str, memory: DeviceMemory, static_bytes: Sequence[flo
     )
 
 
-def bytes_per_rank(caller: str, limit: Bytes, ranks: int, peak_bytes: float) -> tuple[float, ...]:
+def bytes_per_rank(limit: Bytes, ranks: int, peak_bytes: float) -> tuple[float, ...]:
     """The budget of each rank in bytes.
 
-    >>> bytes_per_rank("plan()", ["50%", "1kB"], 2, 8000.0)
+    >>> bytes_per_rank(["50%", "1kB"], 2, 8000.0)
     (4000.0, 1000.0)
 
     Args:
@@ -189,23 +189,22 @@ def bytes_per_rank(caller: str, limit: Bytes, ranks: int, peak_bytes: float) -> 
             number of ranks.
     """
     if isinstance(limit, (str, Real)):
-        amounts = read_budgets(caller, {"budget": limit}) * ranks
+        amounts = read_budgets({"budget": limit}) * ranks
     elif isinstance(limit, Sequence) and len(limit) == ranks:
-        amounts = read_budgets(caller, {f"budget[{rank}]": one for rank, one in enumerate(limit)})
+        amounts = read_budgets({f"budget[{rank}]": one for rank, one in enumerate(limit)})
     else:
         received = f"{len(limit)} budgets" if isinstance(limit, Sequence) else f"budget={limit!r}"
         works = f"{WORKS}, or a list with one for each rank"
-        raise_faults(caller, [Fault(f"a budget is one for every rank, or a list of {ranks}", received, works)])
-        return ()
+        raise_fault(Fault(f"the budget is neither one for every rank nor a list of {ranks}", received, works))
     return tuple(float(amount.of(peak_bytes)) for amount in amounts)
 
 
 _ALL = Fraction(1)
 
 
-def check_budget(caller: str, budget: Budget) -> None:
+def check_budget(budget: Budget) -> None:
     """Raise an ArgumentError unless ``budget`` is a size, a number of bytes, or a share up to all of the eager peak."""
-    read_budgets(caller, {"budget": budget}, _ALL)
+    read_budgets({"budget": budget}, _ALL)
 
 
 def budget_bytes(budget: Budget, eager_peak_bytes: int) -> int:
@@ -214,7 +213,7 @@ def budget_bytes(budget: Budget, eager_peak_bytes: int) -> int:
     >>> budget_bytes("1.5 KiB", 0), budget_bytes(2e9, 0), budget_bytes("50%", 1000)
     (1536, 2000000000, 500)
     """
-    (amount,) = read_budgets("budget_bytes()", {"budget": budget}, _ALL)
+    (amount,) = read_budgets({"budget": budget}, _ALL)
     return math.floor(amount.of(eager_peak_bytes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 
 __all__ = ["DEVICES", "Device", "device_named"]
 
@@ -74,6 +74,7 @@ DEVICES = {
 """The known devices, by name."""
 
 
+@called("device_named()")
 def device_named(name: str) -> Device:
     """The device of ``DEVICES`` with this name.
 
@@ -82,6 +83,6 @@ def device_named(name: str) -> Device:
     """
     found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:
-        rule = f"a device is one of {', '.join(DEVICES)}, or a Device"
-        raise_faults("device", [Fault(rule, f"device={name!r}", 'device="h100"')])
-    return found  # type: ignore[return-value]  # an error was raised otherwise
+        rule = f"the device is not one of {', '.join(DEVICES)}, or a Device"
+        raise_fault(Fault(rule, f"device={name!r}", 'device="h100"'))
+    return found

@@ -77,7 +77,8 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # public in all but its module
 except ImportError as missing:
     raise CheckpointError(
-        f"torchckpt needs a torch from 2.11 on that has all of torchckpt/regions/private.py\n  received: {missing}\n"
+        f"torchckpt needs something of torchckpt/regions/private.py that this torch does not have\n"
+        f"  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 PLAN_WORKS = (
     "plan=plan_pipeline(schedule_of(schedule), stages, budget), or its to_json() text, or a file with that text"
 )
-VERY = "the plan must be made for this schedule"
+VERY = "the plan was made for another schedule"
 MAKE = "plan_pipeline(schedule_of(schedule), stages, budget)"
 
 
@@ -53,7 +53,7 @@ NO_BUDGETS = [HUGE, f"{HUGE}GB", "sixty", "-1GB", "", -1, 0, float("nan"), float
 @pytest.mark.parametrize("budget", NO_BUDGETS)
 def test_what_is_no_budget(budget):
     name, value = ("budget[0]", budget[0]) if isinstance(budget, list) else ("budget", budget)
-    rule = "a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
+    rule = "the budget is not bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent"
     text = error_of(budget=budget)
     assert text.startswith(f"recompute_ahead(): {rule}\n  received: {name}={value!r}\n  works:    budget=")
 
@@ -61,12 +61,13 @@ def test_what_is_no_budget(budget):
 @pytest.mark.parametrize(("budget", "received"), [(["1GB"] * 2, "2 budgets"), ([], "0 budgets"), ({}, "budget={}")])
 def test_a_list_of_the_wrong_length(budget, received):
     text = error_of(budget=budget)
-    assert f"a budget is one for every rank, or a list of 1\n  received: {received}\n  works:    budget=" in text
+    rule = "the budget is neither one for every rank nor a list of 1"
+    assert f"{rule}\n  received: {received}\n  works:    budget=" in text
 
 
 def test_budget_and_plan():
     text = error_of(budget="1GB", plan=plan_of(gpipe(1, 4)))
-    assert text == fault("give a budget or a plan, not both", "budget='1GB' and a plan", "budget=... or plan=...")
+    assert text == fault("both a budget and a plan are given", "budget='1GB' and a plan", "budget=... or plan=...")
 
 
 @pytest.mark.parametrize(
@@ -79,23 +80,23 @@ def test_budget_and_plan():
     ],
 )
 def test_what_a_plan_decides(options, received):
-    rule = "with a budget or a plan, the plan decides what is kept and what is recomputed early"
+    rule = f"{', '.join(options)} cannot go with a budget, which decides what is kept and what is recomputed early"
     works = 'recompute_ahead(schedule, budget="60GiB")'
     assert error_of(budget="1GB", **options) == fault(rule, received, works)
 
 
 def test_what_is_no_plan():
-    assert error_of(plan=3) == fault("a plan must be a PipelinePlan, or its JSON text", "int", PLAN_WORKS)
+    assert error_of(plan=3) == fault("the plan is neither a PipelinePlan nor its JSON text", "int", PLAN_WORKS)
 
 
 def test_a_file_that_is_not_there():
-    rule = "a plan must be JSON, or the path of a file that contains it"
+    rule = "the plan is neither JSON nor a file that can be read"
     assert error_of(plan="nowhere.json") == fault(rule, "'nowhere.json': No such file or directory", PLAN_WORKS)
 
 
 def test_json_of_something_else():
     text = error_of(plan='{"format": 7}')
-    assert text.startswith("PipelinePlan.from_json(): a plan is read from what to_json() wrote\n  received: format 7\n")
+    assert text.startswith("recompute_ahead(): the text is no plan that to_json() wrote\n  received: format 7\n")
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,13 @@ def test_a_plan_for_another_schedule(schedule, received):
 
 
 def test_the_schedule_that_is_returned_recomputes_already():
-    with pytest.raises(ArgumentError, match=re.escape("a schedule recomputes ahead once")):
+    with pytest.raises(ArgumentError, match=re.escape("the schedule recomputes ahead already")):
         recompute_ahead(recompute_ahead(live(), budget="1GB"), budget="1GB")
 
 
 def test_a_schedule_that_recomputes_is_not_planned():
     schedule = recompute_ahead(live(), exempt="none").schedule
-    with pytest.raises(ArgumentError, match="the plan says what is recomputed, so the schedule has no R yet"):
+    with pytest.raises(ArgumentError, match="the schedule has R already, but the plan says what is recomputed"):
         plan_of(schedule)
     assert recompute_ahead(live(), plan=plan_of(schedule_of(live()))).plan is not None
 
@@ -128,4 +129,4 @@ def test_a_file_that_is_no_text(name, tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes("\xe9".encode("latin-1"))
     text = error_of(plan=path if name == "latin" else "a\0b")
-    assert text.startswith("recompute_ahead(): a plan must be JSON, or the path of a file that contains it\n")
+    assert text.startswith("recompute_ahead(): the plan is neither JSON nor a file that can be read\n")

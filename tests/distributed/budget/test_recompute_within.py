@@ -266,7 +266,7 @@ def test_the_bytes_of_a_stage_without_regions_are_fixed():
 @pytest.mark.usefixtures("alone")
 def test_no_stage_with_regions():
     text = (
-        "recompute_ahead(): with a budget, at least one stage must have regions: only regions are recomputed\n"
+        "recompute_ahead(): no stage has regions, so nothing can be recomputed to meet the budget\n"
         "  received: stages whose forwards entered none\n"
         "  works:    for block in stage_module.layers: torchckpt.checkpoint_module(block)"
     )
@@ -330,7 +330,7 @@ def test_there_is_no_report_before_a_step_of_the_plan():
     schedule = step_with({"budget": "1GB"}, 2, "ScheduleGPipe")
     assert schedule.timeline().step_seconds > 0
     text = (
-        "a plan is made of the first 4 steps, and reported on after the next\n  received: report() after 2\n"
+        "no step has followed a plan yet: it is made of the first 4\n  received: report() after 2\n"
         "  works:    print(schedule.report()) after step 5"
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
@@ -347,8 +347,8 @@ def test_a_budget_below_the_least():
     error = caught.value
     least = int(error.least_bytes)
     assert str(error) == (
-        "recompute_ahead(): a budget holds what a step takes that recomputes everything\n"
-        f"  received: 1000 bytes for rank 0, which takes {least}\n"
+        f"recompute_ahead(): the budget is too small: rank 0 takes {least} bytes even if it recomputes everything\n"
+        "  received: 1000 bytes for rank 0\n"
         f"  works:    budget={least} or more, or fewer micro-batches in flight, or smaller ones"
     )
     assert error.rank == 0
@@ -359,7 +359,7 @@ def test_a_budget_below_the_least():
 
 def test_all_ranks_hear_of_a_budget_below_the_least(reported):
     first, second = (report["least"] for report in reported)
-    line = "BudgetInfeasible: recompute_ahead(): a budget holds what a step takes that recomputes everything"
+    line = "BudgetInfeasible: recompute_ahead(): the budget is too small"
     assert line in first
     assert first.splitlines()[-3:] == second.splitlines()[-3:]
 
@@ -386,14 +386,14 @@ def test_budgets_that_are_written_otherwise_are_the_same(reported):
 def test_ranks_of_which_one_has_nothing_to_plan(reported, what, received):
     """They would wait for each other until the group's timeout."""
     for report in reported:
-        text = f"ScheduleError: all ranks must have the same budget or plan\n  received: {received}\n  works:    "
+        text = f"ScheduleError: the ranks do not have the same budget or plan\n  received: {received}\n  works:    "
         assert re.search(text, report[what])
 
 
 def test_ranks_that_disagree_on_the_plan(reported):
     for report in reported:
         assert re.search(
-            r"ScheduleError: all ranks must have the same budget or plan\n  received: plan \w{16} on rank 0, "
+            r"ScheduleError: the ranks do not have the same budget or plan\n  received: plan \w{16} on rank 0, "
             r"plan \w{16} on rank 1\n  works:    recompute_ahead\(\) with the same arguments on every rank",
             report["plans"],
         )
@@ -429,7 +429,7 @@ def test_regions_that_change(at):
     stages = stages_of("ScheduleGPipe", lambda stage: Growing(stage, at))
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     text = (
-        r"^all micro-batches of a stage have the shapes and the regions that its plan is for\n"
+        r"^a micro-batch has other shapes or regions than those that the plan is for\n"
         r"  received: micro-batch \d of stage 0: 3 regions, input \[2, 8\], output float32 \[2, 8\]; "
         r"planned: 2 regions, input \[2, 8\], output float32 \[2, 8\]\n  works:    the same shapes in every step; "
     )
@@ -578,7 +578,7 @@ def test_a_schedule_whose_budget_was_refused_says_so_again():
     for _ in range(3):
         fresh_step(schedule, stages)
     for _ in range(2):
-        with pytest.raises(BudgetInfeasible, match="a budget holds what a step takes"):
+        with pytest.raises(BudgetInfeasible, match="the budget is too small"):
             fresh_step(schedule, stages)
 
 

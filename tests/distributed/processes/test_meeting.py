@@ -63,7 +63,7 @@ def together(*calls, store):
 
 def refusal(call, received):
     return (
-        f"schedule.{call}() is collective: call it on every rank of the pipeline\n  received: {received}\n"
+        f"schedule.{call}() did not complete on every rank of the pipeline: it is collective\n  received: {received}\n"
         f"  works:    {call} = schedule.{call}() on every rank; then, on one: print({call})"
     )
 

@@ -110,7 +110,7 @@ def test_a_stage_that_is_compiled_with_its_regions_is_an_error_that_says_what_wo
     with pytest.raises(RegionError) as caught:
         trained(make, partial(recompute_ahead, **options))
     assert str(caught.value) == (
-        "a stage that is to be recomputed has a region\n"
+        "a stage that is to be recomputed has no region\n"
         "  received: stage 0, with Block '0' inside of compiled code\n"
         "  works:    for block in stage_module.layers: torchckpt.checkpoint_module(block); block.compile()"
     )

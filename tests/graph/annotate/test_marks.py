@@ -84,7 +84,7 @@ def test_mark_whose_arguments_are_swapped(x):
     with pytest.raises(ArgumentError) as caught:
         mark("h", x)
     assert str(caught.value) == (
-        "mark(): the name of a mark is a string\n"
+        "mark(): the name of the mark is not a string\n"
         f"  received: a tensor of shape {tuple(x.shape)}\n"
         '  works:    graph.mark(h, "h")'
     )
@@ -95,7 +95,8 @@ def test_region_of_neither_a_callable_nor_a_name(what, received):
     with pytest.raises(ArgumentError) as caught:
         region(what)
     assert str(caught.value) == (
-        f"region(): region() takes a callable or a name\n  received: {received}\n  works:    graph.region(block)(x)"
+        f"region(): the argument is neither a callable nor a name\n  received: {received}\n"
+        "  works:    graph.region(block)(x)"
     )
 
 
@@ -104,7 +105,7 @@ def test_segments_that_are_too_few_or_too_many(functions, segments, works):
     with pytest.raises(ArgumentError) as caught:
         sequential([torch.sin] * functions, segments, torch.ones(1))
     assert str(caught.value) == (
-        "sequential(): a sequence is cut into one segment at least, and at most one for each function\n"
+        f"sequential(): {'there is no segment' if segments < 1 else 'there are more segments than functions'}\n"
         f"  received: {segments} segments of {functions} functions\n  works:    segments={works}"
     )
 

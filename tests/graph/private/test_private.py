@@ -60,8 +60,9 @@ def test_a_feature_that_torch_lacks():
     with pytest.raises(CaptureError) as raised:
         require(Feature("a `thing`", "2.11", ("torch:Tensor", "torch:no_such_name", "torch:nor_this"), ""))
     assert str(raised.value) == (
-        f"a thing needs what torch 2.11 to {TESTED[-1]} have\n  received: torch {torch.__version__} without "
-        f"torch:no_such_name\n  works:    pip install 'torch=={TESTED[-1]}.*'"
+        f"this torch lacks what a thing needs and torch 2.11 to {TESTED[-1]} have\n"
+        f"  received: torch {torch.__version__} without torch:no_such_name\n"
+        f"  works:    pip install 'torch=={TESTED[-1]}.*'"
     )
 
 

@@ -65,7 +65,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_tensor_that_is_left_is_an_error(place):
-    with pytest.raises(CaptureError, match=r"leaves no tensor anywhere else[\s\S]*that outlives the call"):
+    with pytest.raises(CaptureError, match=r"leaves a tensor somewhere[\s\S]*that outlives the call"):
         graph.rematerialize(leaving(place), torch.ones(2, 4))
 
 
@@ -73,7 +73,7 @@ def test_tensor_that_is_left_is_an_error(place):
 def test_so_it_is_where_gradients_are_asked_for(place):
     """A parameter that a function closes over is the parameter itself."""
     model = leaving(place)
-    with pytest.raises(CaptureError, match=r"leaves no tensor anywhere else[\s\S]*that outlives the call"):
+    with pytest.raises(CaptureError, match=r"leaves a tensor somewhere[\s\S]*that outlives the call"):
         graph.gradient(lambda x: model(x).sum(), torch.ones(2, 4))
 
 
@@ -95,7 +95,7 @@ def test_what_dies_with_the_call_is_no_error():
 def test_hook_that_keeps_activations():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     model[0].register_forward_hook(lambda module, inputs, output: HERE.list.append(output))
-    with pytest.raises(CaptureError, match="leaves no tensor anywhere else"):
+    with pytest.raises(CaptureError, match="leaves a tensor somewhere"):
         graph.rematerialize(model, torch.ones(2, 4))
 
 

@@ -243,7 +243,7 @@ def plain(x):
 )
 def test_a_graph_that_breaks_is_refused_and_the_line_told(function, where):
     call = compiled(function, backend(inner="eager"), fullgraph=False)
-    with pytest.raises(CaptureError, match="a schedule and a budget hold for one graph") as raised:
+    with pytest.raises(CaptureError, match="Dynamo has broken the graph") as raised:
         call(torch.ones(3, requires_grad=True))
     assert where in str(raised.value)
     assert "test_backend.py" in str(raised.value)
@@ -269,7 +269,7 @@ def test_a_budget_that_cannot_be_held_is_an_error_of_its_own(inner):
 
 
 def test_arguments_are_checked_at_once():
-    with pytest.raises(ArgumentError, match='inner is "inductor" or "eager"'):
+    with pytest.raises(ArgumentError, match='inner is neither "inductor" nor "eager"'):
         backend(inner="aot")
     with pytest.raises(ArgumentError, match=r"backend\(\)"):
         backend(keep="fast")
@@ -423,7 +423,7 @@ def test_argument_that_lies_in_a_buffer_that_changes():
             assert_equal(received, expected)
             assert_equal(list(net.buffers()), list(plain.buffers()))
         if later:
-            with pytest.raises(CaptureError, match="an input lies in a buffer that the call changes in all calls"):
+            with pytest.raises(CaptureError, match="an input lies in a buffer that the call changes in some calls"):
                 call(h, net.norm.running_mean[:])
             assert_equal(list(net.buffers()), list(plain.buffers()))
 
@@ -438,7 +438,7 @@ def test_view_of_an_argument_that_is_a_part_of_a_buffer_that_changes(part):
     net, plain = Counting(), Counting()
     assert_equal(viewed(lambda b: b[:], compiled_by_operators(net)), viewed(lambda b: b[:], plain))
     torch._dynamo.reset()
-    with pytest.raises(CaptureError, match=r"(?s)returns no view of an input.*part of the buffer.*x = x\.clone\(\)"):
+    with pytest.raises(CaptureError, match=r"(?s)returns a view of an input.*x = x\.clone\(\)"):
         viewed(part, compiled_by_operators(Counting()))
 
 

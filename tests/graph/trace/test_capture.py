@@ -190,7 +190,7 @@ def test_error_in_a_compiled_function_is_not_lost():
 )
 def test_values_that_decide(function):
     error = refused(function, leaf(3))
-    assert str(error).startswith("a graph does not depend on the values of its tensors\n  received: ")
+    assert str(error).startswith("the call depends on the values of its tensors, and a graph cannot\n  received: ")
     assert "works:    torch.where() in place of if;" in str(error)
     assert line("lambda x: x", error)
     assert error.__cause__ is not None
@@ -217,7 +217,7 @@ def test_operation_without_a_derivative():
 
     lost.register_fake(torch.empty_like)
     error = refused(lambda x: lost(x * 2).sum(), leaf(3))
-    assert str(error).startswith("every operation between an input and a loss has a derivative\n  received: ")
+    assert str(error).startswith("an operation between an input and the loss has no derivative\n  received: ")
     assert "works:    torch.library.register_autograd(), or y.detach() where no gradient is wanted" in str(error)
 
 
@@ -232,7 +232,7 @@ def test_tensor_that_is_no_input_and_no_buffer():
 
     with pytest.raises(CaptureError) as caught:
         graph.rematerialize(Masked(), torch.randn(2, 3))
-    assert str(caught.value).startswith("a call reads no tensors but its inputs, parameters and buffers\n  received: ")
+    assert str(caught.value).startswith("the call reads a tensor that is no input, parameter or buffer\n  received: ")
     assert line("return super().forward(x) * self.mask", caught.value)
     works = 'works:    self.register_buffer("mask", mask, persistent=False) in place of self.mask = mask'
     assert str(caught.value).endswith(works)
@@ -264,7 +264,7 @@ def test_inputs_that_are_changed(function, inputs, named, what):
         assert torch.equal(inputs[0].detach(), before)
         return
     assert str(refused(function, *inputs, **named)) == (
-        f"a call that is recomputed leaves its inputs as they are\n  received: {what} is changed in place\n"
+        f"the call changes an input in place, so it cannot be recomputed\n  received: {what} is changed in place\n"
         "  works:    x = x + 1 in place of x.add_(1); or x = x.clone() first"
     )
 
@@ -275,7 +275,7 @@ def test_torch_that_lacks_something(monkeypatch, inner):
     monkeypatch.setattr("torchckpt.graph.trace.capture.GRAPH", lacking)
     name = "GRAPH" if inner == "eager" else "INDUCTOR"
     monkeypatch.setattr(sys.modules["torchckpt.graph.run.backend"], name, lacking)
-    assert str(refused(torch.sin, leaf(3))).startswith("graph needs what torch 2.11 to ")
+    assert str(refused(torch.sin, leaf(3))).startswith("this torch lacks what graph needs and torch 2.11 to ")
     with pytest.raises(CaptureError, match="without torch:no_such_name"):
         graph.backend(inner=inner)
 
@@ -298,6 +298,6 @@ def test_error_of_shapes_is_that_of_torch():
 
 def test_what_needs_the_data_is_refused_with_its_place():
     error = refused(lambda x: x.sum() + float(x.detach().numpy().sum()), leaf(3))
-    assert "a call is traced on tensors that have no data" in str(error)
+    assert "the call asks for the data of a tensor, and tensors of a trace have none" in str(error)
     assert "test_capture.py" in str(error)
     assert "torch.library.custom_op()" in str(error)

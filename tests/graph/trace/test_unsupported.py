@@ -27,10 +27,10 @@ def in_place(wrap):
 
 
 WRAPPED = {
-    "scripted": (torch.jit.script, "a scripted module has none", "the original module"),
-    "traced": (lambda model: torch.jit.trace(model, torch.ones(2, 6)), "a scripted module has none", "original module"),
-    "compiled": (torch.compile, "a compiled module runs other code", "graph.backend"),
-    "compiled in place": (in_place(lambda model: model.compile()), "a compiled module runs other code", "inductor"),
+    "scripted": (torch.jit.script, "the module is scripted", "the original module"),
+    "traced": (lambda model: torch.jit.trace(model, torch.ones(2, 6)), "the module is scripted", "original module"),
+    "compiled": (torch.compile, "the module is compiled", "graph.backend"),
+    "compiled in place": (in_place(lambda model: model.compile()), "the module is compiled", "inductor"),
     "DataParallel": (nn.DataParallel, "runs copies on several devices", "DistributedDataParallel(graph.rematerialize"),
 }
 
@@ -100,12 +100,12 @@ def test_first_kind_of_fsdp_around_a_traced_module_is_refused(original):
     with one_rank():
         step = graph.rematerialize(plain())
         model = FullyShardedDataParallel(step, device_id=torch.device("cpu"), use_orig_params=original)
-        assert_refused(lambda: model(torch.ones(2, 6)), "has merged them into one", "fully_shard(")
+        assert_refused(lambda: model(torch.ones(2, 6)), "has merged the module", "fully_shard(")
 
 
 def test_data_parallel_around_a_traced_module_is_refused():
     step = graph.rematerialize(plain())
-    with pytest.raises(ArgumentError, match=r"DataParallel makes a copy for each device[\s\S]*DistributedData"):
+    with pytest.raises(ArgumentError, match=r"DataParallel copies the module for each device[\s\S]*DistributedData"):
         step._replicate_for_data_parallel()
 
 

@@ -151,7 +151,7 @@ def test_speed(name):
 
 
 def test_speed_needs_a_product():
-    with pytest.raises(ArgumentError, match=r'(?s)at least one value is kept.*keep="speed", but there is no conv'):
+    with pytest.raises(ArgumentError, match=r'(?s)selects no value.*keep="speed", but there is no conv'):
         checked(build("tanh_chain"), keep="speed")
 
 

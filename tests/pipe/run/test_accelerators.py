@@ -291,7 +291,7 @@ def test_a_tensor_that_is_not_split_goes_to_the_first_device() -> None:
 
 def test_a_pipe_is_not_moved() -> None:
     pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices())
-    with pytest.raises(torchckpt.errors.ArgumentError, match="layers of a Pipe stay on the devices of their stages"):
+    with pytest.raises(torchckpt.errors.ArgumentError, match="cannot leave the devices of their stages"):
         pipe.cuda()
 
 

@@ -274,7 +274,7 @@ def test_if_the_update_of_statistics_fails_so_does_the_step(monkeypatch: pytest.
         pipe.step(x, x, loss_fn=mse_loss)
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert pipe[0].num_batches_tracked == pipe[2].num_batches_tracked == 0
-    with pytest.raises(ArgumentError, match="a step must have run before it can be shown"):
+    with pytest.raises(ArgumentError, match="no step has run yet"):
         pipe.timeline()
 
 
@@ -452,7 +452,7 @@ def test_without_a_step_there_is_no_timeline() -> None:
     with pytest.raises(ArgumentError) as raised:
         torchckpt.Pipe(layers()).timeline()
     assert str(raised.value) == (
-        "Pipe.timeline(): a step must have run before it can be shown\n  received: timeline() before step()\n"
+        "Pipe.timeline(): no step has run yet\n  received: timeline() before step()\n"
         "  works:    pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
     )
 
@@ -479,29 +479,29 @@ X, Y = torch.ones(4, 6), torch.ones(4, 3)
         (
             (X,),
             {},
-            "a step takes the arguments of the first layer, and the target\n"
+            "the arguments of the first layer or the target are missing\n"
             "  received: 1 positional, 0 by name\n  works:    pipe.step(x, target, loss_fn=loss_fn)",
         ),
         (
             (X, Y),
             {"loss_fn": None},
-            "loss_fn must be callable\n  received: loss_fn=None\n  works:    loss_fn=torch.nn.functional.cross_entropy",
+            "loss_fn is not callable\n  received: loss_fn=None\n  works:    loss_fn=torch.nn.functional.cross_entropy",
         ),
         (
             (X, Y),
             {"reduce": "max"},
-            "reduce must be one of ('mean', 'sum')\n  received: reduce='max'\n  works:    reduce=\"mean\"",
+            "reduce is not one of ('mean', 'sum')\n  received: reduce='max'\n  works:    reduce=\"mean\"",
         ),
-        ((X, Y[:3]), {}, "the same number of rows, in dimension 0\n  received: input 0 of shape (4, 6), input 1"),
-        ((X[:0], Y[:0]), {}, "a mini-batch must have at least one row"),
+        ((X, Y[:3]), {}, "differ in the number of rows, in dimension 0\n  received: input 0 of shape (4, 6), input 1"),
+        ((X[:0], Y[:0]), {}, "the mini-batch has no rows"),
         (
             (X, Y),
             {"loss_fn": lambda output, target: output},
-            "loss_fn(output, target) of a micro-batch must return a scalar that requires grad\n"
+            "loss_fn(output, target) of a micro-batch returns no scalar that requires grad\n"
             "  received: shape (2, 3)\n  works:    loss_fn=torch.nn.functional.cross_entropy",
         ),
         ((X, Y), {"loss_fn": lambda output, target: 1.0}, "requires grad\n  received: 1.0\n"),
-        ((X, Y), {"loss_fn": lambda output, target: output.sum().detach()}, "must return a scalar that requires"),
+        ((X, Y), {"loss_fn": lambda output, target: output.sum().detach()}, "returns no scalar that requires"),
     ],
 )
 def test_a_wrong_call_says_the_rule_what_was_received_and_what_works(
@@ -532,7 +532,7 @@ def test_a_stage_that_returns_no_tensor_or_one_elsewhere_is_an_error() -> None:
             return self.value
 
     elsewhere = torch.ones(2, device="meta")
-    for value, text in ((None, "a stage must return a tensor"), (elsewhere, "must be on its device")):
+    for value, text in ((None, "a stage returns no tensor"), (elsewhere, "is not on its device")):
         pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(6, 6), Returns(value), nn.Identity()), [2, 1], chunks=2)
         with pytest.raises(ArgumentError, match=text):
             pipe.step(X, Y, loss_fn=mse_loss)

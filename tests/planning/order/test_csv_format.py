@@ -42,26 +42,26 @@ def test_a_pair_that_may_overlap_is_read_as_one_after_the_other():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1X0,1B0", r"line 2, column 2: an action is a stage, one of F B I W R, .*\n.*'1X0'"),
-        ("0F0,0B", r"line 1, column 2: an action is .*\n.*'0B'"),
-        ("0F0,(0F1;0Q0)OVERLAP_F_B", r"line 1, column 2: an action is .*\n.*'\(0F1;0Q0\)OVERLAP_F_B'"),
+        ("0F0,0B0\n1F0,1X0,1B0", r"line 2, column 2: this is no action: a stage, one of F B I W R, .*\n.*'1X0'"),
+        ("0F0,0B", r"line 1, column 2: this is no action: .*\n.*'0B'"),
+        ("0F0,(0F1;0Q0)OVERLAP_F_B", r"line 1, column 2: this is no action: .*\n.*'\(0F1;0Q0\)OVERLAP_F_B'"),
         ("nonsense\n7", r"2 faults\nline 1, column 1: (.|\n)*line 2, column 1: "),
-        ("0F0,,0B0\n1B0,1F0", r"line 2, column 1: 1B0 comes after its forward\n.*1B0 before 1F0\n.*1F0, \.\.\., 1B0"),
-        ("0F0,0W0,0I0", r"line 1, column 2: 0W0 comes after its input gradients"),
-        ("0R0,0F0,0B0", r"line 1, column 1: 0R0 comes after its forward"),
-        ("0F0,0B0,0R0", r"line 1, column 3: 0R0 comes before its backward\n.*0R0 after 0B0"),
-        ("0F0,0F0,0B0", r"line 1, column 2: every action appears once\n.*0F0 again"),
-        ("0F0,0R0,0R0,0B0", r"line 1, column 3: every action appears once\n.*0R0 again"),
-        ("0F0,0B0,0I0", r"line 1, column 3: a backward is whole \(B\) or in two halves \(I, W\)\n.*0I0 after 0B0"),
-        ("0F0,0B0,0F1", r"line 1: every stage runs every micro-batch forward and backward, once\n.*no 0B1"),
-        ("0F0,0I0", r"line 1: every stage .*\n.*no 0W0"),
-        ("0F0,0B0,0B1", r"line 1, column 3: 0B1 comes after its forward(.|\n)*line 1: .*\n.*no 0F1"),
-        ("0F0,0B0\n0F1,0B1", r"line 2, column 1: this rank has stages \[\] and micro-batches 0 to 1\n.*0F1"),
-        ("1F0,1B0", r"stages are numbered from 0, and each has its actions\n.*none of stage 0"),
-        ("", r"stages are numbered from 0, and each has its actions\n.*no action"),
+        ("0F0,,0B0\n1B0,1F0", r"line 2, column 1: 1B0 stands before its forward\n.*1B0 before 1F0\n.*1F0, \.\.\., 1B0"),
+        ("0F0,0W0,0I0", r"line 1, column 2: 0W0 stands before its input gradients"),
+        ("0R0,0F0,0B0", r"line 1, column 1: 0R0 stands before its forward"),
+        ("0F0,0B0,0R0", r"line 1, column 3: 0R0 stands after its backward\n.*0R0 after 0B0"),
+        ("0F0,0F0,0B0", r"line 1, column 2: the action appears twice\n.*0F0 again"),
+        ("0F0,0R0,0R0,0B0", r"line 1, column 3: the action appears twice\n.*0R0 again"),
+        ("0F0,0B0,0I0", r"line 1, column 3: a backward is both whole \(B\) and in two halves.*\n.*0I0 after 0B0"),
+        ("0F0,0B0,0F1", r"line 1: an action is missing: every stage runs every micro-batch.*\n.*no 0B1"),
+        ("0F0,0I0", r"line 1: an action is missing.*\n.*no 0W0"),
+        ("0F0,0B0,0B1", r"line 1, column 3: 0B1 stands before its forward(.|\n)*line 1: .*\n.*no 0F1"),
+        ("0F0,0B0\n0F1,0B1", r"line 2, column 1: the action is not of this rank, which has stages \[\].*\n.*0F1"),
+        ("1F0,1B0", r"a stage has no actions; stages are numbered from 0\n.*none of stage 0"),
+        ("", r"a stage has no actions; stages are numbered from 0\n.*no action"),
         (
             "0F0,,0B0,0F1,0B1\n1F1,1F0,1B0,1B1",
-            r"line 1, column 3: ranks must not wait for each other: a deadlock\n"
+            r"line 1, column 3: ranks wait for each other: a deadlock\n"
             r".*0B0 waits for 1B0 of rank 1, which stands at 1F1(.|\n)*line 2, column 1: .*\n.*1F1 waits for 0F1",
         ),
     ],
@@ -72,11 +72,12 @@ def test_errors_have_line_and_column(text, message):
 
 
 def test_not_text():
-    with pytest.raises(ArgumentError, match=r"a schedule is read from text\n.*None"):
+    with pytest.raises(ArgumentError, match=r"the schedule is not text\n.*None"):
         from_csv(None)
 
 
 def test_number_beyond_all_actions_is_an_error_and_does_not_fill_the_memory():
-    text = "line 1, column 2: stages and micro-batches count from 0, without gaps\n  received: '0F99999999999'"
+    text = "line 1, column 2: a number is too large; stages and micro-batches count from 0, without gaps\n"
+    text += "  received: '0F99999999999'"
     with pytest.raises(ArgumentError, match=re.escape(text)):
         from_csv("0F0,0F99999999999,0B0")

@@ -40,7 +40,7 @@ def test_default_chunks():
 )
 def test_an_unknown_name_names_the_known_ones_and_the_nearest(name, near):
     known = "gpipe, 1f1b, eager_1f1b, zbv, dualpipe_v, interleaved_1f1b, looped_bfs, zero_bubble"
-    text = f"a schedule is one of {known}\n  received: '{name}'\n  works:    '{near}'"
+    text = f"the schedule is not one of {known}\n  received: '{name}'\n  works:    '{near}'"
     with pytest.raises(ArgumentError, match=text):
         named_schedule(name, 2, 4)
 

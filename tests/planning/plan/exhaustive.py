@@ -25,7 +25,7 @@ class Visit(NamedTuple):
 
 
 def shortest_seconds(schedule, stages, budget, link=0.0) -> float:
-    problem = problem_of("shortest_seconds()", schedule, stages, budget, link)
+    problem = problem_of(schedule, stages, budget, link)
     options = [rank_options(problem, rank) for rank in range(len(schedule.ranks))]
     return min(step_seconds(problem, chosen) for chosen in product(*options))
 

@@ -28,7 +28,7 @@ def random_pipeline(random: Random, actions: int = 2000):
     stages = random_stages(random, schedule.stages, max(1, most * p // schedule.stages))
     forward = sum(stage.forward_seconds for stage in stages) / len(stages)
     link = random.choice((0.0, 0.0, 0.1, 0.3, 1.0)) * forward * random.uniform(0.5, 1.0)
-    whole = problem_of("test", schedule, stages, 1.0, link)
+    whole = problem_of(schedule, stages, 1.0, link)
     top, least = max(whole.keep_all.peak_bytes), max(whole.least_bytes)
     share = random.random()
     budget = least + (top - least) * share
@@ -90,7 +90,7 @@ def random_tiny(random: Random):
             break
     stages = random_stages(random, schedule.stages, 1 if schedule.stages > p else 2)
     link = random.choice((0.0, 0.0, 0.3, 1.0))
-    whole = problem_of("test", schedule, stages, 1.0, link)
+    whole = problem_of(schedule, stages, 1.0, link)
     pairs = zip(whole.keep_all.peak_bytes, whole.least_bytes)
     budget = [max(1e-3, low + (high - low) * random.random()) for high, low in pairs]
     return schedule, stages, budget if random.random() < 0.3 else max(budget), link

@@ -20,9 +20,9 @@ def stages(*counts, static=3.0):
 
 
 def test_what_is_left_of_it():
-    assert without_static("test()", DeviceMemory(10.0), (4.0, 0.0)) == (6.0, 10.0)
+    assert without_static(DeviceMemory(10.0), (4.0, 0.0)) == (6.0, 10.0)
     with pytest.raises(BudgetInfeasible) as error:
-        without_static("test()", DeviceMemory(4.0), (1.0, 4.0))
+        without_static(DeviceMemory(4.0), (1.0, 4.0))
     assert (error.value.rank, error.value.least_bytes) == (1, 4.0)
     assert "received: 4 bytes, of which those take 4 on rank 1" in str(error.value)
     assert "works:    more stages; or state that is sharded" in str(error.value)

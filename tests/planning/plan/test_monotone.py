@@ -15,7 +15,7 @@ NEAR = 1e-9
 def steps_of(seed, shares):
     """Whether backwards are split; and the steps within so much of what lies between recomputing and keeping all."""
     schedule, stages, _, link = random_pipeline(Random(seed), 150)
-    whole = problem_of("test()", schedule, stages, "100%", link)
+    whole = problem_of(schedule, stages, "100%", link)
     least, most = max(whole.least_bytes), max(whole.keep_all.peak_bytes)
     budgets = [max(1.0, (least + (most - least) * share) * (1 + NEAR)) for share in shares]
     plans = [plan_pipeline(schedule, stages, budget, link) for budget in budgets]

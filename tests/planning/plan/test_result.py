@@ -131,7 +131,7 @@ def with_no_budget(stored):
 def test_what_does_not_add_up_is_refused(plan, edit, received):
     stored = json.loads(plan.to_json())
     edit(stored)
-    with pytest.raises(ArgumentError, match=rf"a plan is read from what to_json\(\) wrote\n  received: {received}"):
+    with pytest.raises(ArgumentError, match=rf"the text is no plan that to_json\(\) wrote\n  received: {received}"):
         PipelinePlan.from_json(json.dumps(stored))
 
 
@@ -155,7 +155,7 @@ def test_the_bytes_of_a_whole_step_come_back(plan):
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", "null"])
 def test_no_json_is_refused(text):
-    with pytest.raises(ArgumentError, match="a plan is read from what to_json"):
+    with pytest.raises(ArgumentError, match="the text is no plan that to_json"):
         PipelinePlan.from_json(text)
 
 

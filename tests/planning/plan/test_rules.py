@@ -14,7 +14,7 @@ from torchckpt.planning.work.choice import first_blocks
 
 def problem(name, p, m, budget):
     schedule = named_schedule(name, p, m)
-    return problem_of("test()", schedule, [Stage((BLOCK,) * 4)] * schedule.stages, budget, 0.25)
+    return problem_of(schedule, [Stage((BLOCK,) * 4)] * schedule.stages, budget, 0.25)
 
 
 @pytest.mark.parametrize("name", ["zbv", "zero_bubble", "1f1b"])

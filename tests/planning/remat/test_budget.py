@@ -29,13 +29,13 @@ from torchckpt.planning.budget import budget_bytes, bytes_per_rank, check_budget
     ],
 )
 def test_sizes(text, amount):
-    check_budget("f()", text)
+    check_budget(text)
     assert budget_bytes(text, 7) == amount
 
 
 @pytest.mark.parametrize(("share", "amount"), [("100%", 999), ("50%", 499), (" 12.5 % ", 124), (".1%", 0)])
 def test_percents_are_shares_of_the_eager_peak(share, amount):
-    check_budget("f()", share)
+    check_budget(share)
     assert budget_bytes(share, 999) == amount
 
 
@@ -55,11 +55,11 @@ def test_what_was_typed(budget, text):
 
 @pytest.mark.parametrize("number", [1, 10**12, 1.0, 6e9, np.float64(6e9), np.int64(5), Fraction(7, 2)])
 def test_numbers_are_bytes(number):
-    check_budget("f()", number)
+    check_budget(number)
     assert budget_bytes(number, 999) == int(number)
 
 
-RULE = "f(): a budget is bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent\n"
+RULE = "the budget is not bytes above 0, a size with a unit such as kB, MiB or GB, or a share in percent\n"
 WORKS = 'budget="60GB", budget="50%", budget=6e10'
 
 
@@ -100,9 +100,9 @@ WORKS = 'budget="60GB", budget="50%", budget=6e10'
 )
 def test_what_is_no_budget(budget, received):
     with pytest.raises(ArgumentError) as caught:
-        check_budget("f()", budget)
+        check_budget(budget)
     assert str(caught.value) == f"{RULE}  received: budget={received}\n  works:    {WORKS}"
-    with pytest.raises(ArgumentError, match=r"budget_bytes\(\): a budget is bytes above 0"):
+    with pytest.raises(ArgumentError, match=r"the budget is not bytes above 0"):
         budget_bytes(budget, 100)
 
 
@@ -111,9 +111,9 @@ def test_what_is_no_budget(budget, received):
     [(0.4, "40%"), (0.29, "29%"), (np.float32(0.25), "25%"), (0.999, "99.9%"), (Fraction(1, 2), "50%")],
 )
 def test_a_number_below_one_may_have_been_meant_as_a_share(budget, percent):
-    for refuse in (check_budget, lambda caller, one: bytes_per_rank(caller, one, 2, 100.0)):
+    for refuse in (check_budget, lambda one: bytes_per_rank(one, 2, 100.0)):
         with pytest.raises(ArgumentError) as caught:
-            refuse("f()", budget)
+            refuse(budget)
         received = f"budget={budget!r} (less than a byte; a share is text)"
         assert str(caught.value) == f'{RULE}  received: {received}\n  works:    budget="{percent}", or {WORKS}'
 

@@ -88,7 +88,7 @@ def test_name_that_is_none(plan, name, near):
     with pytest.raises(ArgumentError) as caught:
         plan.explain(name)
     assert str(caught.value) == (
-        "plan.explain(): a plan explains the modules, marks and operations of the call it was made for\n"
+        "plan.explain(): the plan has no module, mark or operation of this name\n"
         f"  received: {name!r}\n  works:    plan.explain({near!r})"
     )
 
@@ -137,7 +137,7 @@ def test_junk(text, cause):
     with pytest.raises(ArgumentError) as caught:
         Plan.from_json(text)
     message = str(caught.value)
-    rule = "Plan.from_json(): a plan is read from what plan.to_json() wrote"
+    rule = "Plan.from_json(): the text is no plan that plan.to_json() wrote"
     assert message.startswith(f"{rule}\n  received: {text!r} (")
     assert cause in message
     assert message.endswith("works:    Plan.from_json(plan.to_json())")

@@ -139,7 +139,7 @@ def test_an_order_of_two_stages_reaches_the_bound():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: bound(gpipe(2, 2), [Block()]), r"bound\(\): stages are a Stage .* the schedule's 2\n.*1 of 2"),
+        (lambda: bound(gpipe(2, 2), [Block()]), r"bound\(\): stages is not a Stage .* the schedule's 2\n.*1 of 2"),
         (lambda: bound(gpipe(2, 2), Block(-1.0), -1), r"bound\(\): 2 faults"),
         (lambda: bound(gpipe(2, 2), Stage((), collective_seconds=-1.0)), r"stages\.collective_seconds=-1\.0"),
         (lambda: bound(gpipe(2, 2), choices=exempt(gpipe(1, 1), ahead(gpipe(3, 2)))), r"stages are 0 to 1"),

@@ -22,7 +22,7 @@ def _slower(span, factor):
 
 def slowed(schedule, factor=1.0, costs=COSTS, link=LINK):
     """As measured on a machine that takes ``factor`` as long for everything as ``costs`` say."""
-    step = step_of("test", schedule, costs, link)
+    step = step_of(schedule, costs, link)
     slow = [[_slower(span, factor) for span in spans] for spans in spans_of(step.timeline)]
     return compare(measured_timeline(step, slow), step)
 
@@ -33,7 +33,7 @@ def test_a_step_that_is_as_on_paper():
     assert found.measured.events == found.simulated.events
     assert found.overhead(found.measured) == found.overhead(found.simulated)
     assert found.hidden(found.measured) == found.hidden(found.simulated)
-    assert found.step == step_of("test", LAST_KEPT, COSTS, LINK)
+    assert found.step == step_of(LAST_KEPT, COSTS, LINK)
 
 
 def test_what_it_is_compared_with():

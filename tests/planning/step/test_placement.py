@@ -130,18 +130,18 @@ def from_text(text):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda plain: early(plain, k=0), r"with_recompute\(\): k is an integer >= 1\n.*k=0"),
-        (lambda plain: early(plain, k=1.5), r"k is an integer >= 1\n.*k=1\.5"),
+        (lambda plain: early(plain, k=0), r"with_recompute\(\): k is not an integer >= 1\n.*k=0"),
+        (lambda plain: early(plain, k=1.5), r"k is not an integer >= 1\n.*k=1\.5"),
         (lambda plain: early(plain, "last_stag"), r"one of last_stage, .*\n.*'last_stag'\n.*'last_stage'"),
-        (lambda plain: early(plain, (2, 0)), r"exempt\(\): stages are 0 to 1, micro-batches 0 to 2\n.*\(2, 0\)"),
-        (lambda plain: early(plain, 7), r"stages are 0 to 1, micro-batches 0 to 2\n.*7"),
+        (lambda plain: early(plain, (2, 0)), r"exempt\(\): .*stages are 0 to 1, its micro-batches 0 to 2\n.*\(2, 0\)"),
+        (lambda plain: early(plain, 7), r"its stages are 0 to 1, its micro-batches 0 to 2\n.*7"),
         (lambda plain: with_recompute(plain, {(0, 3): State.EARLY}), r"micro-batches 0 to 2\n.*\(0, 3\)"),
-        (lambda plain: with_recompute(None, {}), r"a schedule is a Schedule\n.*None"),
-        (lambda plain: placed(plain, Block(-1), 0.0), r"finite numbers >= 0\n.*stages\.forward_seconds=-1"),
+        (lambda plain: with_recompute(None, {}), r"the schedule is not a Schedule\n.*None"),
+        (lambda plain: placed(plain, Block(-1), 0.0), r"not a finite number >= 0\n.*stages\.forward_seconds=-1"),
         (lambda plain: placed(plain, [Block()], 0.0), r"for each of the schedule's 2\n.*1 of 2"),
         (lambda plain: placed(plain, Block(), -2), r"quickest\(\): .*\n.*link\.latency_seconds=-2"),
-        (lambda plain: simulate(misplaced(plain, 0)), r"rank 0, action 0: 0R0 comes after its forward"),
-        (lambda plain: simulate(misplaced(plain, 6)), r"rank 0, action 6: 0R0 comes before its backward"),
+        (lambda plain: simulate(misplaced(plain, 0)), r"rank 0, action 0: 0R0 stands before its forward"),
+        (lambda plain: simulate(misplaced(plain, 6)), r"rank 0, action 6: 0R0 stands after its backward"),
     ],
 )
 def test_bad_calls(call, text):
@@ -157,5 +157,5 @@ def misplaced(schedule, to):
 
 def test_recomputing_twice():
     once = early(gpipe(2, 2))
-    with pytest.raises(ArgumentError, match=r"recomputed once, so the schedule has no R yet\n.*'gpipe'"):
+    with pytest.raises(ArgumentError, match=r"the schedule has R already, and .* recomputed once\n.*'gpipe'"):
         quickest(once, ahead(once))

@@ -54,7 +54,7 @@ def test_a_message_that_is_about_to_arrive_is_waited_for():
     costs = Block(1.029, 0.407, 0.407, 1.421)
     schedule, link = one_f_one_b(5, 13), Link(0.877)
     fixed = early(schedule)
-    greedy = replace(fixed, ranks=greedy_orders(fixed, step_of("test", fixed, costs, link).program, 1))
+    greedy = replace(fixed, ranks=greedy_orders(fixed, step_of(fixed, costs, link).program, 1))
     known = placed(schedule, costs, link)
     assert step(greedy, costs, link) == pytest.approx(64.502, abs=5e-4)
     assert step(fixed, costs, link) == pytest.approx(59.817, abs=5e-4)

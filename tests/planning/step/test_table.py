@@ -107,7 +107,7 @@ def test_recomputation_that_costs_nothing_hides_nothing() -> None:
 
 def test_names_of_policies() -> None:
     schedule = one_f_one_b(3, 6)
-    plain = step_of("test", schedule, Block(2.0), 0.5)
+    plain = step_of(schedule, Block(2.0), 0.5)
     assert step_named(plain, "none") == plain
     assert step_named(plain, "arrival").choices == late(schedule)
     assert step_named(plain, "arrival/last_micro_batch").choices == late(schedule, "last_micro_batch")
@@ -125,7 +125,7 @@ def test_an_unknown_policy_names_the_known_ones_and_the_nearest(name: str, neare
     with pytest.raises(ArgumentError) as raised:
         report(one_f_one_b(2, 2), names=[name])
     assert str(raised.value) == (
-        "report(): a policy is none, arrival, ahead or ahead:K; the last three also with /last_stage, "
+        "report(): the policy is not none, arrival, ahead or ahead:K; the last three also with /last_stage, "
         f"/last_micro_batch, /first_backward\n  received: {name!r}\n  works:    {nearest!r}"
     )
 

@@ -94,23 +94,23 @@ def test_a_thousand_layers_in_64_stages(head: int) -> None:
 @pytest.mark.parametrize(
     ("costs", "partitions", "text"),
     [
-        ([1, 2], 0, "balanced(): partitions is an integer >= 1\n  received: partitions=0\n  works:    partitions=1"),
-        ([1, 2], 2.0, "partitions is an integer >= 1\n  received: partitions=2.0\n"),
+        ([1, 2], 0, "balanced(): partitions is not an integer >= 1\n  received: partitions=0\n  works: "),
+        ([1, 2], 2.0, "partitions is not an integer >= 1\n  received: partitions=2.0\n"),
         (
             [1, 2],
             3,
-            "there must be a layer for every stage\n  received: partitions=3, 2 layers\n"
+            "there are fewer layers than stages\n  received: partitions=3, 2 layers\n"
             "  works:    partitions=2, or more layers",
         ),
         ([], 1, "received: partitions=1, 0 layers\n  works:    partitions=1, or more layers"),
         (
             [1, -2, nan, inf, "3"],
             2,
-            "a cost is a finite number, 0 or more\n"
+            "a cost is not a finite number, 0 or more\n"
             "  received: -2 of layer 1, nan of layer 2, inf of layer 3, '3' of layer 4\n"
             "  works:    costs=[0.5, 2, 0]",
         ),
-        ([-1.0], 2, "balanced(): 2 faults\nthere must be a layer for every stage\n"),
+        ([-1.0], 2, "balanced(): 2 faults\nthere are fewer layers than stages\n"),
     ],
 )
 def test_faults(costs: Any, partitions: Any, text: str) -> None:

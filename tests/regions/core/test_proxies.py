@@ -100,7 +100,7 @@ def test_a_replay_that_differs_names_the_mock() -> None:
 @pytest.mark.parametrize("value", [Mock(), MagicMock(), Anything(drops)])
 def test_a_mock_in_an_error(value: Any) -> None:
     assert "tensor" not in brief(value)
-    with pytest.raises(ArgumentError, match="determinism_check must be one of"):
+    with pytest.raises(ArgumentError, match="determinism_check is not one of"):
         checkpoint(drops, leaf(3), determinism_check=value)
 
 

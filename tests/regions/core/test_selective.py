@@ -170,7 +170,7 @@ def test_policy_that_saves_some_random_numbers_is_found_by_their_values(device):
 
 @pytest.mark.parametrize("made", [None, (contextlib.nullcontext(),), [contextlib.nullcontext()] * 2, (1, 2)], ids=repr)
 def test_context_fn_that_returns_something_else(made):
-    with pytest.raises(ArgumentError, match="context_fn must return two context managers, one around the forward and"):
+    with pytest.raises(ArgumentError, match="context_fn did not return two context managers, one around the"):
         checkpoint(torch.exp, leaf(3), context_fn=lambda: made)
 
 
@@ -190,7 +190,7 @@ def test_a_replay_that_raised_is_not_tried_again_where_its_context_is_used_up():
         loss.backward()
     name = "'test_a_replay_that_raised_is_not_tried_again_where_its_context_is_used_up.<locals>.function'"
     assert str(caught.value) == (
-        "the context of a replay is entered once\n"
+        "the context of a replay was entered before, and is entered once\n"
         f"  received: a second replay of region {name}, whose first one raised\n"
         "  works:    a new forward; or context_fn=None"
     )

@@ -129,7 +129,7 @@ def test_tensors_inside_of_other_objects_are_an_error():
         def __init__(self, x) -> None:
             self.x = x
 
-    with pytest.raises(ArgumentError, match=r"keep: .*Routed' must return tensors in pytrees(.|\n)*register_dataclass"):
+    with pytest.raises(ArgumentError, match=r"keep: .*Routed' returned tensors in an object(.|\n)*register_dataclass"):
         checkpoint(lambda x: keep(Routed, x.sin()).x.cos(), leaf(3))
     assert keep(Routed, torch.ones(1)).x == 1
 
@@ -142,7 +142,7 @@ def test_an_argument_may_have_any_name():
 
 
 def test_an_iterator_is_an_error():
-    with pytest.raises(ArgumentError, match=r"can be read twice(.|\n)*received: a generator\n(.|\n)*list\(parts"):
+    with pytest.raises(ArgumentError, match=r"at its end in .*(.|\n)*received: a generator\n(.|\n)*list\(parts"):
         checkpoint(lambda x: sum(keep(lambda x: (x * i for i in range(3)), x.sin())).cos(), leaf(3))
 
 
@@ -178,7 +178,7 @@ def test_data_that_the_region_changes_is_unchanged_in_the_replay(made, change, n
 
 
 def test_what_is_no_function_is_an_error():
-    with pytest.raises(ArgumentError, match=r"keep: the function must be callable(.|\n)*keep\(router, x\), not"):
+    with pytest.raises(ArgumentError, match=r"keep: the function is not callable(.|\n)*keep\(router, x\), not"):
         keep(torch.ones(3))
 
 

@@ -242,7 +242,7 @@ def error_of(module) -> str:
 
 def test_not_a_module_is_an_error():
     assert error_of(torch.sin) == (
-        "checkpoint_module: the module must be an nn.Module\n"
+        "checkpoint_module: the module is not an nn.Module\n"
         "  received: builtin_function_or_method\n"
         "  works:    for layer in model.layers: checkpoint_module(layer); or checkpoint(function, x)"
     )
@@ -251,18 +251,18 @@ def test_not_a_module_is_an_error():
 def test_twice_is_an_error(model):
     checkpoint_module(model)
     assert error_of(model) == (
-        "checkpoint_module: a module is checkpointed once\n"
+        "checkpoint_module: the module is checkpointed already\n"
         "  received: Model, checkpointed already\n"
         "  works:    handle.remove() first"
     )
 
 
 def test_copy_of_a_checkpointed_module_is_checkpointed_already(model):
-    assert "a module is checkpointed once" in error_of(copy.deepcopy(checkpointed(model)))
+    assert "the module is checkpointed already" in error_of(copy.deepcopy(checkpointed(model)))
 
 
 FORWARD_ON_THE_INSTANCE = (
-    "checkpoint_module: the forward must be a method of the module's class\n"
+    "checkpoint_module: the forward is not a method of the module's class\n"
     "  received: {}, whose forward is set on the instance or is a script\n"
     "  works:    checkpoint(module, x) at the call"
 )
@@ -279,6 +279,6 @@ def test_script_is_an_error():
 
 
 def test_wrong_option_is_an_error_and_leaves_the_module_plain(model):
-    with pytest.raises(ArgumentError, match=r"^checkpoint_module: early_stop must be a bool\n  received: 1 \(int\)"):
+    with pytest.raises(ArgumentError, match=r"^checkpoint_module: early_stop is not a bool\n  received: 1 \(int\)"):
         checkpoint_module(model, early_stop=1)
     assert type(model) is Model

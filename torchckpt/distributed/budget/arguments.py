@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.planning import Schedule
 from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.plan import PipelinePlan
@@ -26,47 +26,47 @@ def use_faults(budget: object, plan: object, others: Mapping[str, object]) -> It
         others: the other arguments that were given, by name.
     """
     if budget is not None and plan is not None:
-        yield Fault("give a budget or a plan, not both", f"budget={budget!r} and a plan", "budget=... or plan=...")
+        yield Fault("both a budget and a plan are given", f"budget={budget!r} and a plan", "budget=... or plan=...")
     if (budget is not None or plan is not None) and others:
         received = ", ".join(f"{name}={value!r}" for name, value in others.items())
         given = "a budget" if plan is None else "a plan"
-        rule = "with a budget or a plan, the plan decides what is kept and what is recomputed early"
+        rule = f"{', '.join(others)} cannot go with {given}, which decides what is kept and what is recomputed early"
         yield Fault(rule, f"{given} and {received}", 'recompute_ahead(schedule, budget="60GiB")')
 
 
-def budget_key(caller: str, budget: Bytes, ranks: int) -> str:
+def budget_key(budget: Bytes, ranks: int) -> str:
     """The same for budgets that mean the same, however they are written.
 
     Raises:
         ArgumentError: ``budget`` is not a valid budget for ``ranks`` ranks.
     """
-    return str([bytes_per_rank(caller, budget, ranks, peak) for peak in (1.0, 2.0)])  # a share differs in the two
+    return str([bytes_per_rank(budget, ranks, peak) for peak in (1.0, 2.0)])  # a share differs in the two
 
 
-def plan_for(caller: str, plan: Plan, schedule: Schedule) -> PipelinePlan:
+def plan_for(plan: Plan, schedule: Schedule) -> PipelinePlan:
     """Read ``plan`` and check that it is a plan for ``schedule``.
 
     Raises:
         ArgumentError: it is no plan, or a plan for another schedule.
     """
     if isinstance(plan, (str, Path)):
-        plan = _read(caller, plan)
+        plan = _read(plan)
     if not isinstance(plan, PipelinePlan):
-        raise_faults(caller, [Fault("a plan must be a PipelinePlan, or its JSON text", type(plan).__name__, _WORKS)])
-    raise_faults(caller, _schedule_faults(plan.problem.schedule, schedule))
+        raise_fault(Fault("the plan is neither a PipelinePlan nor its JSON text", type(plan).__name__, _WORKS))
+    check(_schedule_faults(plan.problem.schedule, schedule))
     return plan
 
 
-def _read(caller: str, plan: str | Path) -> PipelinePlan:
+def _read(plan: str | Path) -> PipelinePlan:
     text = str(plan)
     if not text.lstrip().startswith("{"):
         try:
             text = Path(plan).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # such as a file that is not UTF-8
-            rule = "a plan must be JSON, or the path of a file that contains it"
+            rule = "the plan is neither JSON nor a file that can be read"
             said = getattr(error, "strerror", None) or type(error).__name__
             reason = f"{text if len(text) <= 80 else text[:77] + '...'!r}: {said}"
-            raise_faults(caller, [Fault(rule, reason, _WORKS)])
+            raise_fault(Fault(rule, reason, _WORKS))
     return PipelinePlan.from_json(text)
 
 
@@ -79,11 +79,11 @@ def _schedule_faults(planned: Schedule, schedule: Schedule) -> Iterator[Fault]:
     }
     wrong = [f"{own} {name} for one of {other}" for name, (own, other) in sizes.items() if own != other]
     if wrong:
-        yield Fault("the plan must be made for this schedule", f"a plan of {', of '.join(wrong)}", works)
+        yield Fault("the plan was made for another schedule", f"a plan of {', of '.join(wrong)}", works)
     elif planned.ranks != schedule.ranks:
         orders = enumerate(zip(planned.ranks, schedule.ranks))
         rank, own, other = next((at, *pair) for at, pair in orders if pair[0] != pair[1])
         actions = enumerate(zip_longest(own, other))
         place, first, second = next((at, *pair) for at, pair in actions if pair[0] != pair[1])
         where = f"action {place} of rank {rank} is {first or 'none'} in the plan, {second or 'none'} in the schedule"
-        yield Fault("the plan must be made for this schedule", f"a plan of another {planned.name!r}: {where}", works)
+        yield Fault("the plan was made for another schedule", f"a plan of another {planned.name!r}: {where}", works)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered
-from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, Fault, called, check
 from torchckpt.planning import Action, Schedule, State, arrival
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
@@ -24,7 +24,7 @@ __all__ = ["digest_of", "made"]
 
 _CALLER = "recompute_ahead()"
 _NO_REGIONS = Fault(
-    "with a budget, at least one stage must have regions: only regions are recomputed",
+    "no stage has regions, so nothing can be recomputed to meet the budget",
     "stages whose forwards entered none",
     "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
 )
@@ -87,8 +87,9 @@ def _outcome(
     stages, links = measured.step.stages, measured.step.links
     try:
         steps = [_measured_step(*step) for step in zip(orders, zip(*levels_of_processes))]
-        raise_faults(_CALLER, [] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
-        fit = fitted(_CALLER, schedule, stages, links, budget, steps, tied, pairs)
+        with called(_CALLER):
+            check([] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
+            fit = fitted(schedule, stages, links, budget, steps, tied, pairs)
     except BudgetInfeasible as error:
         plan = error.plan.to_json() if isinstance(error.plan, PipelinePlan) else ""
         return _Outcome(plan, refusal=str(error), least_bytes=error.least_bytes, rank=error.rank)

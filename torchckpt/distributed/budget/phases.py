@@ -42,7 +42,7 @@ class Measuring:
         self.budget = budget
         self.counted: list[tuple[Schedule, Levels]] = []
         """For each step in which bytes were counted, its order, and the levels of this rank's actions."""
-        self._plain, self._budget_key = schedule, budget_key("recompute_ahead()", budget, len(schedule.ranks))
+        self._plain, self._budget_key = schedule, budget_key(budget, len(schedule.ranks))
         actions = [action for order in schedule.ranks for action in order]
         self._split = frozenset((stage, i) for stage, kind, i in actions if kind is Kind.INPUT_GRAD)
         self._is_whole = False

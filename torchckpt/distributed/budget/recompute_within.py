@@ -94,7 +94,7 @@ class RecomputeWithin(RecomputeAhead):
         """
         if isinstance(self._phase, Measuring):
             raise ScheduleError(
-                f"a plan is made of the first {FIRST_STEPS} steps, and reported on after the next\n"
+                f"no step has followed a plan yet: it is made of the first {FIRST_STEPS}\n"
                 f"  received: report() after {self._steps}\n  works:    print(schedule.report()) after step "
                 f"{FIRST_STEPS + 1}"
             )
@@ -186,7 +186,7 @@ class RecomputeWithin(RecomputeAhead):
             expected = len(self.plan.problem.stages[stage].blocks), *expected[1:]
         if seen != expected:
             raise ScheduleError(
-                "all micro-batches of a stage have the shapes and the regions that its plan is for\n"
+                "a micro-batch has other shapes or regions than those that the plan is for\n"
                 f"  received: micro-batch {i} of stage {stage}: {_shown(seen)}; planned: {_shown(expected)}\n"
                 "  works:    the same shapes in every step; for others, a schedule of their own: "
                 "recompute_ahead(schedule, budget=...)"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, brief, raise_faults
+from torchckpt.errors import Fault, brief, called, raise_fault
 from torchckpt.graph.annotate.annotations import alias, inside_region, is_tracing, marked
 
 __all__ = ["Region", "mark", "region", "sequential"]
@@ -43,7 +43,8 @@ def mark(value: T, name: str = "") -> T:
         ArgumentError: ``name`` is not a string.
     """
     if not isinstance(name, str):
-        raise_faults("mark()", [Fault("the name of a mark is a string", brief(name), 'graph.mark(h, "h")')])
+        with called("mark()"):
+            raise_fault(Fault("the name of the mark is not a string", brief(name), 'graph.mark(h, "h")'))
     if not is_tracing():
         return value
     with marked(name):
@@ -100,7 +101,8 @@ def region(what: str | F) -> Region | F:
     if isinstance(what, str):
         return inside_region(what) if torch.compiler.is_dynamo_compiling() else Region(what)  # type: ignore[return-value]
     if not callable(what):
-        raise_faults("region()", [Fault("region() takes a callable or a name", brief(what), "graph.region(block)(x)")])
+        with called("region()"):
+            raise_fault(Fault("the argument is neither a callable nor a name", brief(what), "graph.region(block)(x)"))
     return _wrapped(what, getattr(what, "__name__", type(what).__name__))
 
 
@@ -119,9 +121,10 @@ def sequential(functions: Sequence[Callable[[Any], Any]], segments: int, x: Any,
     """
     functions = list(functions)
     if not 1 <= segments <= len(functions):
-        rule = "a sequence is cut into one segment at least, and at most one for each function"
+        rule = "there is no segment" if segments < 1 else "there are more segments than functions"
         received = f"{segments} segments of {len(functions)} functions"
-        raise_faults("sequential()", [Fault(rule, received, f"segments={max(1, round(len(functions) ** 0.5))}")])
+        with called("sequential()"):
+            raise_fault(Fault(rule, received, f"segments={max(1, round(len(functions) ** 0.5))}"))
     cuts = [len(functions) * segment // segments for segment in range(segments + 1)]
     for segment, (start, end) in enumerate(pairwise(cuts)):
         if last or segment < segments - 1:

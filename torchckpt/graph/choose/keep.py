@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.values import Value, Values
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
@@ -22,16 +22,16 @@ Keep: TypeAlias = str | Sequence[str] | Callable[[Value], bool] | None
 """The name of a policy; names or patterns of modules and marks; or a function of a value that returns a bool."""
 
 
-def check_keep(caller: str, keep: Keep) -> None:
+def check_keep(keep: Keep) -> None:
     """Raise an ArgumentError unless ``keep`` has one of the forms of :data:`Keep`."""
     if isinstance(keep, str) and keep not in POLICIES:
         near = get_close_matches(keep, POLICIES, 1) or ["speed"]
         known = ", ".join(f'"{name}"' for name in POLICIES)
         works = f'keep="{near[0]}"; or keep=["{keep}"], if it is the name of a module or a mark'
-        raise_faults(caller, [Fault(f"keep is one of {known}, a list of names, or a function", repr(keep), works)])
+        raise_fault(Fault(f"keep is not one of {known}, a list of names, or a function", repr(keep), works))
     names = isinstance(keep, Sequence) and all(isinstance(name, str) for name in keep)
     if not (keep is None or names or callable(keep)):
-        raise_faults(caller, [Fault("keep is a policy, a list of names, or a function", repr(keep), 'keep="memory"')])
+        raise_fault(Fault("keep is not a policy, a list of names, or a function", repr(keep), 'keep="memory"'))
 
 
 def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
@@ -40,7 +40,7 @@ def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
     Raises:
         ArgumentError: a policy or a name is unknown, or ``keep`` selects nothing.
     """
-    check_keep("keep", keep)
+    check_keep(keep)
     values = Values(joint)
     if keep is None:
         return frozenset(storage for storage, depth in values.depths.items() if depth == 0)
@@ -118,12 +118,12 @@ def _named(names: Sequence[str], values: Values) -> frozenset[int]:
         if not matches:
             near = get_close_matches(name, known, 3, 0.3) or sorted(known)[:3]
             works = f"keep={near}" if near else 'graph.mark(h, "h") in the model, then keep=["h"]'
-            faults.append(Fault("a name in keep is that of a module or a mark of the traced call", repr(name), works))
-    raise_faults("keep", faults)
+            faults.append(Fault("a name in keep is that of no module or mark of the traced call", repr(name), works))
+    check(faults)
     return _some(found, f"keep={list(names)!r}", 'the name of a module that computes something, or keep="memory"')
 
 
 def _some(found: frozenset[int], received: str, works: str) -> frozenset[int]:
     if not found:
-        raise_faults("keep", [Fault("at least one value is kept", received, works)])
+        raise_fault(Fault("keep selects no value", received, works))
     return found

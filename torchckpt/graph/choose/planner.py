@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 
 from torch import fx
 
-from torchckpt.errors import BudgetInfeasible, Fault, raise_faults
+from torchckpt.errors import BudgetInfeasible, Fault, check, raise_fault
 from torchckpt.graph.choose.keep import Keep, check_keep, kept_by, schedule_of
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.progress import Watch
@@ -38,7 +38,7 @@ def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
 
 
 def infeasible(
-    caller: str, budget: Budget | None, budget_bytes: int, plan: Plan, kinds: Mapping[int, str], reserved_bytes: int
+    budget: Budget | None, budget_bytes: int, plan: Plan, kinds: Mapping[int, str], reserved_bytes: int
 ) -> BudgetInfeasible:
     """The error for a budget below ``plan``, the plan with the least bytes found. Every figure includes the bytes
     reserved for the caller's loss, so that each figure is a possible budget.
@@ -65,7 +65,7 @@ def infeasible(
     )
     works = f'budget="{least}" or more'
     works += " (nothing can be below the lower bound: a smaller batch can)" if budget_bytes < sizes[1] else ""
-    rule = f"{caller}: a budget holds what the step cannot do without"
+    rule = f"the budget is too small: the least found is {least}"
     return BudgetInfeasible(str(Fault(rule, "\n            ".join(received), works)), sizes[0], plan)
 
 
@@ -99,15 +99,15 @@ class GraphPlanner:
     plan: Plan
 
     def __init__(
-        self, caller: str, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool,
+        self, keep: Keep | Plan, budget: Budget | None, costs: Costs, rng: str, exact: bool,
         shares: dict[Hashable, int],
     ) -> None:
         if not isinstance(keep, Plan):
-            check_keep(caller, keep)
+            check_keep(keep)
         if budget is not None:
-            check_budget(caller, budget)
-        raise_faults(caller, _faults(costs, rng, exact, budget))
-        self._caller, self._keep, self._budget, self._exact = caller, keep, budget, exact
+            check_budget(budget)
+        check(_faults(costs, rng, exact, budget))
+        self._keep, self._budget, self._exact = keep, budget, exact
         self._costs, self._measure = costs, Measure(rounds=3 if costs == "profile" else 0)
         self.watch = Watch()
         self.replay = rng == "replay"
@@ -131,7 +131,7 @@ class GraphPlanner:
         self.plan = Plan(flow, schedule, values.paths, names, budget)
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
             kinds = kinds_of(joint, self.inputs)
-            raise infeasible(self._caller, self._budget, budget, self.plan, kinds, _RESERVED_BYTES)
+            raise infeasible(self._budget, budget, self.plan, kinds, _RESERVED_BYTES)
         if budget is not None:
             self._shares.setdefault(self.program, budget)
         return schedule
@@ -139,7 +139,7 @@ class GraphPlanner:
     def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:
         flow = joint.flow
         if isinstance(self._keep, Plan):
-            return _planned(self._caller, self._keep.whole or self._keep, flow)
+            return _planned(self._keep.whole or self._keep, flow)
         if budget is None:
             return schedule_of(joint, self._keep)
         pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
@@ -159,21 +159,21 @@ class GraphPlanner:
 def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:
     faults = []
     if not isinstance(costs, Mapping) and costs not in ("roofline", "profile"):
-        faults.append(Fault('costs is "roofline", "profile", or seconds by operator', repr(costs),
+        faults.append(Fault('costs is not "roofline", "profile", or seconds by operator', repr(costs),
                             'costs="roofline"; costs={"aten.mm": 2e-3}'))
     if rng not in ("keep", "replay"):
-        faults.append(Fault('rng is "keep" or "replay"', repr(rng), 'rng="keep"'))
+        faults.append(Fault('rng is neither "keep" nor "replay"', repr(rng), 'rng="keep"'))
     if exact and budget is None:
-        faults.append(Fault("exact=True proves the least time under a budget", "budget=None", 'budget="6GiB"'))
+        faults.append(Fault("exact=True is given without a budget", "budget=None", 'budget="6GiB"'))
     return faults
 
 
-def _planned(caller: str, plan: Plan, flow: Dataflow) -> Schedule:
+def _planned(plan: Plan, flow: Dataflow) -> Schedule:
     """The schedule of an earlier plan, if that plan is for the same call."""
     if _shape(plan.flow) != _shape(flow):
-        rule = "a plan fits the call that it was made for: the same operations on the same sizes"
+        rule = "the plan was made for another call: other operations, or other sizes"
         received = f"a plan of {len(plan.flow.operations)} operations for a call of {len(flow.operations)}"
-        raise_faults(caller, [Fault(rule, received, 'budget="6GiB", to have a new one')])
+        raise_fault(Fault(rule, received, 'budget="6GiB", to have a new one'))
     return plan.schedule
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.derive.derivative import Derivative
@@ -35,14 +35,14 @@ TAKES = "takes"
 """Key in a module's ``meta``: by name of an input, the shape and the dtype that the graph was traced with."""
 
 
-def planner_of(caller: str, checkpoints: Keep) -> GraphPlanner:
+def planner_of(checkpoints: Keep) -> GraphPlanner:
     """A :class:`GraphPlanner` that plans a joint graph by ``checkpoints``, which has the forms of ``keep``.
 
     Raises:
         ArgumentError: ``checkpoints`` has none of these forms.
     """
     with _errors_name_checkpoints():
-        return GraphPlanner(caller, checkpoints, None, "roofline", "keep", False, {})
+        return GraphPlanner(checkpoints, None, "roofline", "keep", False, {})
 
 
 def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True) -> fx.GraphModule:
@@ -151,8 +151,9 @@ def _kinds(graph: fx.Graph) -> dict[str, tuple[Any, ...]]:
 
 def _refuse_input(name: str, value: Tensor, takes: tuple[Any, ...]) -> None:
     traced, received = (", ".join(map(str, kind)) for kind in (takes, _kind(value, len(takes))))
-    rule = f"the graph takes inputs of the shapes and dtypes of its trace: {name} of {traced}"
-    raise_faults("gradient()", [Fault(rule, received, "graph.gradient(fn, *inputs), once for each kind of inputs")])
+    rule = f"{name} has another shape or dtype than in the trace: {traced}"
+    with called("gradient()"):
+        raise_fault(Fault(rule, received, "graph.gradient(fn, *inputs), once for each kind of inputs"))
 
 
 class _Code(CodeGen):

@@ -130,7 +130,7 @@ def _refuse_mutated(names: Sequence[str], primal: Primal, traced: Functional) ->
     changed = [names[place] for place in traced.mutated if names[place] in primal.inputs]
     if changed:
         raise CaptureError(str(Fault(
-            "a call that is differentiated leaves its inputs as they are", f"{changed[0]} is changed in place",
+            "the call changes an input in place, so it cannot be differentiated", f"{changed[0]} is changed in place",
             "x = x + 1 in place of x.add_(1); or x = x.clone() first",
         )))
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.adjoint import planned, planner_of
 from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
@@ -17,9 +17,8 @@ from torchckpt.graph.derive.primal import Marks, Primal, is_real
 
 __all__ = ["gradient"]
 
-_CALLER = "gradient()"
 
-
+@called("gradient()")
 def gradient(
     fn: Callable[..., Any],
     *example: Tensor,
@@ -60,15 +59,15 @@ def gradient(
             scalar; a policy or a name in ``checkpoints`` is unknown. The message lists every fault.
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
-    planner = planner_of(_CALLER, checkpoints)
-    primal = Primal(_CALLER, fn, example)
+    planner = planner_of(checkpoints)
+    primal = Primal(fn, example)
     wanted = _wanted(require_grads, primal)
     marks = Marks({name for name in wanted if isinstance(name, str)} - set(primal.inputs))
 
     def ask(traced: Traced) -> list[Tensor | None]:
         named = _Found(traced, wanted)
         faults = [*_target_faults(traced.leaves, target_index), *named.faults(), *map(_changed, marks.changed())]
-        raise_faults(_CALLER, faults)
+        check(faults)
         target, tensors = traced.leaves[target_index], named.tensors()
         gradients = gradients_of([target], [torch.ones_like(target)], tensors)
         return [
@@ -89,7 +88,7 @@ def _wanted(require_grads: Sequence[int | str] | None, primal: Primal) -> list[o
         real = [name for name, tensor in primal.inputs.items() if is_real(tensor)]
         if not real:
             works = f'require_grads=["{next(iter(primal.state), "weight")}"], a parameter of a module, or a mark'
-            raise_faults(_CALLER, [Fault("an input is floating, or require_grads names a value", f"{names}", works)])
+            raise_fault(Fault("no input has a floating dtype, and require_grads names no value", f"{names}", works))
         return list(real)
     listed = [require_grads] if isinstance(require_grads, (int, str)) else require_grads
     return [names[one] if _is_place(one, len(names)) else one for one in listed]
@@ -117,45 +116,46 @@ class _Found:
     def faults(self) -> list[Fault]:
         twice = [one for one, count in Counter(map(str, self._wanted)).items() if count > 1]
         once = f"require_grads={list(dict.fromkeys(self._wanted))}"
-        faults = [Fault("a gradient is asked for once", f"{one!r} twice", once) for one in twice]
+        faults = [Fault("a gradient is asked for twice", f"{one!r} twice", once) for one in twice]
         return faults + [fault for one in dict.fromkeys(self._wanted) if (fault := self._fault(one))]
 
     def _fault(self, one: object) -> Fault | None:
         if isinstance(one, int):
             count = len(self._inputs)
-            return Fault(f"an int is the position of one of {count} inputs", repr(one), f"require_grads=[{count - 1}]")
+            wrong = f"an int is the position of none of the {count} inputs"
+            return Fault(wrong, repr(one), f"require_grads=[{count - 1}]")
         if not isinstance(one, str):
-            rule = "require_grads has positions of inputs, or names of inputs, marks and parameters"
+            rule = "an entry of require_grads is neither the position of an input nor a name"
             return Fault(rule, repr(one), f"require_grads=[0], or [{self._inputs[0]!r}]" if self._inputs else "['h']")
         tensors = self._known.get(one)
         if tensors is None:
             near = get_close_matches(one, self._known, 3, 0.3) or list(self._known)[-3:]
             works = f'require_grads={near}; or graph.mark(value, "{one}") in the function'
-            return Fault("a name in require_grads is one of an input, a mark, or a parameter", repr(one), works)
+            return Fault("a name in require_grads is that of no input, mark or parameter", repr(one), works)
         if len(tensors) > 1:
             works = f'graph.mark(value, "{one} 2"): a name for each'
-            return Fault("a mark in require_grads is on one tensor", f"{len(tensors)} tensors marked {one!r}", works)
+            return Fault("a mark in require_grads is on several tensors", f"{len(tensors)} marked {one!r}", works)
         if not is_real(tensors[0]):
-            return Fault("each value in require_grads has a floating dtype", f"{one!r}: {tensors[0].dtype}",
+            return Fault("a value in require_grads has no floating dtype", f"{one!r}: {tensors[0].dtype}",
                          f"{one}.float() as an input")
         return None
 
 
 def _target_faults(leaves: Sequence[Any], index: int) -> list[Fault]:
     if not _is_place(index, len(leaves)):
-        return [Fault(f"target_index is the index of one of {len(leaves)} outputs", repr(index), "target_index=0")]
+        return [Fault(f"target_index is the index of none of the {len(leaves)} outputs", repr(index), "target_index=0")]
     target = leaves[index]
     if not is_real(target):
         received = f"output {index}: {target.dtype if isinstance(target, Tensor) else repr(target)}"
-        return [Fault("the target has a floating dtype", received, "return loss, hits; with target_index=0")]
+        return [Fault("the target has no floating dtype", received, "return loss, hits; with target_index=0")]
     if target.dim():
         received = f"output {index} of shape {tuple(target.shape)}"
         works = "return y.sum(); or graph.gradients(fn, x)"
-        return [Fault("the target is a scalar, without dimensions", received, works)]
+        return [Fault("the target is not a scalar, without dimensions", received, works)]
     return []
 
 
 def _changed(name: str) -> Fault:
-    rule = "a marked value in require_grads is not changed in place after its mark"
+    rule = "a marked value in require_grads is changed in place after its mark"
     works = f'h = graph.mark(h, "{name}") * 2, in place of h.mul_(2)'
     return Fault(rule, f"{name!r} is changed in place", works)

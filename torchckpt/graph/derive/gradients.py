@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.adjoint import planned, planner_of
 from torchckpt.graph.derive.derivative import Traced, derivative_of, gradients_of
@@ -15,11 +15,10 @@ from torchckpt.graph.derive.primal import Marks, Primal
 
 __all__ = ["gradients"]
 
-_CALLER = "gradients()"
-
 Checkpoints: TypeAlias = "Keep | Sequence[str | Tensor]"
 
 
+@called("gradients()")
 def gradients(
     fn: Callable[..., Any],
     inputs: Tensor | Sequence[Tensor],
@@ -54,14 +53,14 @@ def gradients(
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    planner = planner_of(_CALLER, _without_inputs(checkpoints, tensors))
-    primal = Primal(_CALLER, fn, tensors)
+    planner = planner_of(_without_inputs(checkpoints, tensors))
+    primal = Primal(fn, tensors)
     arriving = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [])
     required = {name for name, tensor in primal.inputs.items() if tensor.is_floating_point() or tensor.is_complex()}
 
     def ask(traced: Traced) -> list[Tensor | None]:
         outputs = [leaf for leaf in traced.leaves if isinstance(leaf, Tensor)]
-        raise_faults(_CALLER, _faults(outputs, arriving))
+        check(_faults(outputs, arriving))
         following = iter(traced.more)
         given = [None if one is None else next(following) for one in arriving] or [None] * len(outputs)
         starts = [_ones(output) if one is None else one for output, one in zip(outputs, given)]
@@ -78,20 +77,20 @@ def _without_inputs(checkpoints: Checkpoints, inputs: Sequence[Tensor]) -> Keep:
         return checkpoints  # type: ignore[return-value]
     others = [one for one in checkpoints if isinstance(one, Tensor) and not any(one is given for given in inputs)]
     if others:
-        rule = "checkpoints are names of marks or modules in this call, not tensors of another call"
+        rule = "checkpoints has tensors of another call, in place of names of marks or modules"
         received = f"{len(others)} tensors that are not inputs"
-        raise_faults(_CALLER, [Fault(rule, received, 'graph.mark(h, "h") in the function, and checkpoints=["h"]')])
+        raise_fault(Fault(rule, received, 'graph.mark(h, "h") in the function, and checkpoints=["h"]'))
     return [one for one in checkpoints if not isinstance(one, Tensor)]
 
 
 def _faults(outputs: Sequence[Tensor], arriving: Sequence[Tensor | None]) -> list[Fault]:
     if not outputs:
-        return [Fault("the function returns a tensor", "no tensor among its outputs", "return y")]
+        return [Fault("the function returns no tensor", "no tensor among its outputs", "return y")]
     if arriving and len(arriving) != len(outputs):
-        rule = "grad_outputs has one gradient for each tensor that the function returns"
+        rule = "grad_outputs has not one gradient for each tensor that the function returns"
         return [Fault(rule, f"{len(arriving)} for {len(outputs)}", "None among them, which stands for ones")]
     return [
-        Fault("a gradient has the shape of its output", f"{tuple(one.shape)} for {tuple(output.shape)}",
+        Fault("a gradient has another shape than its output", f"{tuple(one.shape)} for {tuple(output.shape)}",
               "grad_outputs=[torch.ones_like(y)]")
         for output, one in zip(outputs, arriving) if one is not None and one.shape != output.shape
     ]

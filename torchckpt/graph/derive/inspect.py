@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
 from torchckpt.graph.step.costs import cost_of, roofline
 from torchckpt.graph.step.joint import joint_of, needed
@@ -21,6 +21,7 @@ from torchckpt.planning.remat.flow.memory import simulate as run_on_paper
 __all__ = ["separators", "simulate"]
 
 
+@called("simulate()")
 def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     """The bytes alive while each operation of ``gm`` runs, without its inputs, parameters and buffers.
 
@@ -41,7 +42,7 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     Raises:
         ArgumentError: a node has no ``meta["val"]``.
     """
-    _require_values("simulate()", gm)
+    _require_values(gm)
     returned, forward = _returned(gm)
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(gm.graph, nodes)
@@ -94,12 +95,12 @@ def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
     return [*returned[:forward], *values, *returned[forward:]], forward + len(values)
 
 
-def _require_values(caller: str, gm: fx.GraphModule) -> None:
+def _require_values(gm: fx.GraphModule) -> None:
     called = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     bare = [node.name for node in called if node.users and "val" not in node.meta]
     if bare:
         works = "make_fx(function, tracing_mode='fake')(*inputs)"
-        raise_faults(caller, [Fault("meta['val'] of each node says what it makes", f"none of {bare[0]}", works)])
+        raise_fault(Fault("a node has no meta['val'], which says what it makes", f"none of {bare[0]}", works))
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchckpt.errors import Fault, brief, raise_faults
+from torchckpt.errors import Fault, brief, check
 from torchckpt.graph.annotate.annotations import Tracing, mark_of, named_modules
 from torchckpt.graph.trace.reason import check_bare
 from torchckpt.graph.trace.side_effects import restoring_modules
@@ -62,7 +62,6 @@ class Primal:
     """A function or module of tensors, which can be called with other inputs and state in place of its own.
 
     Args:
-        caller: name of the public function, with which each error message starts.
         function: takes positional tensors. The parameters and buffers of a module, or of a
             :class:`torch.fx.GraphModule`, are ``state``.
         example: its inputs.
@@ -71,20 +70,20 @@ class Primal:
         ArgumentError: ``function`` is not callable, or an input is not a tensor.
     """
 
-    def __init__(self, caller: str, function: Callable[..., Any], example: Sequence[Any]) -> None:
+    def __init__(self, function: Callable[..., Any], example: Sequence[Any]) -> None:
         faults = []
         if not callable(function):
-            works = f"graph.{caller[:-1]}fn, x)"
-            faults.append(Fault("the first argument is a function or a module", brief(function), works))
+            wrong = "the first argument is neither a function nor a module"
+            faults.append(Fault(wrong, brief(function), "graph.gradient(fn, x)"))
         for place, value in enumerate(example):
             if not isinstance(value, Tensor):
                 works = "lambda x: fn(x, 3), which closes over the value that is not a tensor"
                 if isinstance(value, (tuple, list, dict)):
                     works = "lambda a, b: fn((a, b)), with each tensor as an input of its own"
-                faults.append(Fault("inputs are tensors, one after the other", f"input {place}: {brief(value)}", works))
-        raise_faults(caller, faults)
+                faults.append(Fault("an input is not a tensor", f"input {place}: {brief(value)}", works))
+        check(faults)
         if isinstance(function, nn.Module):
-            check_bare(caller, function)
+            check_bare(function)
         self._function = function
         self.inputs: dict[str, Tensor] = dict(zip(_names(function, len(example)), example))
         self.state: dict[str, Tensor] = {}

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.tensors import tensors_in
 
@@ -49,6 +49,7 @@ _VIEWS = _RESHAPES | {"aten::expand"}
 _READ_STRIDES = "aten::as_strided"
 
 
+@called("simplify()")
 def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
     """A new module that computes the same with fewer transposes; ``gm`` itself is not changed.
 
@@ -350,11 +351,11 @@ def _mode_of(graph: fx.Graph) -> Any:
     values = (tensor for node in graph.nodes for tensor in tensors_in(node.meta.get("val")))
     modes = {id(mode): mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None}
     if len(modes) != 1:
-        raise_faults("simplify", [Fault(
-            "meta['val'] of the nodes are fake tensors of one mode",
+        raise_fault(Fault(
+            "meta['val'] of the nodes are not fake tensors of one mode",
             f"fake tensors of {len(modes)} modes",
             "simplify(make_fx(function, tracing_mode='fake')(*inputs)), or a graph that AOTAutograd has traced",
-        )])
+        ))
     return next(iter(modes.values()))
 
 

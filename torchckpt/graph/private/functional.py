@@ -133,7 +133,7 @@ def _refusing_to_write_outside() -> AbstractContextManager[Any]:
             written = [given.get(one.name) for one in operator._schema.arguments if one.is_write]
             if any(isinstance(one, Tensor) and not isinstance(one, FunctionalTensor) for one in written):
                 raise CaptureError(str(Fault(
-                    "a function leaves what it closes over as it is; a module may change its own buffers",
+                    "the function changes a tensor that it closes over; only a module may change its own buffers",
                     f"{operator} on a tensor that the function closes over",
                     "the module itself, in place of a function around it",
                 )))

@@ -45,7 +45,7 @@ class Generators:
             cpu.set_state(before)
         for name, state in _states().items():
             if others.get(name, state) != state:
-                rule = "random numbers of a traced call are torch's: others would be the same in all calls"
+                rule = "the call draws random numbers that are not torch's, and would be the same in all calls"
                 works = "torch.rand(()) in place of random.random(); or a number that is drawn before the call"
                 raise CaptureError(str(Fault(rule, f"a forward that draws numbers of {name}", works)))
 
@@ -58,7 +58,7 @@ class Generators:
 
     def _check(self) -> None:
         if torch.default_generator.initial_seed() != self._seed:
-            rule = "a traced call leaves the states of generators as they are: its Python code runs in the trace alone"
+            rule = "the call sets the state of a generator, by Python code that runs in the trace alone"
             works = "torch.manual_seed(0) before the call; or numbers that are drawn before the call, as an input"
             raise CaptureError(str(Fault(rule, "a forward that seeds torch's generator, or sets its state", works)))
 

@@ -50,7 +50,8 @@ Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 def require(feature: Feature) -> None:
     """Raise a :class:`~torchckpt.errors.CaptureError` if this torch lacks a name that ``feature`` needs."""
     for need in _missing(feature):
-        rule = f"{feature.name.replace('`', '')} needs what torch {feature.since} to {TESTED[-1]} have"
+        name = feature.name.replace("`", "")
+        rule = f"this torch lacks what {name} needs and torch {feature.since} to {TESTED[-1]} have"
         received = f"torch {torch.__version__} without {need}"
         raise CaptureError(str(Fault(rule, received, f"pip install 'torch=={TESTED[-1]}.*'")))
 

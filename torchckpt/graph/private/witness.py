@@ -62,7 +62,7 @@ class Witness:
         for tensor, what in self._left():
             holders = [type(one).__name__ for one in _holders(tensor)]
             if holders:
-                rule = "a traced call returns the tensors that it makes, and leaves no tensor anywhere else"
+                rule = "the call leaves a tensor somewhere, and does not return it"
                 received = f"{what}, of shape {tuple(tensor.shape)}, in a {holders[0]} that outlives the call"
                 works = "return output, tensor; or copy_() it into a buffer of the module"
                 raise CaptureError(str(Fault(rule, received, works)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, called, raise_fault
 from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotate.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.keep import Keep
@@ -46,6 +46,7 @@ _ATTEMPTS = 8
 """The largest number of plans for one call, each with more bytes in reserve for what fusion adds."""
 
 
+@called("backend()")
 def backend(
     budget: Budget | None = None,
     keep: Keep | Plan = None,
@@ -76,10 +77,10 @@ def backend(
         BudgetInfeasible: at a call: no schedule was found within the budget.
     """
     if isinstance(budget, fx.GraphModule):  # the user passed graph.backend itself as the backend
-        rule = "graph.backend() returns a backend; it is not a backend itself"
+        rule = "graph.backend itself is no backend; a call of it returns one"
         works = 'torch.compile(model, backend=graph.backend(budget="6GiB"), fullgraph=True, dynamic=False)'
-        return _raising(ArgumentError(f"backend(): {Fault(rule, 'backend=graph.backend', works)}"))
-    return Backend(partial(GraphPlanner, "backend()", keep, budget, costs, rng, exact, {}), inner, told=True)
+        return _raising(ArgumentError(str(Fault(rule, "backend=graph.backend", works))), "backend()")
+    return Backend(partial(GraphPlanner, keep, budget, costs, rng, exact, {}), inner, told=True)
 
 
 class Backend:
@@ -93,7 +94,7 @@ class Backend:
 
     def __init__(self, planner: Callable[[], GraphPlanner], inner: Inner = "inductor", told: bool = False) -> None:
         if inner not in ("inductor", "eager"):
-            raise_faults("backend()", [Fault('inner is "inductor" or "eager"', repr(inner), 'inner="inductor"')])
+            raise_fault(Fault('inner is neither "inductor" nor "eager"', repr(inner), 'inner="inductor"'))
         require(GRAPH)
         if inner == "inductor":
             require(INDUCTOR)
@@ -115,7 +116,7 @@ class Backend:
                 make = _compiled if self._inner == "inductor" else _emitted
                 run = make(module, inputs, planner)
         except CheckpointError as error:
-            return _raising(error)
+            return _raising(error, "backend()" if self._told else "rematerialize()")
         self.planning_seconds = planner.watch.planning_seconds
         plan = getattr(planner, "plan", None)  # where nothing is differentiated, nothing is planned
         if plan is not None:
@@ -146,7 +147,7 @@ class _SameOverlaps:
             self._refuse_views(inputs, outputs)
             return outputs
         if self._changed and self._overlaps_of(inputs) != self._overlaps:
-            rule = "an input lies in a buffer that the call changes in all calls of a compiled graph, or in none"
+            rule = "an input lies in a buffer that the call changes in some calls of the compiled graph, not in all"
             received = "one that does not, after one that did" if self._overlaps else "one that does"
             raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
         outputs = self._run(*inputs)
@@ -204,7 +205,7 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlann
             if hasattr(planner, "plan"):
                 planner.plan = planner.plan.lowered(attempt.spare_bytes)
             return run
-    rule = "Inductor allocates at most the planned bytes"
+    rule = "Inductor allocates more than the planned bytes"
     received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
     raise CaptureError(str(Fault(rule, received, 'a larger budget; or inner="eager"')))
 
@@ -295,7 +296,7 @@ def _refuse_break(module: fx.GraphModule) -> None:
     if "optimize_ddp" in received:
         received = "the buckets of DistributedDataParallel, a graph for each"
         works = "torch._dynamo.config.optimize_ddp = False; or DistributedDataParallel(graph.rematerialize(model, ...))"
-    rule = "a schedule and a budget hold for one graph: after a graph break, each part would use the whole budget"
+    rule = "Dynamo has broken the graph: each part would use the whole budget"
     raise CaptureError(str(Fault(rule, received, works)))
 
 
@@ -305,13 +306,14 @@ def _refuse_symbols(module: fx.GraphModule) -> None:
         sizes = [size for value in values for size in (value.shape if isinstance(value, Tensor) else [value])]
         symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
         if symbols:
-            rule = "all sizes are known when the call is compiled, so that its bytes can be counted"
+            rule = "a size is not known when the call is compiled, so its bytes cannot be counted"
             works = "torch.compile(model, backend=..., dynamic=False): each shape is compiled, and planned, on its own"
             raise CaptureError(str(Fault(rule, f"{node.name} has the size {symbols[0]}", works)))
 
 
-def _raising(error: CheckpointError) -> Callable[..., Any]:
+def _raising(error: CheckpointError, function: str) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        raise error
+        with called(function):
+            raise error
 
     return run

@@ -109,7 +109,7 @@ def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     for name, buffer in now.items():
         before = state[name]
         if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
-            rule = "a buffer that is replaced in the forward keeps its shape and dtype"
+            rule = "the forward replaces a buffer by one of another shape or dtype"
             received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
             raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
     return {name: buffer.detach() for name, buffer in now.items()}

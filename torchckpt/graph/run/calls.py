@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CheckpointError, Fault, brief, raise_faults
+from torchckpt.errors import CheckpointError, Fault, brief, called, raise_fault
 from torchckpt.graph.annotate.annotations import is_tracing
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.runtime import is_transformed
@@ -43,18 +43,19 @@ def module_faults(function: str, model: object) -> list[Fault]:
         works = f"graph.{function}(nn.Sequential(*layers), inputs); or each layer by itself"
     elif callable(model):
         works += ", of a module whose forward calls the function"
-    return [Fault("the first argument is a module", brief(model), works)]
+    return [Fault("the first argument is not a module", brief(model), works)]
 
 
 def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
     """Faults of the arguments that :class:`GraphPlanner` does not check."""
     faults = []
     if engine not in ("eager", "inductor"):
-        faults.append(Fault('engine is "eager" or "inductor"', repr(engine), 'engine="eager"'))
+        faults.append(Fault('engine is neither "eager" nor "inductor"', repr(engine), 'engine="eager"'))
     if engine == "inductor" and rng == "replay":
-        faults.append(Fault("Inductor draws random numbers by itself", 'rng="replay"', 'engine="eager"; rng="keep"'))
+        wrong = "Inductor draws random numbers by itself, and cannot replay them"
+        faults.append(Fault(wrong, 'rng="replay"', 'engine="eager"; rng="keep"'))
     if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
-        rule = "example_kwargs is a dict of the keywords that the model is called with"
+        rule = "example_kwargs is not a dict of the keywords that the model is called with"
         faults.append(Fault(rule, type(example).__name__, 'example_kwargs={"input_ids": tokens, "labels": tokens}'))
     return faults
 
@@ -63,15 +64,15 @@ class Calls:
     """The traced calls of ``model``, by their guards.
 
     Args:
-        caller: name of the public function, for errors and the log.
+        function: name of the public function, for errors and the log.
         model: the module whose submodules, attributes, parameters and buffers are guarded.
         run: the module that is traced: ``model`` itself, or one that shares its contents.
     """
 
     def __init__(
-        self, caller: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
+        self, function: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
     ) -> None:
-        self._caller, self.model, self._run, self._planner, self._engine = caller, model, run, planner, engine
+        self._function, self.model, self._run, self._planner, self._engine = function, model, run, planner, engine
         self._backend, self._compiling = Backend(planner), threading.Lock()  # Backend checks the planner's arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
@@ -83,9 +84,10 @@ class Calls:
     def plan(self) -> Plan:
         """The plan for the latest inputs; before the first call, for the example."""
         if self._latest is None:
-            rule = "a plan needs inputs: an example, or a first call"
-            works = f"graph.{self._caller[:-1]}model, inputs)"
-            raise_faults("plan", [Fault(rule, "no example, and no call yet", works)])
+            rule = "there is no plan yet: it needs inputs, an example or a first call"
+            works = f"graph.{self._function[:-1]}model, inputs)"
+            with called("plan"):
+                raise_fault(Fault(rule, "no example, and no call yet", works))
         return cast(Plan, cast(Call, self._latest).plan)
 
     @property
@@ -95,15 +97,16 @@ class Calls:
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Trace and plan a call with these inputs, without running it."""
         if self.call(args, kwargs) is None:
-            rule = "a plan needs a parameter or an input that requires a gradient, with gradients enabled"
+            rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
             works = "model.requires_grad_(), outside of torch.no_grad()"
-            raise_faults(self._caller, [Fault(rule, "a call in which nothing requires a gradient", works)])
+            with called(self._function):
+                raise_fault(Fault(rule, "a call in which nothing requires a gradient", works))
         return self.plan
 
     def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
         """Like :meth:`prepare`, for an example; without an example, do nothing."""
         if args or kwargs:
-            with _blaming(self._caller, args):
+            with _blaming(self._function, args):
                 self.prepare(args, dict(kwargs or {}))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -117,7 +120,9 @@ class Calls:
         if call is _NEW:
             with TRACE_LOCK.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
                 call = self._known(args, kwargs)  # another thread may have traced it meanwhile
-                call = self._trace(args, kwargs) if call is _NEW else call
+                if call is _NEW:
+                    with called(self._function):
+                        call = self._trace(args, kwargs)
         return cast("Callable[[], Any] | None", call)
 
     def _ordered(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -143,13 +148,14 @@ class Calls:
         try:
             guard = guard_of(self.model, state, args, kwargs, self._outside.now() if self._outside else ())
         except Exception:
-            check_bare(self._caller, self.model)
+            with called(self._function):
+                check_bare(self.model)
             raise
         call = self.known.get(guard.without(self.model, self._ignored) if self._ignored else guard, _NEW)
         return call if call is _NEW else self._bound(cast(Call, call), tensors, args, kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        check_bare(self._caller, self.model)
+        check_bare(self.model)
         state = state_of(self.model)
         self._outside = outside = FreeVariables(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
@@ -160,7 +166,7 @@ class Calls:
             call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
         else:
             call = CompiledCall(self._run, self._backend, args, kwargs)
-        log(self._caller, self.model, reason, seconds(), call.planning_seconds, call.plan)
+        log(self._function, self.model, reason, seconds(), call.planning_seconds, call.plan)
         after = guard_of(self.model, state, args, kwargs, outside.now())
         self._ignored.update(changed(self.model, guard, after))
         self.known[guard.without(self.model, self._ignored)] = call
@@ -185,19 +191,19 @@ def _keywords_of(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def _blaming(caller: str, example: tuple[Any, ...]) -> Iterator[None]:
+def _blaming(function: str, example: tuple[Any, ...]) -> Iterator[None]:
     """If the model raises because the example was passed in a wrong form, raise an error that shows the right call."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        works = _instead(caller[:-2], example)
+        works = _instead(function[:-2], example)
         if works is None:
             raise
-        rule = "the example is the model's arguments, one after the other"
+        rule = "the example is not the model's arguments, one after the other"
         received = f"one {type(example[0]).__name__}, on which the model raises: {str(error).splitlines()[0]}"
-        raise_faults(caller, [Fault(rule, received, works)])
+        raise_fault(Fault(rule, received, works))
 
 
 def _instead(function: str, example: tuple[Any, ...]) -> str | None:

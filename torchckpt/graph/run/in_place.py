@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
@@ -119,6 +119,7 @@ class RematerializeHandle:
         return f"<RematerializeHandle: {what}, {repr(plans[-1]).strip('<>') if plans else 'no plan yet'}>"
 
 
+@called(_CALLER)
 def rematerialize_(
     module: nn.Module,
     *example: Any,
@@ -153,9 +154,9 @@ def rematerialize_(
         ArgumentError, BudgetInfeasible, CaptureError: as for :func:`rematerialize`. The module is then unchanged.
     """
     faults = [*module_faults("rematerialize_", module), *_faults(module)]
-    raise_faults(_CALLER, [*faults, *option_faults(engine, rng, example_kwargs)])
-    check_bare(_CALLER, module)
-    setting = _Setting(partial(GraphPlanner, _CALLER, keep, budget, costs, rng, exact, {}), engine)
+    check([*faults, *option_faults(engine, rng, example_kwargs)])
+    check_bare(module)
+    setting = _Setting(partial(GraphPlanner, keep, budget, costs, rng, exact, {}), engine)
     setting.planner()  # it checks its arguments
     put(module, _InPlace, setting)
     handle = RematerializeHandle(module, setting)
@@ -173,13 +174,14 @@ def _faults(module: object) -> list[Fault]:
         return []
     name = type(module).__name__
     if isinstance(module, Rematerialized):
-        return [Fault("a module is rematerialized once", "what graph.rematerialize() returned", "its original")]
+        return [Fault("the module is rematerialized already", "what graph.rematerialize() returned", "its original")]
     if _SETTING in module.__dict__:
-        return [Fault("a module is rematerialized once", f"{name}, rematerialized already", "handle.remove() first")]
+        return [Fault("the module is rematerialized already", f"{name}, rematerialized", "handle.remove() first")]
     if type(module) in (nn.ModuleList, nn.ModuleDict):
         received = f"{name}, whose layers are called one by one"
-        return [Fault("the module has a forward", received, "for layer in layers: graph.rematerialize_(layer)")]
+        works = "for layer in layers: graph.rematerialize_(layer)"
+        return [Fault("the module has no forward that is called", received, works)]
     if "forward" in module.__dict__:
-        rule, received = "the forward is a method of the module's class", f"{name}, whose forward is set on it"
+        rule, received = "the forward is not a method of the module's class", f"{name}, whose forward is set on it"
         return [Fault(rule, received, "step = graph.rematerialize(model, inputs)")]
     return []

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
@@ -21,6 +21,7 @@ from torchckpt.planning.remat.plan import Plan
 __all__ = ["Rematerialized", "rematerialize"]
 
 
+@called("rematerialize()")
 def rematerialize(
     model: nn.Module,
     *example: Any,
@@ -87,10 +88,9 @@ def rematerialize(
         BudgetInfeasible: no schedule was found within the budget. The error has the least bytes found, and their plan.
         CaptureError: the call cannot be traced: it depends on the values of tensors, or changes its inputs.
     """
-    caller = "rematerialize()"
-    raise_faults(caller, [*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
-    check_bare(caller, model)
-    rematerialized = Rematerialized(model, partial(GraphPlanner, caller, keep, budget, costs, rng, exact, {}), engine)
+    check([*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
+    check_bare(model)
+    rematerialized = Rematerialized(model, partial(GraphPlanner, keep, budget, costs, rng, exact, {}), engine)
     rematerialized._calls.prepare_example(example, example_kwargs)
     return rematerialized
 
@@ -141,9 +141,10 @@ class Rematerialized(nn.Module):
         return self._calls.run(self.original, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        rule = "a rematerialized module runs its own graphs, which torch.compile cannot compile"
+        rule = "torch.compile cannot compile a rematerialized module, which runs its own graphs"
         works = 'graph.rematerialize(..., engine="inductor"); or torch.compile(model, backend=graph.backend(...))'
-        raise_faults("compile()", [Fault(rule, "compile() of the result of rematerialize()", works)])
+        with called("compile()"):
+            raise_fault(Fault(rule, "compile() of the result of rematerialize()", works))
 
     @property
     def training(self) -> bool:

@@ -39,7 +39,7 @@ def refuse_generators(graph: fx.Graph) -> None:
     """Raise a CaptureError if an operation has its own ``generator=``: a graph cannot hold the state of one."""
     for node in graph.nodes:
         if node.op == "call_function" and node.kwargs.get("generator") is not None:
-            rule = "a trace draws from the default generator of a device"
+            rule = "the call draws from a generator that is not the default one of its device"
             works = "torch.manual_seed() before the step; or draw outside of the call, and pass the tensor"
             raise CaptureError(str(Fault(rule, f"{node.name} with generator=", works)))
 

@@ -75,11 +75,12 @@ class Capture:
         self._refuse(place for place, tensor in enumerate(tensors) if tensor._version != before[place])
         opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and constant_of(leaf) is None]
         if any(map(is_cache, opaque)):
-            rule = "a step that is differentiated returns no cache of keys and values: it would hold them all"
+            rule = "the step returns a cache of keys and values, which would hold them all"
             raise CaptureError(str(Fault(rule, f"an output of {type(opaque[0])}", WITHOUT_CACHE)))
         if opaque:
             raise CaptureError(str(Fault(
-                "outputs are tensors and constants, in containers that torch can look into", f"a {type(opaque[0])}",
+                "an output is no tensor, no constant, and no container that torch can look into",
+                f"a {type(opaque[0])}",
                 "torch.export.register_dataclass(Outputs); or its tensors, in a tuple or a dict",
             )))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -96,7 +97,7 @@ class Capture:
         found = [self._data[place] for place in mutated if place in self._data]
         if found:
             raise CaptureError(str(Fault(
-                "a call that is recomputed leaves its inputs as they are", f"{found[0]} is changed in place",
+                "the call changes an input in place, so it cannot be recomputed", f"{found[0]} is changed in place",
                 "x = x + 1 in place of x.add_(1); or x = x.clone() first",
             )))
 
@@ -173,25 +174,25 @@ def explained() -> Iterator[None]:
         raise
     except Exception as error:
         if is_data_dependent(error):
-            _raise("a graph does not depend on the values of its tensors", error,
+            _raise("the call depends on the values of its tensors, and a graph cannot", error,
                    "torch.where() in place of if; or rematerialize() around the parts before and after it")
         if "derivative" in str(error) or "autograd formula" in str(error):
-            _raise("every operation between an input and a loss has a derivative", error,
+            _raise("an operation between an input and the loss has no derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
         if "view input mutations" in str(error):
-            _raise("a call that is recomputed leaves its inputs as they are; one lies in a buffer it changes", error,
+            _raise("an input lies in a buffer that the call changes", error,
                    "x = x.clone() before the call")
         if "requires grad is being used in an in-place operation" in str(error):
-            _raise("a call that is differentiated leaves its inputs as they are", error,
+            _raise("the call changes an input in place, so it cannot be differentiated", error,
                    "x = x + 1 in place of x.add_(1); or x = x.clone() first")
         if "convert all Tensors to FakeTensors" in str(error):
-            _raise("a call reads no tensors but its inputs, parameters and buffers", error,
+            _raise("the call reads a tensor that is no input, parameter or buffer", error,
                    "self.register_buffer(\"mask\", mask, persistent=False) in place of self.mask = mask")
         if any(kind in str(error) for kind in ("FakeTensor", "FunctionalTensor", "tensor subclasses")):
-            _raise("a call is traced on tensors that have no data", error,
+            _raise("the call asks for the data of a tensor, and tensors of a trace have none", error,
                    "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
         if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-            _raise("torch must be able to trace and differentiate control flow that depends on tensors", error,
+            _raise("torch cannot trace and differentiate the call's control flow, which depends on tensors", error,
                    "torch.cond(), or a loop of Python whose number of rounds is known")
         raise
 

@@ -98,14 +98,14 @@ def guard_of(
 def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoReturn:
     lazy = next((name for name, tensor in state.items() if is_lazy(tensor)), None)
     if lazy is not None:
-        rule = "a parameter has a shape when the call is traced"
+        rule = "a parameter has no shape yet, when the call is traced"
         raise CaptureError(str(Fault(rule, f"{lazy} has none yet", "model(*inputs), once, before rematerialize()")))
     path, leaf = next((path, leaf) for path, leaf in argument_names(args, kwargs) if _kind(leaf) is None)
     if is_cache(leaf):
-        rule = "a step that is differentiated takes no cache of keys and values"
+        rule = "the step takes a cache of keys and values, and is differentiated"
         raise CaptureError(str(Fault(rule, f"{path} is a {type(leaf)}", WITHOUT_CACHE)))
     raise CaptureError(str(Fault(
-        "arguments are tensors and constants, in containers that torch can look into", f"{path} is a {type(leaf)}",
+        "an argument is no tensor, no constant, and no container that torch can look into", f"{path} is a {type(leaf)}",
         "torch.from_numpy(array); torch.export.register_dataclass(Batch); its tensors, one by one",
     )))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.private.operators import is_flattened, replicated_kinds, sharded_kinds
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
 from torchckpt.modules import is_compiled
@@ -154,20 +154,21 @@ _MADE_OF = "the original module"
 _COMPILED = f'{_MADE_OF}, with engine="inductor"; or torch.compile(model, backend=graph.backend(...))'
 
 
-def check_bare(caller: str, model: nn.Module) -> None:
+def check_bare(model: nn.Module) -> None:
     """Raise an ArgumentError where ``model``, or one of its modules, was wrapped or compiled."""
     faults = []
     for path, module in model.named_modules():
         for rule, works in _broken(module):
             faults.append(Fault(rule, f"a {type(module).__name__}{f', as {path}' if path else ''}", works))
-    raise_faults(caller, faults[:1])  # the first is enough: usually all layers are wrapped
+    check(faults[:1])  # the first is enough: usually all layers are wrapped
 
 
 def refuse_copies() -> None:
     """Raise an ArgumentError, because DataParallel is about to copy a traced module."""
-    rule = "a traced module has one set of parameters, and DataParallel makes a copy for each device"
+    rule = "DataParallel copies the module for each device, and its trace has one set of parameters"
     works = "DistributedDataParallel(graph.rematerialize(model, ...)), with a process for each device"
-    raise_faults("rematerialize()", [Fault(rule, "DataParallel around it", works)])
+    with called("rematerialize()"):
+        raise_fault(Fault(rule, "DataParallel around it", works))
 
 
 def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -180,10 +181,10 @@ def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
     ]
     for kind, does, works in kinds:
         if isinstance(module, kind):
-            yield f"a forward's Python code runs only during a trace, but this module {does} in each forward", works
+            yield f"this module {does} in each forward, and its Python code would run only during a trace", works
     if is_flattened(module):
-        yield "a traced module has its own parameters, but FullyShardedDataParallel has merged them into one", _SHARDED
+        yield "FullyShardedDataParallel has merged the module's parameters into one", _SHARDED
     if isinstance(module, torch.jit.ScriptModule):
-        yield "a trace runs a module's Python code, and a scripted module has none", _MADE_OF
+        yield "the module is scripted, and has no Python code to trace", _MADE_OF
     elif is_compiled(module):
-        yield "a trace runs a module's Python code, but a compiled module runs other code", _COMPILED
+        yield "the module is compiled, and runs other code than the Python that is traced", _COMPILED

@@ -57,7 +57,7 @@ def _put_back(model: nn.Module, tensors: _Tensors, owned: Sequence[tuple[nn.Modu
                 now.clear()
                 now.update(before)
             if made:
-                rule = "a traced forward makes no parameters, buffers or modules: they exist before the call"
+                rule = "the forward makes a parameter, buffer or module, which has to exist before the trace"
                 works = "make it in __init__(); or model(*inputs), once, before rematerialize()"
                 left = Fault(rule, f"the forward of {type(module).__name__} makes {made[0]}", works)
     return left or _taken_back(model, tensors)
@@ -71,7 +71,7 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
             continue
         is_made_of_parameters = any(parameter.startswith(f"{name}_") for parameter in module._parameters)
         if not (is_made_of_parameters or (known and all(isinstance(tensor, nn.Parameter) for tensor in known))):
-            rule = "a forward that is recomputed returns the tensors that it makes, and stores none on its modules"
+            rule = "the forward stores a tensor on a module, and does not return it"
             received = f"after the forward, {name} of {type(module).__name__} {place!r} holds one".replace(" ''", "")
             left = left or Fault(rule, received, f"return output, {name}")
         del module.__dict__[name]

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.pipe.in_place import Memory, StageInputs
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage, StageCall
@@ -105,7 +105,7 @@ def run_pipeline(
         for tick in clock_cycles(len(in_flight), len(stages)):
             run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])
     for batch in in_flight:
-        raise_faults("Pipe", batch.skips.faults())
+        check(batch.skips.faults())
     return [batch.put_back(batch.transfers[0].tensors)[0][0] for batch in in_flight]
 
 
@@ -143,7 +143,6 @@ def visit(
     fetch: Callable[[Any], Tensor],
     is_cut: bool,
     is_last: bool,
-    caller: str,
 ) -> tuple[tuple[Tensor, ...], PutBack, Memory]:
     """Run ``stage`` on a micro-batch.
 
@@ -164,7 +163,7 @@ def visit(
     call = StageCall(stage, StageSkips(batch.skips, fetch), inputs)
     args, kwargs = batch.put_back(arrived)
     output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
-    raise_faults(caller, output_faults(stage, output, is_cut and not is_last))
+    check(output_faults(stage, output, is_cut and not is_last))
     tensors, put_back = tensors_of_pair((output, skips))
     if batch.skips.are_any:
         leaving = tensors_of(output)[0]
@@ -194,7 +193,7 @@ class StageRunner:
             if frame is not None:
                 arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
             tensors, put_back, memory = visit(  # [2]
-                self._stage, batch, arrived, frame, lambda skip: moved(skip, place)[0], is_cut, self._is_last, "Pipe"
+                self._stage, batch, arrived, frame, lambda skip: moved(skip, place)[0], is_cut, self._is_last
             )
             stream = None if self._is_last else place.side_stream()
             if stream is not None:
@@ -254,16 +253,16 @@ def output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     hidden = [type(leaf).__name__ for leaf in leaves if hides_tensors(leaf)] if is_cut else []
     if hidden:
-        rule = "a stage must return its tensors in containers that torch's pytree knows: list, tuple, dict"
+        rule = "a stage returns tensors in a container that torch's pytree does not know, unlike list, tuple and dict"
         works = "a layer that returns a dict; or torch.utils._pytree.register_pytree_node for that class"
         return [Fault(rule, f"a {hidden[0]} that has tensors, from {stage.__qualname__}", works)]
     if not tensors:
-        rule = "a stage must return a tensor, or something that holds one"
+        rule = "a stage returns no tensor, and nothing that holds one"
         works = "a last layer in the stage that returns a tensor"
         return [Fault(rule, f"{type(output).__name__}, from {stage.__qualname__}", works)]
     elsewhere = sorted({str(tensor.device) for tensor in tensors if tensor.device != stage.device})
     if elsewhere:
         received = f"a tensor on {', '.join(elsewhere)}, from {stage.__qualname__} on {stage.device}"
         works = "a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
-        return [Fault("the output of a stage must be on its device", received, works)]
+        return [Fault("the output of a stage is not on its device", received, works)]
     return []

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.pipe.in_place import Memory
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
@@ -179,7 +179,7 @@ class Record(NamedTuple):
             seconds = clock.reader()
             times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
             spans.append([Span(action, start, start, end) for action, start, end in times])
-        return measured_timeline(step_of("timeline()", self.schedule, Block(), 0.0), spans)
+        return measured_timeline(step_of(self.schedule, Block(), 0.0), spans)
 
 
 class Step:
@@ -236,9 +236,7 @@ class Step:
         if frame is not None:  # its replay needs them, and the last stage may have no frame
             batch = batch._replace(memory=Memory(batch.memory.shared, frozenset(range(len(arrived)))))
         fetch = partial(self._received_skip, pending.received, j)
-        tensors, put_back, memory = visit(
-            self._stages[j], batch, arrived, frame, fetch, True, is_last, "Pipe.step()"
-        )
+        tensors, put_back, memory = visit(self._stages[j], batch, arrived, frame, fetch, True, is_last)
         output, skips = put_back(tensors)
         for name, tensor in skips.items():
             packed = pending.sent, j, tensor, AsyncCopy(tensor, CopyStreams.at(place))
@@ -251,10 +249,10 @@ class Step:
         self._in_flight[i] = InFlight(list(pending.sent), put_back, batch.skips, memory)
 
     def _add_loss(self, i: int, pending: Pending, output: Any, skips: Skips) -> None:
-        raise_faults("Pipe.step()", skips.faults())
+        check(skips.faults())
         tensors, put_back = tensors_of(self._targets[i])
         loss = self._loss_fn(output, put_back([_moved(self._places[-1], tensor) for tensor in tensors]))
-        raise_faults("Pipe.step()", _loss_faults(loss))
+        check(_loss_faults(loss))
         pending.loss = loss * self._weights[i]
         self._losses.append(pending.loss.detach())
 
@@ -325,5 +323,5 @@ def _moved(place: Place, tensor: Tensor) -> Tensor:
 def _loss_faults(loss: object) -> Iterator[Fault]:
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
         received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
-        rule = "loss_fn(output, target) of a micro-batch must return a scalar that requires grad"
+        rule = "loss_fn(output, target) of a micro-batch returns no scalar that requires grad"
         yield Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy")

@@ -11,13 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import Misplaced, check_schedule
 
 __all__ = ["from_csv", "to_csv"]
 
-_CALLER = "from_csv()"
 _ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
 _PASSED_OVER = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|UNSHARD|RESHARD|RECV_F|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -39,6 +38,7 @@ def to_csv(schedule: Schedule) -> str:
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.ranks)
 
 
+@called("from_csv()")
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule that ``text`` describes. A stage is on the rank whose row has its actions.
 
@@ -50,13 +50,13 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             message has line and column, both from 1; the column counts cells.
     """
     if not isinstance(text, str):
-        raise_faults(_CALLER, [Fault("a schedule is read from text", repr(text), "Path('schedule.csv').read_text()")])
+        raise_fault(Fault("the schedule is not text", repr(text), "Path('schedule.csv').read_text()"))
     parsed = [[(action, cell) for cell in row for action in _actions(cell.text)] for row in _cells(text)]
     unknown = [cell for row in parsed for action, cell in row if action is None]
-    raise_faults(_CALLER, map(_unknown, unknown))
+    check(map(_unknown, unknown))
     orders = [[(action, cell) for action, cell in row if action is not None] for row in parsed]
-    raise_faults(_CALLER, _beyond(orders))
-    raise_faults(_CALLER, _gaps({action.stage for row in orders for action, _ in row}))
+    check(_beyond(orders))
+    check(_gaps({action.stage for row in orders for action, _ in row}))
     schedule = _schedule(name, tuple(tuple(action for action, _ in row) for row in orders))
 
     def where(found: Misplaced) -> str:
@@ -65,7 +65,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         cell = orders[found.rank][found.position][1]
         return f"line {cell.line}, column {cell.column}"
 
-    check_schedule(_CALLER, schedule, where)
+    check_schedule(schedule, where)
     return schedule
 
 
@@ -85,7 +85,7 @@ def _actions(text: str) -> Iterator[Action | None]:
 
 
 def _unknown(cell: _Cell) -> Fault:
-    rule = f"line {cell.line}, column {cell.column}: an action is a stage, one of F B I W R, and a micro-batch"
+    rule = f"line {cell.line}, column {cell.column}: this is no action: a stage, one of F B I W R, and a micro-batch"
     return Fault(rule, repr(cell.text), "'0F3'")
 
 
@@ -96,13 +96,14 @@ def _beyond(orders: list[list[tuple[Action, _Cell]]]) -> Iterator[Fault]:
         for action, cell in order:
             if max(action.stage, action.micro_batch) >= count:
                 where = f"line {cell.line}, column {cell.column}"
-                yield Fault(f"{where}: stages and micro-batches count from 0, without gaps", repr(cell.text), "'0F0'")
+                wrong = f"{where}: a number is too large; stages and micro-batches count from 0, without gaps"
+                yield Fault(wrong, repr(cell.text), "'0F0'")
 
 
 def _gaps(stages: set[int]) -> Iterator[Fault]:
     missing = sorted(set(range(max(stages, default=-1) + 1)) - stages)
     if missing or not stages:
-        rule = "stages are numbered from 0, and each has its actions"
+        rule = "a stage has no actions; stages are numbered from 0"
         received = f"none of stage {', '.join(map(str, missing))}" if stages else "no action"
         yield Fault(rule, received, "0F0,0B0")
 

@@ -79,7 +79,7 @@ def whole(name: str, value: object) -> list[Fault]:
     """A fault unless ``value`` is an integer of 1 or more."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return []
-    return [Fault(f"{name} is an integer >= 1", f"{name}={brief(value)}", f"{name}=1")]
+    return [Fault(f"{name} is not an integer >= 1", f"{name}={brief(value)}", f"{name}=1")]
 
 
 def at_least(schedule: str, name: str, value: int, other_name: str, other: int, factor: int = 1) -> list[Fault]:
@@ -90,7 +90,7 @@ def at_least(schedule: str, name: str, value: int, other_name: str, other: int, 
     times = f"{factor} " if factor > 1 else ""
     received = f"{name}={value}, {other_name}={other}"
     works = f"{name}={factor * other}, the nearest"
-    return [Fault(f"{schedule} needs {name} >= {times}{other_name}", received, works)]
+    return [Fault(f"{name} is too small: {schedule} needs {name} >= {times}{other_name}", received, works)]
 
 
 def nearest(value: int, works: Callable[[int], bool]) -> int:

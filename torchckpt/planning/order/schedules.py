@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning.order.orders import Visit, at_least, in_turn, nearest, phases, visits, whole
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 
@@ -18,6 +18,7 @@ __all__ = [
     "one_f_one_b", "zbv", "zero_bubble",
 ]
 
+@called("gpipe()")
 def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
 
@@ -28,7 +29,7 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
         last_first: run the backward of the last micro-batch first, as torchgpipe does. Default: False, the first
             micro-batch first, as torch does.
     """
-    raise_faults("gpipe()", [*whole("p", p), *whole("m", m)])
+    check([*whole("p", p), *whole("m", m)])
     back = range(m)[::-1] if last_first else range(m)
 
     def order(stage: int) -> Iterable[Action]:
@@ -37,6 +38,7 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
     return _looped("gpipe", p, 1, m, order)
 
 
+@called("one_f_one_b()")
 def one_f_one_b(p: int, m: int) -> Schedule:
     """1F1B (PipeDream-Flush): stage j runs ``p - 1 - j`` forwards ahead, then one forward and one backward in turn
     (Narayanan et al. 2021, arXiv:2006.09503).
@@ -47,10 +49,11 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless ``m >= p``.
     """
-    raise_faults("one_f_one_b()", at_least("1F1B", "m", m, "p", p))
+    check(at_least("1F1B", "m", m, "p", p))
     return _looped("1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=p - 1 - j))
 
 
+@called("eager_one_f_one_b()")
 def eager_one_f_one_b(p: int, m: int) -> Schedule:
     """1F1B with twice the forwards ahead, ``2 (p - 1 - j)``, so that messages travel while other micro-batches are
     computed. It pays if recomputation makes a micro-batch in flight cheap (Zhuang et al. 2023, arXiv:2211.05322).
@@ -58,10 +61,11 @@ def eager_one_f_one_b(p: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless ``m >= p``.
     """
-    raise_faults("eager_one_f_one_b()", at_least("eager 1F1B", "m", m, "p", p))
+    check(at_least("eager 1F1B", "m", m, "p", p))
     return _looped("eager_1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=2 * (p - 1 - j)))
 
 
+@called("interleaved_one_f_one_b()")
 def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
     """Interleaved 1F1B: ``chunks`` stages on each rank, depth first (Narayanan et al. 2021, arXiv:2104.04473).
 
@@ -70,7 +74,7 @@ def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless all rounds have the same number of micro-batches.
     """
-    raise_faults("interleaved_one_f_one_b()", _even_rounds(ranks, chunks, m))
+    check(_even_rounds(ranks, chunks, m))
     together = m // max(1, m // ranks)
 
     def order(rank: int) -> Iterable[Action]:
@@ -80,10 +84,11 @@ def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
     return _looped("interleaved_1f1b", ranks, chunks, m, order)
 
 
+@called("looped_bfs()")
 def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
     """Looped BFS: GPipe with ``chunks`` stages on each rank, breadth first. The backward of the last micro-batch runs
     first (Lamy-Poirier 2023, arXiv:2211.05953)."""
-    raise_faults("looped_bfs()", [*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)])
+    check([*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)])
 
     def order(rank: int) -> Iterable[Action]:
         stages = range(rank, ranks * chunks, ranks)
@@ -93,6 +98,7 @@ def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
     return _looped("looped_bfs", ranks, chunks, m, order)
 
 
+@called("zero_bubble()")
 def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the bubbles, at the memory of 1F1B (Qi et al. 2024, arXiv:2401.10241).
 
@@ -102,7 +108,7 @@ def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
     Raises:
         ArgumentError: unless all rounds have the same number of micro-batches.
     """
-    raise_faults("zero_bubble()", _even_rounds(ranks, chunks, m))
+    check(_even_rounds(ranks, chunks, m))
     together = m // max(1, m // ranks)
 
     def order(rank: int) -> Iterable[Action]:
@@ -112,10 +118,11 @@ def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
     return _looped("zero_bubble", ranks, chunks, m, order)
 
 
+@called("zbv()")
 def zbv(ranks: int, m: int) -> Schedule:
     """ZB-V: rank ``r`` has the stages ``r`` and ``2 ranks - 1 - r``. Split backwards leave no bubble if forward, input
     gradients and weight gradients take equally long (Qi et al. 2024, arXiv:2401.10241, section 6)."""
-    raise_faults("zbv()", [*whole("ranks", ranks), *whole("m", m)])
+    check([*whole("ranks", ranks), *whole("m", m)])
     full = max(m, 2 * ranks - 1)
 
     def order(rank: int) -> Iterable[Action]:
@@ -135,6 +142,7 @@ def zbv(ranks: int, m: int) -> Schedule:
     return _folded("zbv", ranks, m, order)
 
 
+@called("dualpipe_v()")
 def dualpipe_v(ranks: int, m: int) -> Schedule:
     """DualPipeV: a forward of one half of the V overlaps a backward of the other half (DeepSeek-AI 2024,
     arXiv:2412.19437, cut in half as in github.com/deepseek-ai/DualPipe). Here such pairs run one after the other.
@@ -142,7 +150,7 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless ``m >= 2 ranks``.
     """
-    raise_faults("dualpipe_v()", at_least("DualPipeV", "m", m, "ranks", ranks, factor=2))
+    check(at_least("DualPipeV", "m", m, "ranks", ranks, factor=2))
 
     def order(rank: int) -> Iterable[Action]:
         up = ranks - 1 - rank
@@ -184,7 +192,7 @@ def _even_rounds(ranks: int, chunks: int, m: int) -> list[Fault]:
     if faults or m % max(1, m // ranks) == 0:
         return faults
     works = nearest(m, lambda other: other % max(1, other // ranks) == 0)
-    rule = "micro-batches run in m // ranks rounds of equal size"
+    rule = "the micro-batches do not divide into m // ranks rounds of equal size"
     return [Fault(rule, f"m={m}, ranks={ranks}: {m // ranks} rounds", f"m={works}, the nearest")]
 
 
@@ -205,6 +213,7 @@ _IN_TORCH = {"interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zbv"}
 NAMES = (*_ONE_STAGE, *_CHUNKED)
 
 
+@called("named_schedule()")
 def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """A schedule by its name.
 
@@ -221,7 +230,7 @@ def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None
     """
     key = _key(name) if isinstance(name, str) else ""
     found = _IN_TORCH.get(key) or next((known for known in NAMES if key == _key(known)), None)
-    raise_faults("named_schedule()", _faults(name, found, chunks))
+    check(_faults(name, found, chunks))
     if found in _ONE_STAGE:
         return _ONE_STAGE[found](ranks, micro_batches)
     if chunks is None:
@@ -238,10 +247,10 @@ def _faults(name: object, found: str | None, chunks: int | None) -> list[Fault]:
     if found is None:
         keys = {_key(known): known for known in NAMES} | _IN_TORCH
         close = get_close_matches(_key(str(name)), keys, n=1, cutoff=0.0)
-        faults.append(Fault(f"a schedule is one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]])))
+        faults.append(Fault(f"the schedule is not one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]])))
     elif found in _ONE_STAGE and chunks is not None:
-        works = f"{found!r} without chunks, or 'interleaved_1f1b'"
-        faults.append(Fault(f"{found!r} fixes its number of stages per rank", f"chunks={chunks!r}", works))
+        rule = f"chunks are given, but {found!r} fixes its number of stages per rank"
+        faults.append(Fault(rule, f"chunks={chunks!r}", f"{found!r} without chunks, or 'interleaved_1f1b'"))
     if chunks is not None:
         faults.extend(whole("chunks", chunks))
     return faults

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from torchckpt.errors import Fault, brief, raise_faults
+from torchckpt.errors import Fault, brief, check, raise_fault
 from torchckpt.planning.order.program import Run, compile_program, run
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 
@@ -34,22 +34,22 @@ class Misplaced(NamedTuple):
     fault: Fault
 
 
-def check_schedule(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
+def check_schedule(schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
     """Raise one :class:`~torchckpt.errors.ArgumentError` with all faults of ``schedule``: of single ranks, and ranks
     that wait for each other forever.
 
     Args:
         where: returns the place of a misplaced action in words. Default: such as ``rank 0, action 3``.
     """
-    check_order(caller, schedule, where)
-    raise_faults(caller, located(stuck(schedule, run(compile_program(schedule))), where))
+    check_order(schedule, where)
+    check(located(stuck(schedule, run(compile_program(schedule))), where))
 
 
-def check_order(caller: str, schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
+def check_order(schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
     """As :func:`check_schedule`, but without the check for ranks that wait for each other."""
     if not isinstance(schedule, Schedule):
-        raise_faults(caller, [Fault("a schedule is a Schedule", brief(schedule), "one_f_one_b(4, 8)")])
-    raise_faults(caller, [*_shape(schedule)] or located(misplaced(schedule), where))
+        raise_fault(Fault("the schedule is not a Schedule", brief(schedule), "one_f_one_b(4, 8)"))
+    check([*_shape(schedule)] or located(misplaced(schedule), where))
 
 
 def located(found: Iterable[Misplaced], where: Callable[[Misplaced], str] | None = None) -> list[Fault]:
@@ -69,7 +69,7 @@ def stuck(schedule: Schedule, played: Run) -> Iterator[Misplaced]:
             awaited = Action(action.stage + 1, Kind.BACKWARD, action.micro_batch)
         owner = schedule.placement[awaited.stage]
         here = len(played.starts[owner])
-        rule = "ranks must not wait for each other: a deadlock"
+        rule = "ranks wait for each other: a deadlock"
         waits = f"{action} waits for {awaited} of rank {owner}, which stands at {schedule.ranks[owner][here]}"
         works = f"{awaited} earlier on rank {owner}, or {action} later here"
         yield Misplaced(rank, position, Fault(rule, waits, works))
@@ -102,7 +102,7 @@ def _missing(schedule: Schedule, done: bytearray) -> Iterator[Misplaced]:
                 what = str(Action(stage, Kind.WEIGHT_GRAD, i))
             else:
                 what = str(Action(stage, Kind.BACKWARD, i))
-            rule = "every stage runs every micro-batch forward and backward, once"
+            rule = "an action is missing: every stage runs every micro-batch forward and backward"
             yield Misplaced(schedule.placement[stage], None, Fault(rule, f"no {what}", f"{what} on this rank"))
 
 
@@ -110,31 +110,32 @@ def _shape(schedule: Schedule) -> Iterator[Fault]:
     ranks, stages = len(schedule.ranks), schedule.stages
     if not stages or not schedule.micro_batches:
         received = f"{stages} stages, {schedule.micro_batches} micro-batches"
-        yield Fault("a schedule has at least one stage and one micro-batch", received, "gpipe(1, 1)")
+        yield Fault("the schedule has no stage, or no micro-batch", received, "gpipe(1, 1)")
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < ranks:
-            rule = f"each stage is on one of the {ranks} ranks"
+            rule = f"a stage is on none of the {ranks} ranks"
             yield Fault(rule, f"stage {stage} on rank {rank}", f"placement[{stage}]=0")
 
 
 def _elsewhere(schedule: Schedule, action: Action, rank: int) -> Fault:
     here = [stage for stage, there in enumerate(schedule.placement) if there == rank]
-    rule = f"this rank has stages {here} and micro-batches 0 to {schedule.micro_batches - 1}"
+    last = schedule.micro_batches - 1
+    rule = f"the action is not of this rank, which has stages {here} and micro-batches 0 to {last}"
     return Fault(rule, str(action), str(Action(here[0] if here else 0, action.kind, 0)))
 
 
 def _out_of_order(action: Action, bit: int, state: int) -> Fault:
     missing = _NEEDS[bit] & ~state
     if missing:
-        rule = f"{action} comes after {_NAMES[missing]}"
+        rule = f"{action} stands before {_NAMES[missing]}"
         return Fault(rule, f"{action} before {_of(action, missing)}", f"{_of(action, missing)}, ..., {action}")
     before = next(other for other in _NAMES if _EXCLUDES[bit] & state & other)
     if before == bit:
-        return Fault("every action appears once", f"{action} again", f"one {action}")
+        return Fault("the action appears twice", f"{action} again", f"one {action}")
     received = f"{action} after {_of(action, before)}"
     if bit == _R:
-        return Fault(f"{action} comes before {_NAMES[before]}", received, f"{action}, ..., {_of(action, before)}")
-    rule = "a backward is whole (B) or in two halves (I, W)"
+        return Fault(f"{action} stands after {_NAMES[before]}", received, f"{action}, ..., {_of(action, before)}")
+    rule = "a backward is both whole (B) and in two halves (I, W)"
     return Fault(rule, received, f"{action}, without {_of(action, before)}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, raise_faults
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, check, raise_fault
 from torchckpt.planning.budget import DeviceMemory, Limit
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.order.orders import whole
@@ -19,7 +19,6 @@ from torchckpt.planning.work.inputs import Links, per_stage, plannable_faults
 
 __all__ = ["Comparison", "plan_every"]
 
-_CALLER = "plan_every()"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Comparison:
         return "\n\n".join(lines)
 
 
+@called("plan_every()")
 def plan_every(
     stages: Sequence[Stage],
     micro_batches: int,
@@ -83,20 +83,20 @@ def plan_every(
         BudgetInfeasible: the budget is too small for all.
     """
     count = len(stages) if ranks is None and isinstance(stages, Sequence) else ranks
-    raise_faults(_CALLER, [*whole("ranks", count), *whole("micro_batches", micro_batches)])
+    check([*whole("ranks", count), *whole("micro_batches", micro_batches)])
     listed, wrong = per_stage(stages, len(stages))
-    raise_faults(_CALLER, wrong or plannable_faults(listed))
+    check(wrong or plannable_faults(listed))
     fitting = list(_fitting(stages, micro_batches, count or 1))
     if not fitting:
         received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"
-        raise_faults(_CALLER, [Fault("some schedule has these counts", received, "as many stages as ranks")])
+        raise_fault(Fault("no schedule has these counts", received, "as many stages as ranks"))
     schedule, cut = fitting[0]
-    limits = None if isinstance(budget, DeviceMemory) else problem_of(_CALLER, schedule, cut, budget, link).budget_bytes
-    reference = planned(problem_of(_CALLER, schedule, cut, "100%", link))
+    limits = None if isinstance(budget, DeviceMemory) else problem_of(schedule, cut, budget, link).budget_bytes
+    reference = planned(problem_of(schedule, cut, "100%", link))
     plans, refused = [], []
     for schedule, cut in fitting:
         try:
-            problem = problem_of(_CALLER, schedule, cut, budget if limits is None else "100%", link)
+            problem = problem_of(schedule, cut, budget if limits is None else "100%", link)
             problem = problem if limits is None else problem.within(limits)
             plans.append(planned_with_moves(problem) if balance else planned(problem))
         except BudgetInfeasible as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchckpt.errors import BudgetInfeasible
+from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.schedule import Action, Schedule
@@ -89,8 +89,8 @@ def _refuse(problem: Problem) -> None:
     others = [one for one in problem.too_small if one != rank]
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
     raise BudgetInfeasible(
-        "plan_pipeline(): a budget holds what a rank that recomputes everything needs\n"
-        f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}, which needs {enough(least)}{also}\n"
+        f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything\n"
+        f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}{also}\n"
         f"  works:    budget={enough(least)} or more, or fewer micro-batches in flight, or smaller ones",
         least,
         planned(problem.within(needed)),
@@ -144,6 +144,7 @@ def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
                 yield moved
 
 
+@called("plan_pipeline()")
 def plan_pipeline(
     schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0, *, balance: bool = False
 ) -> PipelinePlan:
@@ -168,10 +169,11 @@ def plan_pipeline(
         BudgetInfeasible: the budget is below the need of a rank that recomputes everything. The error has the least
             budget that works, and its plan.
     """
-    problem = problem_of("plan_pipeline()", schedule, stages, budget, link)
+    problem = problem_of(schedule, stages, budget, link)
     return planned_with_moves(problem) if balance else planned(problem)
 
 
+@called("plan_bound()")
 def plan_bound(schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0) -> float:
     """A lower bound on the seconds of every plan; infinite if no plan fits. Arguments as of `plan_pipeline`."""
-    return problem_of("plan_bound()", schedule, stages, budget, link).bound_seconds
+    return problem_of(schedule, stages, budget, link).bound_seconds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.planning.budget import DeviceMemory, Limit, bytes_per_rank, without_static
 from torchckpt.planning.order.program import Program
 from torchckpt.planning.order.schedule import Kind, Schedule
@@ -85,27 +85,27 @@ class Problem:
         return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - taken) for taken in static))
 
 
-def problem_of(caller: str, schedule: Schedule, stages: Stages, budget: Limit, link: Links) -> Problem:
+def problem_of(schedule: Schedule, stages: Stages, budget: Limit, link: Links) -> Problem:
     """The problem for the arguments of the caller.
 
     Raises:
         ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget``.
     """
-    check_schedule(caller, schedule)
+    check_schedule(schedule)
     links, wrong_links = per_boundary(link, schedule.stages)
     listed, wrong_stages = per_stage(stages, schedule.stages)
     wrong_stages = wrong_stages or plannable_faults(listed)
-    raise_faults(caller, [*_recomputes(schedule), *wrong_stages, *wrong_links])
+    check([*_recomputes(schedule), *wrong_stages, *wrong_links])
     keep_all = Step(schedule, tuple(listed), tuple(links))
     if isinstance(budget, DeviceMemory):
-        limits = without_static(caller, budget, keep_all.static_bytes)
+        limits = without_static(budget, keep_all.static_bytes)
         return Problem(schedule, keep_all.stages, keep_all.links, limits, budget)
-    limits = bytes_per_rank(caller, budget, len(schedule.ranks), max(keep_all.peak_bytes))
+    limits = bytes_per_rank(budget, len(schedule.ranks), max(keep_all.peak_bytes))
     return Problem(schedule, keep_all.stages, keep_all.links, limits)
 
 
 def _recomputes(schedule: Schedule) -> list[Fault]:
     if not recomputed_early(schedule):
         return []
-    rule = "the plan says what is recomputed, so the schedule has no R yet"
+    rule = "the schedule has R already, but the plan says what is recomputed"
     return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from torchckpt.errors import ArgumentError, Fault
+from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.planning.order.csv_format import from_csv, to_csv
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
@@ -20,7 +20,6 @@ from torchckpt.planning.work.choice import Choice, State
 __all__ = ["read", "written"]
 
 _FORMAT = 1
-_CALLER = "PipelinePlan.from_json()"
 
 
 def written(plan: PlanFigures) -> str:
@@ -43,6 +42,7 @@ def written(plan: PlanFigures) -> str:
     return json.dumps(stored)
 
 
+@called("PipelinePlan.from_json()")
 def read(text: str) -> PlanFigures:
     """Read the JSON of :func:`written`, and count it again. Its bound is that of the problem.
 
@@ -58,7 +58,7 @@ def read(text: str) -> PlanFigures:
         stages = [_stage(one) for one in stored["stages"]]
         links = [Link(*pair) for pair in stored["links"]]
         budgets = _amounts(stored["budget_bytes"], ranks)
-        asked = problem_of(_CALLER, given, stages, "100%", links).within(budgets)
+        asked = problem_of(given, stages, "100%", links).within(budgets)
         problem = replace(asked, stages=restaged(stages, stored["balance"]))
         choices = {
             (stage, i): Choice(*(tuple(part) for part in one))
@@ -77,8 +77,7 @@ def read(text: str) -> PlanFigures:
 
 
 def _refuse(received: str) -> NoReturn:
-    rule = "a plan is read from what to_json() wrote"
-    raise ArgumentError(f"{_CALLER}: {Fault(rule, received, 'plan.to_json()')}")
+    raise_fault(Fault("the text is no plan that to_json() wrote", received, "plan.to_json()"))
 
 
 def _choices_of(plan: PlanFigures, stage: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -133,7 +132,7 @@ def _check(plan: PlanFigures) -> None:
             if bool(choice.early) != ((stage, i) in replayed):
                 said = f"{len(choice.early)} early blocks, {'an' if (stage, i) in replayed else 'no'} R"
                 _refuse(f"stage {stage}, micro-batch {i}: {said}")
-    check_schedule(_CALLER, planned)
+    check_schedule(planned)
     for rank in plan.over_budget:
         held, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]
         _refuse(f"rank {rank} holds {held:.12g} bytes, its budget is {budget:.12g}")

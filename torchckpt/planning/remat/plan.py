@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torchckpt.errors import ArgumentError, Fault, raise_faults
+from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.remat.draw.plan_svg import draw_plan
 from torchckpt.planning.remat.draw.table import Summary, page, plan_rows, table
@@ -98,6 +98,7 @@ class Plan:
         """How many of ``order`` are the forward."""
         return self.memory.boundary
 
+    @called("plan.explain()")
     def explain(self, name: str) -> str:
         """Say which outputs of a module, a mark or an operation are saved, and which are recomputed how often.
 
@@ -110,8 +111,8 @@ class Plan:
         if not operations:
             known = sorted({*filter(None, self.paths), *self.names, *map(self._name, self.flow.eager)})
             near = get_close_matches(name, known, 1, 0.3) or known[:1]
-            rule = "a plan explains the modules, marks and operations of the call it was made for"
-            raise_faults("plan.explain()", [Fault(rule, repr(name), f"plan.explain({''.join(near)!r})")])
+            rule = "the plan has no module, mark or operation of this name"
+            raise_fault(Fault(rule, repr(name), f"plan.explain({''.join(near)!r})"))
         return "\n".join([f"{name}:", *self._told(operations)])
 
     def draw(self, path: str | PathLike[str] | None = None, title: str = "Memory of one training step") -> str:
@@ -135,6 +136,7 @@ class Plan:
         return json.dumps({"format": _FORMAT, **self._fields()})
 
     @classmethod
+    @called("Plan.from_json()")
     def from_json(cls, text: str) -> Plan:
         """The plan that :meth:`to_json` wrote.
 
@@ -146,9 +148,9 @@ class Plan:
             told = {_FORMAT: read}[read["format"]]
             return cls._read(told)
         except (ValueError, LookupError, TypeError) as error:
-            fault = Fault("a plan is read from what plan.to_json() wrote", f"{text!r:.60} ({error!r})",
+            fault = Fault("the text is no plan that plan.to_json() wrote", f"{text!r:.60} ({error!r})",
                           "Plan.from_json(plan.to_json())")
-            raise ArgumentError(f"Plan.from_json(): {fault}") from error
+            raise ArgumentError(str(fault)) from error
 
     def _fields(self) -> dict[str, Any]:
         flow = asdict(self.flow, dict_factory=_stored) | {name: sorted(getattr(self.flow, name)) for name in _SETS}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torchckpt.errors import called
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.validity import check_schedule
 from torchckpt.planning.step.idle import in_any_order, in_this_order
@@ -27,7 +28,6 @@ from torchckpt.planning.work.inputs import Links, Stages
 
 __all__ = ["Bound", "Supply", "bound", "bound_of"]
 
-_CALLER = "bound()"
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Bound:
         return self.plain_seconds + self.overhead_seconds
 
 
+@called("bound()")
 def bound(
     schedule: Schedule,
     stages: Stages = Block(),  # noqa: B008  # frozen
@@ -91,8 +92,8 @@ def bound(
     Raises:
         ArgumentError: as :func:`~torchckpt.planning.step.simulated.simulate`.
     """
-    check_schedule(_CALLER, schedule)
-    return bound_of(step_of(_CALLER, schedule, stages, link, choices), any_order)
+    check_schedule(schedule)
+    return bound_of(step_of(schedule, stages, link, choices), any_order)
 
 
 def bound_of(step: Step, any_order: bool = False) -> Bound:

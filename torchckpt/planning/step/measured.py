@@ -8,7 +8,7 @@ from math import inf
 from statistics import median
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.orders import Visit
@@ -61,6 +61,7 @@ def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[
     return apart
 
 
+@called("measured_timeline()")
 def measured_timeline(step: Step, spans: Spans, in_bytes: bool = False) -> Timeline:
     """``step`` as it was measured. The timeline begins with its first action.
 
@@ -102,9 +103,9 @@ def _played(step: Step, spans: Spans, zero: float) -> Run:
             times[-1][span.action].append(span)
     pairs = list(zip(times, step.program.actions))
     missing = [str(action) for on_rank, order in pairs for action in order if action not in on_rank]
-    rule = "every action of the schedule was measured"
+    rule = "an action of the schedule was not measured"
     works = "custom functions of a schedule that call forward_one_chunk() and backward_one_chunk() of its stages"
-    raise_faults("measured_timeline()", [Fault(rule, f"nothing of {', '.join(missing)}", works)] if missing else [])
+    check([Fault(rule, f"nothing of {', '.join(missing)}", works)] if missing else [])
     ordered = [[on_rank[action].pop(0) for action in order] for on_rank, order in pairs]
     starts = [[span.start_seconds - zero for span in on_rank] for on_rank in ordered]
     return Run(starts, [[span.end_seconds - zero for span in on_rank] for on_rank in ordered], [], [])

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning.order.orders import Visit, whole
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_order
@@ -15,10 +15,10 @@ from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 
 __all__ = ["recomputed_early", "with_recompute", "without"]
 
-_CALLER = "with_recompute()"
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
+@called("with_recompute()")
 def with_recompute(schedule: Schedule, choices: Choices, k: int = 1) -> Schedule:
     """``schedule`` with an ``R`` for each visit that has early blocks. Forwards and backwards keep their order.
 
@@ -35,12 +35,12 @@ def with_recompute(schedule: Schedule, choices: Choices, k: int = 1) -> Schedule
         ArgumentError: a choice is of a stage or micro-batch that the schedule does not have, or the schedule has
             recomputes already.
     """
-    check_order(_CALLER, schedule)
+    check_order(schedule)
     faults = [*whole("k", k), *visit_faults(schedule, choices)]
     if recomputed_early(schedule):
-        rule = "a micro-batch is recomputed once, so the schedule has no R yet"
+        rule = "the schedule has R already, and a micro-batch is recomputed once"
         faults.append(Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()"))
-    raise_faults(_CALLER, faults)
+    check(faults)
     visits = {visit for visit, choice in choices.items() if _has_early(choice)}
     ranks = (tuple(_before_backwards(order, visits, k)) for order in schedule.ranks)
     return replace(schedule, ranks=tuple(ranks)) if visits else schedule

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from torchckpt.errors import called
 from torchckpt.planning.figures import Event
 from torchckpt.planning.order.program import Instruction, Program, run
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
@@ -33,6 +34,7 @@ _SHORTER = 1e-9
 """The smallest gain that counts, as a share of the step. Smaller ones may be rounding."""
 
 
+@called("quickest()")
 def quickest(
     schedule: Schedule,
     choices: Choices,
@@ -50,7 +52,7 @@ def quickest(
         k: a rank recomputes only what one of its next ``k`` backwards needs. Default: 1.
     """
     placed = with_recompute(schedule, choices, k)
-    return quickest_of(step_of("quickest()", placed, stages, link, choices), k)
+    return quickest_of(step_of(placed, stages, link, choices), k)
 
 
 def quickest_of(step: Step, k: int) -> Schedule:

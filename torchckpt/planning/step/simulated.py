@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
-from torchckpt.errors import Fault, brief, raise_faults
+from torchckpt.errors import Fault, brief, called, check
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
@@ -28,7 +28,6 @@ from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stag
 
 __all__ = ["Step", "simulate", "step_of"]
 
-_CALLER = "simulate()"
 
 
 @dataclass(frozen=True)
@@ -193,6 +192,7 @@ class Step:
             yield self.seconds - replace(self, stages=stages).seconds
 
 
+@called("simulate()")
 def simulate(
     schedule: Schedule,
     stages: Stages = Block(),  # noqa: B008  # frozen
@@ -225,32 +225,32 @@ def simulate(
         ArgumentError: seconds or bytes are missing, negative or not numbers; the schedule cannot run; choices are of
             visits that it does not have, or contradict its ``R``.
     """
-    step = step_of(_CALLER, schedule, stages, link, choices)
+    step = step_of(schedule, stages, link, choices)
     return step.explained() if exposed else step.timeline
 
 
-def step_of(caller: str, schedule: Schedule, stages: Stages, link: Links, choices: Choices | None = None) -> Step:
+def step_of(schedule: Schedule, stages: Stages, link: Links, choices: Choices | None = None) -> Step:
     """The step for the arguments of :func:`simulate`, checked."""
-    check_order(caller, schedule)
+    check_order(schedule)
     listed, wrong_stages = per_stage(stages, schedule.stages)
     links, wrong_links = per_boundary(link, schedule.stages)
-    raise_faults(caller, [*wrong_stages, *wrong_links])
+    check([*wrong_stages, *wrong_links])
     placed = recomputed_early(schedule)
     if choices is None:
         choices = dict.fromkeys(placed, State.EARLY)
-    raise_faults(caller, list(_choice_faults(schedule, listed, choices)))
+    check(list(_choice_faults(schedule, listed, choices)))
     step = Step(schedule, tuple(listed), tuple(links), choices)
     if not placed:
         step = replace(step, schedule=with_recompute(schedule, {visit: step.choice(visit) for visit in choices}))
-    raise_faults(caller, list(_early_faults(step)))
+    check(list(_early_faults(step)))
     if step.run.stuck:
-        check_schedule(caller, schedule)
+        check_schedule(schedule)
     return step
 
 
 def _choice_faults(schedule: Schedule, stages: Sequence[Stage], choices: object) -> Iterator[Fault]:
     if not isinstance(choices, Mapping):
-        rule = "choices say for each (stage, micro-batch) what becomes of its blocks"
+        rule = "choices is not a mapping of each (stage, micro-batch) to what becomes of its blocks"
         yield Fault(rule, brief(choices), "choices=ahead(schedule)")
         return
     wrong = list(visit_faults(schedule, list(choices)))
@@ -260,7 +260,7 @@ def _choice_faults(schedule: Schedule, stages: Sequence[Stage], choices: object)
             continue
         blocks = len(stages[visit[0]].blocks)
         if not (isinstance(choice, Choice) and choice.is_of(blocks)):
-            rule = f"each of the {blocks} blocks of stage {visit[0]} is in one state"
+            rule = f"a choice does not give each of the {blocks} blocks of stage {visit[0]} one state"
             yield Fault(rule, f"choices[{visit}]={brief(choice)}", f"Choice.all(State.LATE, {blocks})")
 
 
@@ -268,6 +268,6 @@ def _early_faults(step: Step) -> Iterator[Fault]:
     placed = recomputed_early(step.schedule)
     for visit in sorted(placed ^ {visit for visit in step.choices if step.choice(visit).early}):
         recompute = Action(visit[0], Kind.RECOMPUTE, visit[1])
-        rule = "a visit has an R in the schedule exactly if some of its blocks are recomputed early"
+        rule = "the schedule has an R without early blocks, or early blocks without an R"
         parts = (str(recompute), "early block") if visit in placed else (f"early blocks of {visit}", str(recompute))
         yield Fault(rule, "{}, and no {}".format(*parts), "the schedule without R, which places them")

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent
 from torchckpt.planning.figures import Drawn
@@ -31,7 +31,6 @@ POLICIES = ("none", *(when + kept for when in ("arrival", "ahead") for kept in _
 AS_GIVEN = "as given"
 """The row of a schedule that came with recomputes of its own."""
 
-_CALLER = "report()"
 _POLICY = re.compile(rf"none|(arrival|ahead(?::(\d+))?)(?:/({'|'.join(EXEMPTIONS)}))?")
 _WORDS = {
     None: ("nothing recomputed", "Recomputing nothing"),
@@ -148,6 +147,7 @@ class Report(Drawn):
         }
 
 
+@called("report()")
 def report(
     schedule: Schedule,
     stages: Stages = Block(),  # noqa: B008  # frozen
@@ -170,9 +170,9 @@ def report(
     Raises:
         ArgumentError: as the functions that are called.
     """
-    check_schedule(_CALLER, schedule)
-    raise_faults(_CALLER, [fault for name in names for fault in policy_faults(name)])
-    given = step_of(_CALLER, schedule, stages, link)
+    check_schedule(schedule)
+    check([fault for name in names for fault in policy_faults(name)])
+    given = step_of(schedule, stages, link)
     steps = {AS_GIVEN: given} if recomputed_early(schedule) else {}
     plain = replace(given, schedule=without(schedule), choices={})
     steps |= {name: step_named(plain, name) for name in names}
@@ -202,7 +202,7 @@ def policy_faults(name: str) -> list[Fault]:
     if match is None:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
         exempt_too = ", ".join(f"/{one}" for one in EXEMPTIONS)
-        rule = f"a policy is none, arrival, ahead or ahead:K; the last three also with {exempt_too}"
+        rule = f"the policy is not none, arrival, ahead or ahead:K; the last three also with {exempt_too}"
         return [Fault(rule, repr(name), repr(close))]
     return whole("k", int(match[2])) if match[2] else []
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchckpt.errors import Fault, brief, raise_faults
+from torchckpt.errors import Fault, brief, called, raise_fault
 
 __all__ = ["NOTHING", "Block", "Link", "Stage", "fixed", "restaged"]
 
@@ -75,8 +75,9 @@ class Stage:
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, Sequence):
-            rule, works = "the blocks of a stage are a tuple of Block", "Stage((Block(),) * 8)"
-            raise_faults("Stage()", [Fault(rule, f"blocks={brief(self.blocks)}", works)])
+            rule, works = "blocks is not a tuple of Block", "Stage((Block(),) * 8)"
+            with called("Stage()"):
+                raise_fault(Fault(rule, f"blocks={brief(self.blocks)}", works))
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     @cached_property

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.schedule import Kind, Schedule
 from torchckpt.planning.work.block import Stage
@@ -26,6 +26,7 @@ __all__ = [
     "arrival",
     "exempt",
     "first_blocks",
+    "no_such_visit",
     "none",
     "visit_faults",
 ]
@@ -105,6 +106,7 @@ def first_blocks(schedule: Schedule, stages: Sequence[Stage], count: int) -> Cho
     return {(stage, i): by_stage[stage] for stage, i in _visits(schedule)}
 
 
+@called("exempt()")
 def exempt(schedule: Schedule, choices: Choices, *kept: Exemption) -> Choices:
     """``choices``, but the visits ``kept`` keep everything.
 
@@ -114,7 +116,7 @@ def exempt(schedule: Schedule, choices: Choices, *kept: Exemption) -> Choices:
     Raises:
         ArgumentError: an exemption is unknown, or ``schedule`` does not have the stage or the micro-batch.
     """
-    raise_faults("exempt()", _faults(schedule, kept))
+    check(_faults(schedule, kept))
     names = {exemption for exemption in kept if isinstance(exemption, str)}
     visits = {exemption for exemption in kept if not isinstance(exemption, str)}
     if "first_backward" in names:
@@ -143,7 +145,7 @@ def _first_backwards(schedule: Schedule) -> set[Visit]:
 def _faults(schedule: Schedule, kept: Sequence[object]) -> Iterator[Fault]:
     for one in kept:
         if isinstance(one, str) and one not in EXEMPTIONS:
-            rule = f"an exemption is one of {', '.join(EXEMPTIONS)}, or a (stage, micro-batch)"
+            rule = f"an exemption is not one of {', '.join(EXEMPTIONS)}, or a (stage, micro-batch)"
             yield Fault(rule, repr(one), repr(get_close_matches(one, EXEMPTIONS, n=1, cutoff=0.0)[0]))
     yield from visit_faults(schedule, [one for one in kept if not isinstance(one, str)])
 
@@ -152,8 +154,15 @@ def visit_faults(schedule: Schedule, visits: Collection[object]) -> Iterator[Fau
     """A fault for each of ``visits`` that ``schedule`` does not have."""
     for visit in visits:
         if not _is_there(schedule, visit):
-            rule = f"stages are 0 to {schedule.stages - 1}, micro-batches 0 to {schedule.micro_batches - 1}"
-            yield Fault(rule, repr(visit), "(0, 0)")
+            yield Fault(no_such_visit(schedule), repr(visit), "(0, 0)")
+
+
+def no_such_visit(schedule: Schedule) -> str:
+    """What is wrong with a visit that ``schedule`` does not have."""
+    return (
+        f"the schedule has no such visit: its stages are 0 to {schedule.stages - 1}, "
+        f"its micro-batches 0 to {schedule.micro_batches - 1}"
+    )
 
 
 def _is_there(schedule: Schedule, visit: object) -> bool:

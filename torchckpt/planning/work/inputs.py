@@ -22,7 +22,7 @@ Links: TypeAlias = "float | Link | Sequence[Link]"
 
 def per_stage(stages: Stages, count: int) -> tuple[list[Stage], list[Fault]]:
     """The stages of a schedule that has ``count`` of them, and their faults."""
-    rule = f"stages are a Stage or a Block, or a list with one for each of the schedule's {count}"
+    rule = f"stages is not a Stage or a Block, or a list with one for each of the schedule's {count}"
     listed, faults = _spread("stages", (Stage, Block), stages, count, rule, f"[Stage((Block(),) * 8)] * {count}")
     for stage, at in _first_places(listed).items():
         where = f"stages[{at}]" if isinstance(stages, Sequence) else "stages"
@@ -36,7 +36,7 @@ def plannable_faults(stages: Sequence[Stage]) -> list[Fault]:
     faults = [fault for stage, at in _first_places(stages).items() for fault in _idle_faults(f"stages[{at}]", stage)]
     if not faults and not any(stage.blocks for stage in stages):
         works = "[Stage((Block(),) * 8)] * 4"
-        faults.append(Fault("some stage has blocks, for only blocks are recomputed", "none", works))
+        faults.append(Fault("no stage has blocks, and only blocks are recomputed", "none", works))
     return faults
 
 
@@ -44,14 +44,14 @@ def per_boundary(link: Links, stages: int) -> tuple[list[Link], list[Fault]]:
     """The link of every pair of neighbouring stages, and their faults."""
     if isinstance(link, (int, float)) and not isinstance(link, bool):
         link = Link(link)
-    rule = f"one Link, or one for each of {stages - 1} pairs of neighbouring stages"
+    rule = f"link is not one Link, or one for each of {stages - 1} pairs of neighbouring stages"
     listed, faults = _spread("link", (Link,), link, stages - 1, rule, f"Link(), or a list of {stages - 1}")
     for place, one in enumerate(listed):
         where = "link" if isinstance(link, Link) else f"link[{place}]"
         if not _is_amount(one.latency_seconds):
             faults.append(_no_amount(where, "latency_seconds", one.latency_seconds))
         if not (_is_number(one.bandwidth) and one.bandwidth > 0):
-            rule = "a bandwidth is a number of bytes per second, above 0"
+            rule = "a bandwidth is not a number of bytes per second, above 0"
             faults.append(Fault(rule, f"{where}.bandwidth={one.bandwidth!r}", "bandwidth=float('inf')"))
         if isinstance(link, Link):
             break
@@ -86,14 +86,14 @@ def _stage_faults(where: str, stage: Stage) -> Iterator[Fault]:
             yield from _numbers(f"{where}.blocks[{at}]", block)
         else:
             yield Fault(
-                "the blocks of a stage are Blocks", f"{where}.blocks[{at}]={brief(block)}", "Stage((Block(),) * 8)"
+                "a block of a stage is not a Block", f"{where}.blocks[{at}]={brief(block)}", "Stage((Block(),) * 8)"
             )
     for name in ("before", "after"):
         part = getattr(stage, name)
         wrong = list(_numbers(f"{where}.{name}", part)) if isinstance(part, Block) else []
         yield from wrong
         if not wrong and not (isinstance(part, Block) and part.freed_bytes == 0):
-            rule = "what comes before and after the blocks of a stage is never recomputed: made by fixed()"
+            rule = "what comes before or after the blocks of a stage was not made by fixed()"
             works = "Stage(blocks, after=fixed(forward_seconds=1.0))"
             yield Fault(rule, f"{where}.{name}={brief(part)}", works)
     for name in ("message_bytes", "collective_seconds"):
@@ -109,7 +109,7 @@ def _numbers(where: str, block: Block) -> Iterator[Fault]:
     if not wrong and block.boundary_bytes > block.saved_bytes:
         received = f"{where}: saved_bytes={block.saved_bytes!r}, boundary_bytes={block.boundary_bytes!r}"
         works = "Block(saved_bytes=34e6, boundary_bytes=2e6)"
-        yield Fault("what a block saves includes its boundary", received, works)
+        yield Fault("a block saves less than its boundary", received, works)
 
 
 _POSITIVE = ("forward_seconds", "recompute_seconds", "saved_bytes")
@@ -120,18 +120,18 @@ def _idle_faults(where: str, stage: Stage) -> Iterator[Fault]:
     for block, at in _first_places(stage.blocks).items():
         for name in _POSITIVE:
             if not getattr(block, name):
-                rule = "the forward and the recompute of a block take time, and it saves something"
+                rule = "the forward or the recompute of a block takes no time, or it saves nothing"
                 yield Fault(rule, f"{where}.blocks[{at}].{name}={getattr(block, name)!r}", f"{name}=1.0")
         if not block.input_grad_seconds + block.weight_grad_seconds:
-            rule, received = "the backward of a block takes time", f"{where}.blocks[{at}]: 0 seconds"
+            rule, received = "the backward of a block takes no time", f"{where}.blocks[{at}]: 0 seconds"
             yield Fault(rule, received, "Block(input_grad_seconds=1.0)")
     if not stage.forward_seconds:
         works = "Stage((), after=fixed(forward_seconds=1.0))"
-        yield Fault("the forward of a stage takes time", f"{where}: 0 seconds", works)
+        yield Fault("the forward of a stage takes no time", f"{where}: 0 seconds", works)
 
 
 def _no_amount(where: str, name: str, value: object) -> Fault:
-    return Fault("seconds and bytes are finite numbers >= 0", f"{where}.{name}={value!r}", f"{name}=1.0")
+    return Fault("seconds or bytes are not a finite number >= 0", f"{where}.{name}={value!r}", f"{name}=1.0")
 
 
 def _is_amount(value: object) -> bool:

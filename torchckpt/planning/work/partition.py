@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import inf, lcm
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, check
 from torchckpt.planning.order.orders import whole
 
 __all__ = ["balanced", "count_faults"]
@@ -17,6 +17,7 @@ _Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 partition."""
 
 
+@called("balanced()")
 def balanced(costs: Sequence[float], partitions: int) -> list[int]:
     """The number of layers in each stage, for the partition whose most expensive stage costs least.
 
@@ -37,7 +38,7 @@ def balanced(costs: Sequence[float], partitions: int) -> list[int]:
     When the end of the last stage moves forward, its best start moves forward as well (a Monge matrix). So the start is
     found by divide and conquer: n layers in p stages take p n log n steps instead of p n^2.
     """
-    raise_faults("balanced()", [*count_faults(partitions, len(costs)), *_cost_faults(costs)])
+    check([*count_faults(partitions, len(costs)), *_cost_faults(costs)])
     sums = [0, *accumulate(_integers(costs))]
     layers, spare = len(costs), len(costs) - partitions
     keys: dict[int, _Key] = {end: ((-sums[end],), (-end,)) for end in range(1, spare + 2)}
@@ -56,7 +57,7 @@ def count_faults(partitions: object, layers: int) -> list[Fault]:
     if isinstance(partitions, int) and partitions <= layers:
         return []
     received = f"partitions={partitions}, {layers} layers"
-    return [Fault("there must be a layer for every stage", received, f"partitions={max(layers, 1)}, or more layers")]
+    return [Fault("there are fewer layers than stages", received, f"partitions={max(layers, 1)}, or more layers")]
 
 
 def _cost_faults(costs: Sequence[object]) -> list[Fault]:
@@ -64,7 +65,7 @@ def _cost_faults(costs: Sequence[object]) -> list[Fault]:
     if not bad:
         return []
     received = ", ".join(f"{cost!r} of layer {layer}" for layer, cost in bad)
-    return [Fault("a cost is a finite number, 0 or more", received, "costs=[0.5, 2, 0]")]
+    return [Fault("a cost is not a finite number, 0 or more", received, "costs=[0.5, 2, 0]")]
 
 
 def _is_cost(cost: object) -> bool:

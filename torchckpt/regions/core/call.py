@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, Fault, RecomputationError
+from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import Replay, thread
 from torchckpt.regions.private import pop_hooks, push_hooks, set_grad_enabled
@@ -162,7 +162,7 @@ class Call:
         context = self._contexts[1]
         if context is None:
             raise RecomputationError(
-                "the context of a replay is entered once\n"
+                "the context of a replay was entered before, and is entered once\n"
                 f"  received: a second replay of region {name_of(self.function)}, whose first one raised\n"
                 "  works:    a new forward; or context_fn=None"
             )
@@ -233,11 +233,9 @@ def _inside(context: AbstractContextManager[Any], function: Function) -> Functio
 
 def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     made = make()
-    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(c, AbstractContextManager) for c in made):
-        return made
-    fault = Fault(
-        "context_fn must return two context managers, one around the forward and one around the replay",
-        repr(made),
-        "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())",
-    )
-    raise ArgumentError(f"checkpoint: {fault}")
+    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(c, AbstractContextManager) for c in made)):
+        rule = "context_fn did not return two context managers, one around the forward and one around the replay"
+        works = "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())"
+        with called("checkpoint"):
+            raise_fault(Fault(rule, repr(made), works))
+    return made

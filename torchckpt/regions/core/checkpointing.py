@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RegionError, TransformError
+from torchckpt.errors import ArgumentError, Fault, RegionError, TransformError
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
 from torchckpt.regions.core.pair import checkpoint as checkpoint_input
@@ -26,7 +26,7 @@ from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 __all__ = ["Checkpointing", "checkpoint", "keep_outside_graph", "outside", "outside_graph", "refuse_transforms", "run"]
 
 _DEBUG = Fault(
-    "debug must be False: errors name the tensor that differs without a trace of operators",
+    "debug is not False; errors name the tensor that differs without a trace of operators",
     "debug=True",
     'checkpoint(function, x, determinism_check="values")',
 )
@@ -39,13 +39,22 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
-        check_options("checkpoint", function, options)
+        _check(function, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
     if thread.scope is not None:
         return thread.scope.run(function, args, kwargs, options)[0]
     return Frame(options).forward(function, args, kwargs)
+
+
+def _check(function: object, options: Options, others: Iterable[Fault] = (), name: str = "checkpoint") -> None:
+    """Check the options of a region, of which a fault is told as one of the function ``name``."""
+    try:  # not called(), which takes time where nothing is wrong
+        check_options(function, options, others)
+    except ArgumentError as error:
+        error.caller = name
+        raise
 
 
 def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -149,7 +158,7 @@ def checkpoint(
     if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     if debug:
-        check_options("checkpoint", function, options, [_DEBUG])
+        _check(function, options, [_DEBUG])
     if use_reentrant and not torch.compiler.is_dynamo_compiling():
         _warn_of_reentrant()
     if function is None and not args:
@@ -168,11 +177,12 @@ def _warn_of_reentrant() -> None:
 
 def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function], Function]:
     """The decorator that ``checkpoint`` returns if it got options alone."""
-    rule, works = "a decorator takes options alone", "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
-    check_options("checkpoint", run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
+    rule = "there is a keyword that is no option, and no function that takes it"
+    works = "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
+    _check(run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
 
     def decorate(function: Function) -> Function:
-        check_options("checkpoint", function, options)
+        _check(function, options)
 
         @functools.wraps(function, updated=())  # without the attributes: those of a module are its tables
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +223,7 @@ class Checkpointing:
         **kwargs: Any,
     ) -> None:
         self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        check_options("Checkpointing", function, self._options)
+        _check(function, self._options, name="Checkpointing")
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
         self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
 
@@ -223,7 +233,7 @@ class Checkpointing:
             return outside(self.checkpoint)
         if self._call is None:
             raise RegionError(
-                "a region runs its forward once\n  received: a second checkpoint()\n"
+                "the region has run its forward already\n  received: a second checkpoint()\n"
                 "  works:    torchckpt.Checkpointing(function, *args).checkpoint(), a new region for each forward"
             )
         (function, args, kwargs), self._call = self._call, None
@@ -281,7 +291,7 @@ class Checkpointing:
     def _must_have_run(self, call: str) -> None:
         if self._call is not None:
             raise RegionError(
-                f"a region must run its forward first\n  received: {call} before checkpoint()\n"
+                f"the region has not run its forward yet\n  received: {call} before checkpoint()\n"
                 "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchckpt.errors import Fault, TransformError, raise_faults
+from torchckpt.errors import Fault, TransformError, called, raise_fault
 from torchckpt.regions.core.scope import Level, Region, level_of
 from torchckpt.regions.flags import thread
 from torchckpt.regions.kept.record import KeptCall, KeptCalls, hooks_entered, only
@@ -63,7 +63,8 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         return keep_outside_graph(keep, function, *args, **kwargs)
     if not callable(function):
         works = "keep(router, x), not keep(router(x))"
-        raise_faults("keep", [Fault("the function must be callable", type(function).__name__, works)])
+        with called("keep"):
+            raise_fault(Fault("the function is not callable", type(function).__name__, works))
     if hooks_in_force(True) is None:
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there

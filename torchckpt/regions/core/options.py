@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, check
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
@@ -26,27 +26,27 @@ class Options(NamedTuple):
 DEFAULT = Options()
 
 
-def check_options(caller: str, function: object, options: Options, others: Iterable[Fault] = ()) -> None:
+def check_options(function: object, options: Options, others: Iterable[Fault] = ()) -> None:
     """Raise ``ArgumentError`` if ``options`` or ``function`` break a rule, or if ``others`` has faults."""
-    raise_faults(caller, [*others, *_faults(function, options)])
+    check([*others, *_faults(function, options)])
 
 
 def _faults(function: object, options: Options) -> Iterator[Fault]:
     if not callable(function):
         works = "checkpoint(block, x), not checkpoint(block(x))"
-        yield Fault("the function must be callable", shown(function), works)
+        yield Fault("the function is not callable", shown(function), works)
     for name, value in (("preserve_rng_state", options.preserve_rng_state), ("early_stop", options.early_stop)):
         if not isinstance(value, bool):
-            yield Fault(f"{name} must be a bool", shown(value), f"{name}=False")
+            yield Fault(f"{name} is not a bool", shown(value), f"{name}=False")
     if not _are_generators(options.generators):
         works = "generators=(generator,)"
-        yield Fault("generators must be a sequence of torch.Generator", shown(options.generators), works)
+        yield Fault("generators is not a sequence of torch.Generator", shown(options.generators), works)
     if options.determinism_check not in _CHECKS:
         received, works = shown(options.determinism_check), 'determinism_check="values"'
-        yield Fault(f"determinism_check must be one of {_CHECKS}", received, works)
+        yield Fault(f"determinism_check is not one of {_CHECKS}", received, works)
     if options.context_fn is not None and not callable(options.context_fn):
         works = "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
-        yield Fault("context_fn must be callable, and return two context managers", shown(options.context_fn), works)
+        yield Fault("context_fn is not callable; it returns two context managers", shown(options.context_fn), works)
 
 
 def _are_generators(given: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.regions.core.options import shown
 from torchckpt.regions.core.scope import level_of
 from torchckpt.regions.kept.record import hooks_entered
@@ -23,13 +23,15 @@ def heeding(context_fn: ContextFunction | None, respects: bool) -> ContextFuncti
     """``context_fn``, whose selective contexts heed the hooks that are in force around the region, if ``respects``."""
     name = "respect_saved_tensors_hooks"
     if not isinstance(respects, bool):
-        raise_faults("checkpoint", [Fault(f"{name} must be a bool or None", shown(respects), f"{name}=True")])
+        with called("checkpoint"):
+            raise_fault(Fault(f"{name} is not a bool or None", shown(respects), f"{name}=True"))
     # In a graph torch takes no notice of hooks. The default here is torch's old behaviour, without its warning.
     if not respects or not callable(context_fn) or torch.compiler.is_dynamo_compiling():
         return context_fn
     if not heeds_hooks:
         rule = f"{name} needs selective contexts that look for hooks, which torch has from 2.15 on"
-        raise_faults("checkpoint", [Fault(rule, f"torch {torch.__version__}", f"{name}=None")])
+        with called("checkpoint"):
+            raise_fault(Fault(rule, f"torch {torch.__version__}", f"{name}=None"))
     return partial(_contexts, context_fn)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, raise_faults
+from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.regions.private import alive, apply_of, set_version
 from torchckpt.regions.state.ambient import Generator, drawn_since, random_state, restore_states
 from torchckpt.regions.state.boundary import Boundary
@@ -163,13 +163,15 @@ def _fresh_output(function: Function, output: Tensor, inputs: Inputs) -> Tensor:
 def _check_outputs(function: Function, leaves: Sequence[Any]) -> None:
     hidden = [leaf for leaf in leaves if hides_tensors(leaf)]
     if hidden:
-        rule = f"{name_of(function)} must return tensors in pytrees: what is inside of other objects is out of sight"
+        rule = f"{name_of(function)} returned tensors in an object that is no pytree, where they are out of sight"
         works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
-        raise_faults("keep", [Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works)])
+        with called("keep"):
+            raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works))
     iterators = [leaf for leaf in leaves if isinstance(leaf, Iterator)]
     if iterators:
-        rule = f"{name_of(function)} must return what can be read twice: an iterator is at its end in the replay"
-        raise_faults("keep", [Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)")])
+        rule = f"{name_of(function)} returned an iterator, which is at its end in the replay"
+        with called("keep"):
+            raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"))
 
 
 def _copied(leaf: Any) -> Any:

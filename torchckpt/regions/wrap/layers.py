@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchckpt.errors import Fault, kind, raise_faults
+from torchckpt.errors import Fault, called, check, kind
 from torchckpt.regions.core.options import Options, check_options, shown
 from torchckpt.regions.wrap.module import checkpoint_module, module_faults
 from torchckpt.typing import ContextFunction, DeterminismCheck
@@ -64,6 +64,7 @@ class LayersHandle:
         return f"{len(self.names)} {noun}{', removed' if self._undo is None else ''}"
 
 
+@called(_CALLER)
 def checkpoint_layers(
     model: nn.Module,
     layers: Selector | Sequence[Selector] | Set[Selector],
@@ -110,11 +111,11 @@ def checkpoint_layers(
     selectors = _listed(layers)
     call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every)]
     if not selectors:
-        call_faults.append(Fault("layers must choose something", f"layers={layers!r}", _WORKS))
+        call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", _WORKS))
     each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
-    check_options(_CALLER, checkpoint_layers, options, each_once)
+    check_options(checkpoint_layers, options, each_once)
     chosen = _chosen(model, selectors)
-    raise_faults(_CALLER, _layer_faults(chosen))
+    check(_layer_faults(chosen))
     taken = dict(list(chosen.items())[::every])
     with ExitStack() as undo:
         for layer in taken.values():
@@ -134,7 +135,7 @@ def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
     """The layers by their first name, in the order of the model."""
     places = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if layer is not model}
     by_selector = [_matches(selector, places) for selector in selectors]
-    raise_faults(_CALLER, (_nothing(s, model, places) for s, found in zip(selectors, by_selector) if not found))
+    check((_nothing(s, model, places) for s, found in zip(selectors, by_selector) if not found))
     found = {id(layer) for matches in by_selector for layer in matches}
     names: dict[int, str] = {}
     for name, layer in places.items():
@@ -173,13 +174,13 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 def _model_faults(model: object) -> Iterator[Fault]:
     if not isinstance(model, nn.Module):
-        yield Fault("the model must be an nn.Module", kind(model), _WORKS)
+        yield Fault("the model is not an nn.Module", kind(model), _WORKS)
 
 
 def _every_faults(every: object) -> Iterator[Fault]:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         works = "every=2, for the 1st, the 3rd, the 5th"
-        yield Fault("every must be a whole number of at least 1", f"every={every!r}", works)
+        yield Fault("every is not a whole number of at least 1", f"every={every!r}", works)
 
 
 def _selector_fault(selector: object) -> Fault | None:
@@ -187,18 +188,18 @@ def _selector_fault(selector: object) -> Fault | None:
     if is_one and not isinstance(selector, nn.Module):
         return None
     received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
-    return Fault("layers are chosen by a class, by names, or by a function of a module", received, _WORKS)
+    return Fault("layers has something that is no class, no name, and no function of a module", received, _WORKS)
 
 
 def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
     """The fault of a selector that chooses nothing."""
     if isinstance(selector, str):
-        rule, received = "a name must be that of a layer", f"{selector!r}, which no layer has"
+        rule, received = "a name is that of no layer", f"{selector!r}, which no layer has"
     elif _is_class(selector):
-        rule = "a class must be that of a layer"
+        rule = "a class is that of no layer"
         received = f"{getattr(selector, '__name__', selector)}, of which no layer is one"
     else:
-        rule = "a function must choose a layer"
+        rule = "a function chooses no layer"
         received = f"{shown(selector)}, which is false for every layer"
     if not places or (_is_class(selector) and isinstance(model, selector)):
         received = f"{received}; the model itself is a {type(model).__name__}"
@@ -237,4 +238,4 @@ def _layer_faults(chosen: _Named) -> Iterator[Fault]:
         if inner:
             more = f", and {len(inner) - 1} more" if inner[1:] else ""
             works = f"those around alone: checkpoint_layers(model, {_pattern_of(name)!r}); or those inside alone"
-            yield Fault("no layer may be inside of another", f"{inner[0]!r} is inside of {name!r}{more}", works)
+            yield Fault("a chosen layer is inside of another", f"{inner[0]!r} is inside of {name!r}{more}", works)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchckpt.errors import Fault, kind
+from torchckpt.errors import Fault, called, kind
 from torchckpt.modules import is_compiled_class
 from torchckpt.regions.core.checkpointing import run
 from torchckpt.regions.core.options import Options, check_options
@@ -83,6 +83,7 @@ class CheckpointHandle:
         self.remove()
 
 
+@called("checkpoint_module")
 def checkpoint_module(
     module: nn.Module,
     *,
@@ -111,7 +112,7 @@ def checkpoint_module(
         ArgumentError: ``module`` is no module, is checkpointed already, or has its ``forward`` set on the instance.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    check_options("checkpoint_module", checkpoint_module, options, module_faults(module))
+    check_options(checkpoint_module, options, module_faults(module))
     put(module, _Checkpointed, options)
     if module._compiled_call_impl is not None:
         _compile_inside(module)
@@ -139,20 +140,20 @@ def module_faults(module: object) -> list[Fault]:
     """Why ``module`` cannot be checkpointed."""
     works = "for layer in model.layers: checkpoint_module(layer)"
     if not isinstance(module, nn.Module):
-        return [Fault("the module must be an nn.Module", kind(module), f"{works}; or checkpoint(function, x)")]
+        return [Fault("the module is not an nn.Module", kind(module), f"{works}; or checkpoint(function, x)")]
     name = type(module).__name__
     if _OPTIONS in module.__dict__:
-        return [Fault("a module is checkpointed once", f"{name}, checkpointed already", "handle.remove() first")]
+        return [Fault("the module is checkpointed already", f"{name}, checkpointed already", "handle.remove() first")]
     if type(module) in _CONTAINERS:
         received = f"{name}, whose layers are called one by one"
-        return [Fault("the module must have a forward that is called", received, works)]
+        return [Fault("the module has no forward that is called", received, works)]
     if isinstance(module, torch.jit.ScriptModule) or (
         "forward" in module.__dict__ and not is_compiled_class(type(module))
     ):
         received = f"{name}, whose forward is set on the instance or is a script"
-        rule = "the forward must be a method of the module's class"
+        rule = "the forward is not a method of the module's class"
         return [Fault(rule, received, "checkpoint(module, x) at the call")]
     if module._compiled_call_impl is not None and compiler_of(module._compiled_call_impl) is None:
-        rule = "a module that is compiled in place must be compiled by torch's own module.compile()"
+        rule = "the module was compiled in place, and not by torch's own module.compile()"
         return [Fault(rule, f"{name}, compiled in place", "checkpoint_module(module), and then module.compile()")]
     return []

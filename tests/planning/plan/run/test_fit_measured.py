@@ -33,7 +33,7 @@ def step_with(beside, schedule=SCHEDULE):
 
 
 def planned(budget, took, schedule=SCHEDULE):
-    return fitted("plan()", schedule, STAGES, LINKS, budget, [took])
+    return fitted(schedule, STAGES, LINKS, budget, [took])
 
 
 @pytest.mark.parametrize("budget", [500, 700, 900, "60%", [900, 500, 400]])
@@ -73,7 +73,7 @@ def test_above_the_peak_nothing_is_recomputed():
 def test_below_the_least_is_an_error_and_the_least_is_none(beside, make):
     schedule = make(3, 6)
     took = step_with(beside, schedule) if make is one_f_one_b else step_with(lambda place: 40, schedule)
-    with pytest.raises(BudgetInfeasible, match=r"^plan\(\): a budget holds what a step takes that") as error:
+    with pytest.raises(BudgetInfeasible, match=r"^the budget is too small") as error:
         planned(20, took, schedule)
     assert isinstance(error.value.plan, PipelinePlan)
     assert error.value.rank in (0, 1, 2)
@@ -103,7 +103,7 @@ def split_and_whole(waiting=60.0):
 def test_weight_gradients_that_wait_are_in_the_budget(budget):
     schedule, took = split_and_whole()
     try:
-        found = fitted("plan()", schedule, STAGES, LINKS, budget, took)
+        found = fitted(schedule, STAGES, LINKS, budget, took)
     except BudgetInfeasible as error:
         assert budget < error.least_bytes  # noqa: PT017
         return
@@ -122,7 +122,7 @@ def test_a_small_excess_is_no_reason_to_recompute_everything():
                               boundary_bytes=6.0) for _ in range(4)))
             for _ in range(3)
         ]
-        found = fitted("plan()", schedule, stages, LINKS, 500 + draw.randrange(200), took)
+        found = fitted(schedule, stages, LINKS, 500 + draw.randrange(200), took)
         assert found.fits
         assert found.plan.recomputed_share < 1.0
 
@@ -135,7 +135,7 @@ def test_what_is_too_little_does_not_depend_on_seconds_nor_on_split_backwards():
     for _ in range(5):
         blocks = [replace(STAGES[0].blocks[0], recompute_seconds=draw.uniform(0.5, 2.0)) for _ in range(4)]
         with pytest.raises(BudgetInfeasible) as error:
-            fitted("plan()", schedule, [Stage(tuple(blocks))] * 3, LINKS, 10, took)
+            fitted(schedule, [Stage(tuple(blocks))] * 3, LINKS, 10, took)
         least.add(error.value.least_bytes)
     assert least == {max(took[0].peaks())}
 
@@ -167,5 +167,5 @@ def test_between_forward_and_backward_of_one_visit_a_recompute_stays():
 
 
 def test_what_is_no_budget():
-    with pytest.raises(ArgumentError, match=r"^plan\(\): a budget is bytes above 0"):
+    with pytest.raises(ArgumentError, match=r"^plan\(\): the budget is not bytes above 0"):
         planned(-1, step_with(lambda place: 0))

@@ -55,7 +55,7 @@ class Fitted:
 
 
 def fitted(
-    caller: str, schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes,
+    schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes,
     took: Sequence[MeasuredStep], tied: bool = False, pairs: Collection[tuple[Action, Action]] = (),
 ) -> Fitted:
     """The shortest plan found whose step takes at most ``budget`` bytes. A share is a share of the peak of a step that
@@ -71,12 +71,12 @@ def fitted(
         BudgetInfeasible: the budget is below the peak of a step that recomputes everything.
     """
     beside, reserve = beside_of(took, stages), took[0].least(stages)
-    problem = problem_of(caller, schedule, stages, "100%", links)
+    problem = problem_of(schedule, stages, "100%", links)
     everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
-    limits = bytes_per_rank(caller, budget, len(schedule.ranks), everything)
+    limits = bytes_per_rank(budget, len(schedule.ranks), everything)
     least = _recomputing_all(problem, [one.schedule for one in took], limits, beside)
     if not least.fits:
-        raise _too_small(caller, least)
+        raise _too_small(least)
     best = least
     tries = _Tries(limits, _at_least(problem, [limit - taken for limit, taken in zip(limits, reserve)]))
     left, plans = _TRIES, [least.plan]
@@ -199,12 +199,12 @@ def _recomputing_all(
     return min(fits, key=lambda tried: max(peak / limit for peak, limit in zip(tried.peak_bytes, limits)))
 
 
-def _too_small(caller: str, least: Fitted) -> BudgetInfeasible:
+def _too_small(least: Fitted) -> BudgetInfeasible:
     limits, peaks = least.budget_bytes, least.peak_bytes
     rank = max(range(len(limits)), key=lambda one: peaks[one] / limits[one])
     return BudgetInfeasible(
-        f"{caller}: a budget holds what a step takes that recomputes everything\n"
-        f"  received: {whole(limits[rank])} bytes for rank {rank}, which takes {enough(peaks[rank])}\n"
+        f"the budget is too small: rank {rank} takes {enough(peaks[rank])} bytes even if it recomputes everything\n"
+        f"  received: {whole(limits[rank])} bytes for rank {rank}\n"
         f"  works:    budget={enough(peaks[rank])} or more, or fewer micro-batches in flight, or smaller ones",
         peaks[rank],
         least.plan,

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.draw.canvas import (
     CHARACTER,
     STYLE,
@@ -59,6 +59,7 @@ _LEAST = 0.02  # of the recomputed time, for a name
 _MOST_NAMES = 8  # of what is recomputed, that which takes longest
 
 
+@called("draw_plan()")
 def draw_plan(
     flow: Dataflow, schedule: Schedule, paths: Sequence[str], *, budget_bytes: int | None = None, title: str
 ) -> str:
@@ -78,8 +79,8 @@ def draw_plan(
         ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
     """
     if len(paths) != len(flow.operations):
-        rule = f"one path for each of {len(flow.operations)} operations"
-        raise_faults("draw_plan()", [Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]")])
+        rule = f"there is not one path for each of {len(flow.operations)} operations"
+        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
     plan = _Plan(flow, runs(flow, schedule), runs(flow, flow.eager), budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from html import escape
 
-from torchckpt.errors import Fault, raise_faults
+from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
@@ -68,8 +68,8 @@ def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[
         ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
     """
     if len(paths) != len(flow.operations):
-        rule = f"one path for each of {len(flow.operations)} operations"
-        raise_faults("plan_rows()", [Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]")])
+        rule = f"there is not one path for each of {len(flow.operations)} operations"
+        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
     saved, eager = simulate(flow, schedule).saved, simulate(flow, flow.eager).saved
     rows = [Row(paths[flow.writer[storage]], kept_bytes=flow.sizes_bytes[storage]) for storage in saved]
     dropped = set(eager) - set(saved)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torchckpt.errors import ArgumentError, Fault
+from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs, runs
 
 __all__ = ["Breakdown", "Memory", "Residence", "at_end", "at_peak", "lower_bound_bytes", "residences", "simulate"]
@@ -116,13 +116,13 @@ def _check(
     early = [names[index] for index in schedule[:boundary] if index >= flow.forward]
     unread = [names[schedule[step]] for step in unwritten.values() if step in range(len(schedule))]
     for what, found in (
-        ("runs every operation", missing),
-        ("runs an operation that is not repeatable once", twice),
-        ("ends the forward before it starts the backward", early),
-        ("writes a storage before it is read", unread),
+        ("does not run every operation", missing),
+        ("runs an operation twice that is not repeatable", twice),
+        ("starts the backward before the forward ends", early),
+        ("reads a storage before it is written", unread),
     ):
         if found:
-            raise ArgumentError(str(Fault(f"a schedule {what}", f"{found[0]} breaks it", "schedule=flow.eager")))
+            raise_fault(Fault(f"the schedule {what}", f"the operation {found[0]}", "schedule=flow.eager"))
 
 
 @dataclass(frozen=True)

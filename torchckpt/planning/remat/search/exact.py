@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from torchckpt.errors import ArgumentError, CheckpointError, Fault
+from torchckpt.errors import ArgumentError, CheckpointError, Fault, called
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.retention import Retention
@@ -34,6 +34,7 @@ class Exact:
     proven: bool
 
 
+@called("optimum()")
 def optimum(
     flow: Dataflow,
     budget_bytes: int,
@@ -113,7 +114,7 @@ def optimum(
 def _verified(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> Schedule:
     peak_bytes = simulate(flow, schedule).peak_bytes
     if peak_bytes > budget_bytes:
-        rule, received = "the solver counts memory as simulate() does", f"{peak_bytes} of {budget_bytes} bytes"
+        rule, received = "the solver does not count memory as simulate() does", f"{peak_bytes} of {budget_bytes} bytes"
         raise CheckpointError(str(Fault(rule, received, "fit(flow, budget_bytes), and a report of this")))
     return schedule
 
@@ -121,7 +122,7 @@ def _verified(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> Schedule
 def _nothing(flow: Dataflow, budget_bytes: int, time_limit_seconds: float, proven: bool) -> Infeasible:
     within = "none exists" if proven else f"none found in {time_limit_seconds} s"
     works = f"budget_bytes={simulate(flow, flow.eager).peak_bytes}"
-    return Infeasible(str(Fault("a budget is one that a schedule fits", f"{budget_bytes} bytes: {within}", works)))
+    return Infeasible(str(Fault("no schedule was found within the budget", f"{budget_bytes} bytes: {within}", works)))
 
 
 def _measure(costs: Sequence[float], step_seconds: float) -> float:
