@@ -11,7 +11,6 @@ from tests.helpers import leaf
 from torchckpt import checkpoint, keep
 from torchckpt.distributed.counting import CountingScope, measured_stage
 from torchckpt.planning import Block, Stage, fixed
-from torchckpt.planning.step.measured import Seconds
 from torchckpt.regions.saved import storage_of
 
 ROW = 8 * 4
@@ -107,7 +106,7 @@ def bytes_only(saved, boundary, replay=0.0):
 def test_a_stage():
     blocks = bytes_only(9.0, 1.0, 2.0), bytes_only(6.0, 0.0, 4.0)
     sized = Stage(blocks, fixed(saved_bytes=3.0), fixed(saved_bytes=5.0))
-    stage = measured_stage(sized, Seconds(10.0, 6.0, 3.0, 1.0))
+    stage = measured_stage(sized, Block(10.0, 6.0, 3.0, 1.0))
     assert stage == Stage(
         (Block(2.0, 2.0, 1.0, 2.0, 9.0, 1.0), Block(4.0, 4.0, 2.0, 4.0, 6.0, 0.0)),
         fixed(saved_bytes=3.0),
@@ -117,17 +116,17 @@ def test_a_stage():
 
 
 def test_blocks_whose_replays_were_not_timed_take_equally_long():
-    stage = measured_stage(Stage((bytes_only(9.0, 1.0), bytes_only(6.0, 0.0))), Seconds(3.0, 6.0, 2.0, 4.0))
+    stage = measured_stage(Stage((bytes_only(9.0, 1.0), bytes_only(6.0, 0.0))), Block(3.0, 6.0, 2.0, 4.0))
     assert stage.blocks == (Block(1.5, 3.0, 1.0, 2.0, 9.0, 1.0), Block(1.5, 3.0, 1.0, 2.0, 6.0, 0.0))
 
 
 def test_a_stage_without_regions():
-    stage = measured_stage(Stage((), fixed(saved_bytes=3.0)), Seconds(10.0, 6.0, 3.0, 10.0))
+    stage = measured_stage(Stage((), fixed(saved_bytes=3.0)), Block(10.0, 6.0, 3.0, 10.0))
     assert stage == Stage((), fixed(saved_bytes=3.0), fixed(10.0, 6.0, 3.0))
 
 
 def test_a_region_that_saves_nothing_and_takes_no_time_can_be_planned():
-    stage = measured_stage(Stage((fixed(),)), Seconds(1.0, 1.0, 1.0, 0.0))
+    stage = measured_stage(Stage((fixed(),)), Block(1.0, 1.0, 1.0, 0.0))
     (block,) = stage.blocks
     assert block.freed_bytes == 0
     assert block.saved_bytes > 0
