@@ -146,9 +146,9 @@ def test_csv_says_the_stages(capsys, tmp_path):
     assert main(["plan", "--csv", str(file), "--blocks", "2", "--budget", "1"]) == 2
     assert "the schedule has R already" in capsys.readouterr().err
     assert main(["plan", "--csv", str(file), "--blocks", "2", "--budget", "1", "--stages", "1"]) == 2
-    assert "--stages goes with --schedule" in capsys.readouterr().err
+    assert "--stages is given with --csv" in capsys.readouterr().err
     assert main(["plan", "--schedule", "1f1b", "--blocks", "2", "--budget", "1"]) == 2
-    assert "--schedule needs --stages and --microbatches" in capsys.readouterr().err
+    assert "--schedule is given without --stages and --microbatches" in capsys.readouterr().err
 
 
 def test_it_does_not_import_torch():

@@ -129,16 +129,16 @@ def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Sched
     if options.csv is None:
         missing = [name for name, value in counts.items() if value is None]
         if missing:
-            raise Unusable(f"--schedule needs {' and '.join(missing)}")
+            raise Unusable(f"--schedule is given without {' and '.join(missing)}")
         if options.stages * options.microbatches > most:
             received = f"--stages {options.stages} --microbatches {options.microbatches}"
-            raise Unusable(f"--stages times --microbatches is at most {most}; received: {received}; works: "
+            raise Unusable(f"--stages times --microbatches is above {most}; received: {received}; works: "
                            f"--microbatches {max(1, most // options.stages)}")
         return None
     counts[f"--{other}"] = getattr(options, other)
     given = [name for name, value in counts.items() if value is not None]
     if given:
-        raise Unusable(f"{given[0]} goes with --schedule; with --csv the file says it")
+        raise Unusable(f"{given[0]} is given with --csv, whose file says it")
     return _read_csv(options.csv)
 
 
@@ -280,4 +280,4 @@ def state_bytes(text: str) -> float:
     try:
         return amount(whole) / (count(ranks) if "/" in text else 1)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"a number from 0 such as 12, or 12/64; received: {text}") from None
+        raise argparse.ArgumentTypeError(f"not a number from 0 such as 12, or 12/64; received: {text}") from None

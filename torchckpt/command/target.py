@@ -72,7 +72,7 @@ def built(place: str, command: str) -> Made:
         raise _unfit(place, command, found)
     loss = others[1] if len(others) == 2 else None
     if loss is not None and (not callable(loss) or _is("Tensor", loss)):
-        rule = "what a target returns third is the loss, a function; several arguments of a call are a tuple"
+        rule = "the loss, the third value of the target, is no function; several arguments of a call are a tuple"
         raise _unfit(place, command, found, rule)
     return Made(modules, what if _is("nn.Module", what) else None, others[0] if others else None, loss, bool(others))
 
@@ -81,7 +81,7 @@ def model_at(place: str) -> tuple[Any, Any]:
     """For ``fit``: a model and its example."""
     made = built(place, "fit")
     if not made.has_example:
-        raise _unfit(place, "fit", made.model or made.modules, "fit needs an example of a call")
+        raise _unfit(place, "fit", made.model or made.modules, "the target returns no example of a call")
     if made.model is not None and not _is("nn.ModuleList", made.model):
         return made.model, made.example
     from torchckpt.command.chain import Chain
@@ -108,7 +108,7 @@ def stages_at(place: str) -> Callable[[], Any]:
     def build() -> Any:
         made = built(place, "plan")
         if not made.has_example:
-            raise _unfit(place, "plan", made.model or made.modules, "plan needs an example of a micro-batch")
+            raise _unfit(place, "plan", made.model or made.modules, "the target returns no example of a micro-batch")
         stages = [made.model] if made.modules is None else made.modules
         return (stages, made.example) if made.loss is None else (stages, made.example, made.loss)
 
@@ -151,7 +151,7 @@ def _called(place: str, found: Any, command: str) -> Any:
     if _is("nn.Module", found):
         return found
     if not callable(found):
-        raise _unfit(place, command, found, "a target is a function without arguments")
+        raise _unfit(place, command, found, "the target is not a function")
     try:
         return found()
     except (Exception, SystemExit) as error:  # of the user's code

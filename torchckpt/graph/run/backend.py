@@ -161,7 +161,7 @@ class _SameOverlaps:
             storage = storage_of(inputs[place])
             views = [output for output in outputs if isinstance(output, Tensor) and storage_of(output) == storage]
             if known[0] != known[1] and any(_layout(view) not in known for view in views):
-                rule = "a call that changes a buffer returns no view of an input that is a part of the buffer"
+                rule = "the call changes a buffer, and returns a view of an input that is a part of it"
                 received = f"an input of shape {tuple(inputs[place].shape)}, of which a view is returned"
                 raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
 

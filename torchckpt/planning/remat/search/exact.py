@@ -82,7 +82,7 @@ def optimum(
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        fault = Fault("an exact optimum is found by OR-tools", str(error), "pip install 'torchckpt[exact]'")
+        fault = Fault("OR-tools is missing, which finds an exact optimum", str(error), "pip install 'torchckpt[exact]'")
         raise ArgumentError(str(fault)) from error
     if simulate(flow, flow.eager).peak_bytes <= budget_bytes:
         return Exact(tuple(flow.eager), flow.seconds, flow.seconds, True)
