@@ -224,7 +224,7 @@ def test_neither_its_help_nor_a_wrong_option_imports_torch() -> None:
 
 def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused("my_model:mlp --budget 1kB", capsys)
-    assert line.startswith("the budget is too small; received: 1kB; the least found is ")
+    assert line.startswith("the budget is too small: the least found is 9.12kB; received: 1kB; no schedule needs less")
     budget = line.partition("works: --budget ")[2].partition(" ")[0]
     assert told(f"my_model:mlp --budget {budget}", capsys)["peak_bytes"] <= float(budget.removesuffix("kB")) * 1000
 
@@ -266,12 +266,12 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
         ),
         (
             "my_model:mlp --keep 9",
-            "keep: a name in keep is that of no module or mark of the traced call; received: '9'; "
+            "a name in keep is that of no module or mark of the traced call; received: '9'; "
             "works: --keep 0",
         ),
         (
             "my_model:mlp --exact",
-            "--exact proves the least time under a budget; received: no --budget; works: --budget 6GiB",
+            "--exact is given without a budget; received: no --budget; works: --budget 6GiB",
         ),
         (
             "my_model:mlp --svg missing/plan.svg",
@@ -283,7 +283,7 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
             f"argument --frontier: cannot write missing/curve.svg: No such file or directory; {PLACE.format('.svg')}",
         ),
         ("my_model:mlp --svg a", "argument --svg: the file's name does not end in .svg; received: a; works: a.svg"),
-        ("my_model:mlp --plan a", "--plan: the file's name does not end in .json; received: a; works: a.json"),
+        ("my_model:mlp --plan a", "argument --plan: the file's name does not end in .json; received: a; works: a.json"),
         (
             "my_model:mlp --svg a.svg --frontier a.svg",
             "--svg and --frontier write the same file; received: a.svg for both",

@@ -23,7 +23,7 @@ def chain(x):
 
 def made(**options):
     defaults = {"keep": None, "budget": None, "costs": "roofline", "rng": "keep", "exact": False, "shares": {}}
-    return GraphPlanner("f()", **{**defaults, **options})
+    return GraphPlanner(**{**defaults, **options})
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_refusal_says_what_there_is():
     assert least - 64 == plan.peak_bytes == plan.lower_bound == 12_004
     assert str(caught.value) == (
         "rematerialize(): the budget is too small: the least found is 12.07kB\n"
-        "  received: 8000, which is 8kB; the least found is 12.07kB, no schedule needs less than 12.07kB, "
+        "  received: 8000, which is 8kB; no schedule needs less than 12.07kB, "
         "eager 40.08kB\n"
         "            nobody can free, at the end of the step: gradients of inputs 4kB, outputs 4B\n"
         "            nobody can free, at the peak of the least: what tanh_1 reads and writes 8kB, outputs 4B\n"

@@ -57,7 +57,7 @@ def infeasible(
     peak = at_peak(plan.flow, plan.schedule, kinds)
     there = sum(plan.flow.sizes_bytes[storage] for storage in plan.flow.given)
     received = (
-        f"{asked}; the least found is {least}, no schedule needs less than {lower}, eager {eager}",
+        f"{asked}; no schedule needs less than {lower}, eager {eager}",
         f"nobody can free, at the end of the step: {_listed(at_end(plan.flow, kinds))}",
         f"nobody can free, at the peak of the least: {_listed(_parts(peak, plan.paths[peak.index]))}",
         f"beside that, at that peak, {written(peak.kept_bytes)} is kept for operations that follow",
