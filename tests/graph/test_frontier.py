@@ -50,5 +50,5 @@ def test_points(points):
 
 
 def test_no_example():
-    with pytest.raises(ArgumentError, match=r"there is no example, the inputs of one call\n  received: no example"):
+    with pytest.raises(ArgumentError, match=r"there are no inputs of a call\n  received: no example"):
         graph.frontier(Chain())

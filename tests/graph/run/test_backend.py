@@ -31,7 +31,7 @@ class Planner(GraphPlanner):
     """Plans by a function of the dataflow, and remembers the joint graph."""
 
     def __init__(self, schedule):
-        super().__init__("Planner()", None, None, "roofline", "keep", False, {})
+        super().__init__(None, None, "roofline", "keep", False, {})
         self._of = schedule
 
     def __call__(self, joint):

@@ -258,7 +258,7 @@ def test_example_is_planned_for_and_not_run(model, traces):
 def test_no_plan_before_there_are_inputs(model):
     step = step_of(model)
     assert step.plans == ()
-    works = r"(?s)plan: a plan needs inputs.*no example, and no call.*rematerialize\(mod"
+    works = r"(?s)plan: there is no plan yet: it needs inputs.*no example, and no call.*rematerialize\(mod"
     with pytest.raises(ArgumentError, match=works):
         step.plan  # noqa: B018
 

@@ -190,7 +190,8 @@ def test_error_in_a_compiled_function_is_not_lost():
 )
 def test_values_that_decide(function):
     error = refused(function, leaf(3))
-    assert str(error).startswith("the call depends on the values of its tensors, and a graph cannot\n  received: ")
+    wrong = "rematerialize(): the call depends on the values of its tensors, and a graph cannot"
+    assert str(error).startswith(f"{wrong}\n  received: ")
     assert "works:    torch.where() in place of if;" in str(error)
     assert line("lambda x: x", error)
     assert error.__cause__ is not None
@@ -217,7 +218,8 @@ def test_operation_without_a_derivative():
 
     lost.register_fake(torch.empty_like)
     error = refused(lambda x: lost(x * 2).sum(), leaf(3))
-    assert str(error).startswith("an operation between an input and the loss has no derivative\n  received: ")
+    wrong = "rematerialize(): an operation between an input and the loss has no derivative"
+    assert str(error).startswith(f"{wrong}\n  received: ")
     assert "works:    torch.library.register_autograd(), or y.detach() where no gradient is wanted" in str(error)
 
 
@@ -232,7 +234,8 @@ def test_tensor_that_is_no_input_and_no_buffer():
 
     with pytest.raises(CaptureError) as caught:
         graph.rematerialize(Masked(), torch.randn(2, 3))
-    assert str(caught.value).startswith("the call reads a tensor that is no input, parameter or buffer\n  received: ")
+    wrong = "rematerialize(): the call reads a tensor that is no input, parameter or buffer"
+    assert str(caught.value).startswith(f"{wrong}\n  received: ")
     assert line("return super().forward(x) * self.mask", caught.value)
     works = 'works:    self.register_buffer("mask", mask, persistent=False) in place of self.mask = mask'
     assert str(caught.value).endswith(works)
@@ -264,7 +267,8 @@ def test_inputs_that_are_changed(function, inputs, named, what):
         assert torch.equal(inputs[0].detach(), before)
         return
     assert str(refused(function, *inputs, **named)) == (
-        f"the call changes an input in place, so it cannot be recomputed\n  received: {what} is changed in place\n"
+        "rematerialize(): the call changes an input in place, so it cannot be recomputed\n"
+        f"  received: {what} is changed in place\n"
         "  works:    x = x + 1 in place of x.add_(1); or x = x.clone() first"
     )
 
@@ -275,7 +279,8 @@ def test_torch_that_lacks_something(monkeypatch, inner):
     monkeypatch.setattr("torchckpt.graph.trace.capture.GRAPH", lacking)
     name = "GRAPH" if inner == "eager" else "INDUCTOR"
     monkeypatch.setattr(sys.modules["torchckpt.graph.run.backend"], name, lacking)
-    assert str(refused(torch.sin, leaf(3))).startswith("this torch lacks what graph needs and torch 2.11 to ")
+    wrong = "rematerialize(): this torch lacks what graph needs and torch 2.11 to "
+    assert str(refused(torch.sin, leaf(3))).startswith(wrong)
     with pytest.raises(CaptureError, match="without torch:no_such_name"):
         graph.backend(inner=inner)
 

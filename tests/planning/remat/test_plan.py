@@ -147,7 +147,7 @@ def test_junk(text, cause):
     ("change", "cause"),
     [
         ({"schedule": [99]}, "IndexError"),
-        ({"schedule": [0, 1]}, "a schedule runs every operation"),
+        ({"schedule": [0, 1]}, "the schedule does not run every operation"),
         ({"schedule": ["a"]}, "TypeError"),
         ({"paths": 3}, "TypeError"),
     ],

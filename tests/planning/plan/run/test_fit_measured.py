@@ -167,5 +167,5 @@ def test_between_forward_and_backward_of_one_visit_a_recompute_stays():
 
 
 def test_what_is_no_budget():
-    with pytest.raises(ArgumentError, match=r"^plan\(\): the budget is not bytes above 0"):
+    with pytest.raises(ArgumentError, match=r"^the budget is not bytes above 0"):
         planned(-1, step_with(lambda place: 0))

@@ -21,7 +21,7 @@ def plan_of(seed, make, state):
         for _ in range(3)
     ]
     schedule = make(3, 6)
-    problem = problem_of("plan()", schedule, stages, "100%", [Link()] * 2)
+    problem = problem_of(schedule, stages, "100%", [Link()] * 2)
     choices = {(j, i): Choice.all(state, 3) for j in range(3) for i in range(6)}
     return PipelinePlan.of(problem, with_recompute(schedule, choices), choices)
 

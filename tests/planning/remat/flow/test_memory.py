@@ -85,10 +85,10 @@ def test_lower_bound():
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        ([0, 1, 2], "a schedule runs every operation\n  received: da breaks it\n  works:    schedule=flow.eager"),
-        ([0, 2, 1, 3], "a schedule ends the forward before it starts the backward\n  received: db breaks it"),
-        ([1, 0, 2, 3], "a schedule writes a storage before it is read\n  received: b breaks it"),
-        ([], "a schedule runs every operation\n  received: a breaks it"),
+        ([0, 1, 2], "the schedule does not run every operation\n  received: the operation da\n  works:    schedule"),
+        ([0, 2, 1, 3], "the schedule starts the backward before the forward ends\n  received: the operation db"),
+        ([1, 0, 2, 3], "the schedule reads a storage before it is written\n  received: the operation b"),
+        ([], "the schedule does not run every operation\n  received: the operation a"),
     ],
 )
 def test_schedule_that_is_none(schedule, text):
@@ -99,7 +99,7 @@ def test_schedule_that_is_none(schedule, text):
 
 def test_schedule_that_repeats_what_runs_once():
     flow = Dataflow((Operation("draw", (), (0,), 1.0, repeatable=False),), (1,), 1)
-    with pytest.raises(ArgumentError, match=r"runs an operation that is not repeatable once\n  received: draw"):
+    with pytest.raises(ArgumentError, match=r"twice that is not repeatable\n  received: the operation draw"):
         simulate(flow, [0, 0])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from html import escape
 
-from torchckpt.errors import Fault, raise_fault
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
@@ -56,6 +56,7 @@ class Summary:
     budget_bytes: int | None = None
 
 
+@called("plan_rows()")
 def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[Row]:
     """A row per module that saves, drops or recomputes something, in the order of the forward.
 
