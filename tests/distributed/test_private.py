@@ -184,8 +184,8 @@ def test_runtime_that_lacks_something_is_an_error_that_names_it(monkeypatch):
     with pytest.raises(CheckpointError) as caught:
         recompute_ahead(schedules.ScheduleGPipe(stage, 4, loss_fn=loss_of))
     assert str(caught.value) == (
-        "recompute_ahead(): this torch does not have the runtime of torch.distributed.pipelining that torch 2.11 to 2.15 "
-        "have\n"
+        "recompute_ahead(): this torch does not have the runtime of torch.distributed.pipelining "
+        "that torch 2.11 to 2.15 have\n"
         "  received: one without bwd_recv_ops, _prepare_schedule_with_comms\n"
         "  works:    the release of torchckpt that was made for this torch"
     )
