@@ -106,10 +106,11 @@ def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
             tuple(action for action in order if action != Action(visit[0], Kind.RECOMPUTE, visit[1]))
             for order in plan.schedule.ranks
         ))
-        return _with(replace(plan, schedule=schedule), visit, Choice(choice.kept, (), choice.recomputed))
+        without_early = replace(choice, early=(), late=tuple(sorted(choice.recomputed)))
+        return _with(replace(plan, schedule=schedule), visit, without_early)
     block = max(choice.kept, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
     kept = tuple(one for one in choice.kept if one != block)
-    return _with(plan, visit, Choice(kept, (), (*choice.late, block)))
+    return _with(plan, visit, replace(choice, kept=kept, late=tuple(sorted((*choice.late, block)))))
 
 
 def _kept(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
@@ -117,12 +118,11 @@ def _kept(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
     choice = plan.step.choice(visit)
     block = min(choice.late, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
     late = tuple(one for one in choice.late if one != block)
-    return _with(plan, visit, Choice((*choice.kept, block), choice.early, late))
+    return _with(plan, visit, replace(choice, kept=tuple(sorted((*choice.kept, block))), late=late))
 
 
 def _with(plan: PipelinePlan, visit: Visit, choice: Choice) -> PipelinePlan:
-    ordered = Choice(*(tuple(sorted(blocks)) for blocks in (choice.kept, choice.early, choice.late)))
-    return PipelinePlan.of(plan.problem, plan.schedule, {**plan.choices, visit: ordered})
+    return PipelinePlan.of(plan.problem, plan.schedule, {**plan.choices, visit: choice})
 
 
 def _density(block: Block) -> float:
