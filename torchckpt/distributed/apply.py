@@ -65,10 +65,8 @@ def recompute_ahead(
     every run: the recompute of a micro-batch stands right before its backward, or where ``costs`` put it.
 
     Args:
-        schedule: any schedule of ``torch.distributed.pipelining``: ``ScheduleGPipe``, ``Schedule1F1B``,
-            ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``, ``ScheduleInterleavedZeroBubble``,
-            ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``, or one read from CSV. It shares its stages with the one
-            that is returned, which is to be used instead.
+        schedule: any schedule of ``torch.distributed.pipelining``, or one read from CSV. It shares its stages with the
+            one that is returned, which is to be used instead.
         segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
             backward, one at a time. Early ones hide, late ones save memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
@@ -104,14 +102,13 @@ def recompute_ahead(
     check(_schedule_faults(schedule))
     check(_numpy_faults(schedule))
     plain = schedule_of(schedule)
-    faults = (
+    check((
         *_segments_faults(segments),
         *_exempt_faults(exempt, plain),
         *_cost_faults(costs, link, plain),
         *_use_faults(segments, costs, link),
         *use_faults(budget, plan, _given(segments, exempt, costs, link)),
-    )
-    check(faults)
+    ))
     is_planned = budget is not None or plan is not None
     kept = frozenset() if is_planned else _kept(exempt, segments, plain)
     check(_traced_faults(schedule, plain, kept))

@@ -197,7 +197,7 @@ def _choices_of(blocks: int, segments: int | None) -> tuple[Choice, Choice]:
     """The choices for a visit with an ``R``, which replays the last blocks, and for one whose backward replays all."""
     every = tuple(range(blocks))
     first = 0 if segments is None else max(0, blocks - segments)
-    return Choice((), every[first:], every[:first]), Choice((), (), every)
+    return Choice(early=every[first:], late=every[:first]), Choice(late=every)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

@@ -76,7 +76,7 @@ def _choice(holding: Holding, early: int) -> Choice:
     dropped = holding.dropped
     kept = tuple(block for block in range(holding.kept + len(dropped)) if block not in dropped)
     late = len(dropped) - early
-    return Choice(kept, dropped[late:], dropped[:late])
+    return Choice(kept=kept, early=dropped[late:], late=dropped[:late])
 
 
 def _refuse(problem: Problem) -> None:

@@ -2,7 +2,7 @@
 
     inputs            stages and links as users give them, checked
     choice            the states of a block, and the policies
-    block             seconds and bytes of blocks, stages and messages
+    block             seconds and bytes of blocks, stages and links
     partition         layers cut into stages
 """
 __all__: list[str] = []

@@ -7,6 +7,6 @@
     compilations      whether Dynamo has compiled since
     ambient           settings and random numbers
     streams           devices, and work on other streams to wait for
-    determinism       the errors of a replay that differs
+    determinism       the errors of a replay that differs; the name of a region in them
 """
 __all__: list[str] = []
