@@ -8,7 +8,7 @@ SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 named        = sed -u 's/^/$(1) | /'
 
-.PHONY: demo test docs lint test-levels test-kernel slow mutations compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
+.PHONY: demo test docs lint test-plans test-runs slow mutations compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
 
 # torch warns where NumPy is missing, which nothing here needs.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
@@ -24,19 +24,19 @@ demo: $(VENV)/.demo
 
 # Two processes of tests on two cores; each line says whose it is.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 lint test-kernel test-levels
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 lint test-runs test-plans
 
 lint:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-LEVELS := tests/graph tests/planning tests/models tests/command
+PLANS := tests/graph tests/planning tests/models tests/command
 
-test-levels:
-	$(BIN)/python -m pytest $(LEVELS) 2>&1 | $(call named,levels)
+test-plans:
+	$(BIN)/python -m pytest $(PLANS) 2>&1 | $(call named,plans)
 
-test-kernel:
-	$(BIN)/python -m pytest tests $(LEVELS:%=--ignore=%) 2>&1 | $(call named,kernel)
+test-runs:
+	$(BIN)/python -m pytest tests $(PLANS:%=--ignore=%) 2>&1 | $(call named,runs)
 
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test
