@@ -17,19 +17,24 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
-from torchckpt.regions.core.call import Call, Stop, comes_of_stop
+from torchckpt.modules import name_of
+from torchckpt.regions.core.call import Call, Stop, comes_of_stop, ends_with
+from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.core.slots import Slot, describe
+from torchckpt.regions.core.slots import Slot, compiled_anew, describe, differs
+from torchckpt.regions.devices import SyncPoint
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.record import KeptCalls, hooks_entered
-from torchckpt.regions.private import dispatch_modes_are_active, keep_from_dynamo, look_through, mutation_is_allowed
+from torchckpt.regions.private import (
+    dispatch_modes_are_active,
+    hooks_entered,
+    keep_from_dynamo,
+    look_through,
+    mutation_is_allowed,
+)
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
-from torchckpt.regions.state.compilations import compilations, is_settled
-from torchckpt.regions.state.determinism import compiled_anew, differs, name_of
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
-from torchckpt.regions.state.streams import SyncPoint
-from torchckpt.regions.tail import ends_with
+from torchckpt.regions.state.reached import compilations, is_settled
 from torchckpt.typing import Function
 
 __all__ = ["Around", "Frame", "SavedTensors", "observers"]
@@ -41,8 +46,6 @@ SavedTensors: TypeAlias = list[tuple[Tensor, int]]
 """Saved tensors in the order of their slots, each with its version when it was saved."""
 
 Around: TypeAlias = Callable[["deque[SavedTensors]"], AbstractContextManager[None]]
-
-_REPLAY = Call.replay.__code__
 
 _RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
 
@@ -218,7 +221,7 @@ class Frame:
                     different.append(slots[place].compare(tensor))
                     raise _error(call, slots, place, different)
                 fresh.append((saved, saved._version))
-                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function, _REPLAY):
+                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
                     return saved
             elif checked and not stops:
                 different.append(describe(tensor))

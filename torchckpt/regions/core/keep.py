@@ -11,12 +11,27 @@ from typing import Any
 import torch
 
 from torchckpt.errors import Fault, TransformError, called, raise_fault
-from torchckpt.regions.core.scope import Level, Region, level_of
+from torchckpt.modules import name_of
+from torchckpt.regions.core.hooks import Level, Region, level_of
+from torchckpt.regions.core.kept import (
+    Buffers,
+    Inputs,
+    KeptCall,
+    KeptCalls,
+    Result,
+    buffers_of,
+    changed_buffers,
+    inputs_of,
+)
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.record import KeptCall, KeptCalls, hooks_entered, only
-from torchckpt.regions.kept.result import Buffers, Inputs, Result, buffers_of, changed_buffers, inputs_of
-from torchckpt.regions.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
-from torchckpt.regions.state.determinism import name_of
+from torchckpt.regions.private import (
+    forward_ad,
+    functorch_is_active,
+    hooks_entered,
+    hooks_in_force,
+    only_hooks,
+    without_selective_modes,
+)
 from torchckpt.typing import Function
 
 __all__ = ["keep"]
@@ -58,7 +73,7 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: at backward, when a result was changed in place behind it.
     """
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
-        from torchckpt.regions.core.checkpointing import keep_outside_graph
+        from torchckpt.regions.core.outside_graph import keep_outside_graph  # imports Dynamo
 
         return keep_outside_graph(keep, function, *args, **kwargs)
     if not callable(function):
@@ -90,21 +105,21 @@ def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], lev
     name, inputs = name_of(function), inputs_of(function, args, kwargs)
     before = [(region, region.saved, buffers_of(region.module_state)) for region in level.recording]
     if level.replayed is not None:
-        with only(level.around):  # views of some layouts are saved, too
+        with only_hooks(level.around):  # views of some layouts are saved, too
             result, outputs = _replay(function, inputs, level.replayed)
         _add(name, result, before)
         result.raise_error()
         return outputs
     result = Result(inputs, [generator for region in level.recording for generator in region.generators])
     try:
-        with only(level.others):
+        with only_hooks(level.others):
             outputs = function(*args, **kwargs)
     except Exception as error:  # the region may catch it, and so does its replay
-        with only(level.around):
+        with only_hooks(level.around):
             result.note(function, None, inputs, error)
         _add(name, result, before)
         raise
-    with only(level.around):
+    with only_hooks(level.around):
         result.note(function, outputs, inputs)
     _add(name, result, before)
     return outputs

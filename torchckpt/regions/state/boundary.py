@@ -19,13 +19,15 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.regions.trees import copy_attributes
+from torchckpt.tensors import copy_attributes
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_LEAVES = _ATOMS | {Tensor, nn.Parameter}
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a saved tensor, and what unpacks it."""
 
 
 class Boundary:
@@ -38,9 +40,11 @@ class Boundary:
     __slots__ = ("_leaves", "spec")
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.spec: pytree.TreeSpec | None
-        """The structure of the arguments; None if all are tensors or atoms and are passed by position."""
-        leaves, self.spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
+        leaves: Sequence[Any] = args
+        self.spec: pytree.TreeSpec | None = None
+        """The structure of the arguments; None if all are tensors or atoms and are passed by position, as mostly."""
+        if kwargs or not _LEAVES.issuperset(map(type, args)):
+            leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
         inputs: dict[int, Input] = {}
         self._leaves: list[Any] = []
@@ -234,11 +238,3 @@ def generators_among(leaves: Iterable[Any]) -> list[torch.Generator]:
     objects = [leaf for leaf in leaves if type(leaf) not in _ATOMS]
     inside = chain.from_iterable(list(vars(leaf).values()) for leaf in objects if type(leaf).__dictoffset__)
     return [x for x in chain(objects, inside) if issubclass(type(x), torch.Generator)]  # proxies answer anything
-
-
-def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    # Most calls pass only tensors and atoms by position, and need no pytree.
-    for arg in args:
-        if not isinstance(arg, Tensor) and type(arg) not in _ATOMS:
-            return False
-    return not kwargs

@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import RecomputationError
+from torchckpt.modules import name_of
 from torchckpt.regions.private import alive, set_version, storage_key
-from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
-from torchckpt.regions.trees import copy_attributes
+from torchckpt.tensors import copy_attributes
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "Substitutes", "modules_lock", "record_state", "substituted"]

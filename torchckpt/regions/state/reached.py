@@ -1,4 +1,10 @@
-"""Reached: the norm layers that a function can call, in the modules that it holds or names, or comes to by either."""
+"""Reached: the norm layers and the compiled code that a function can call.
+
+They are in the modules that it holds or names, or comes to by either. Dynamo may compile in a replay what ran from its
+cache in the forward, and save other tensors then. So the values of what is saved are compared if code was compiled
+inside of a replay. The forward has noted checksums of them if there were compilations since a replay of its function
+last ran without one: in the first steps, that is.
+"""
 from __future__ import annotations
 
 import gc
@@ -6,19 +12,21 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
+from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from torchckpt.modules import is_compiled_class, is_compiled_function, is_module
+from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
+from torchckpt.regions.flags import thread
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
 from torchckpt.typing import Function
 
-__all__ = ["norm_layers_of", "reaches_nothing", "runs_compiled_code"]
+__all__ = ["compilations", "is_settled", "norm_layers_of", "reaches_nothing", "runs_compiled_code", "settle"]
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
@@ -61,6 +69,60 @@ def reaches_nothing(function: Function) -> bool:
     return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
 
 
+# compilations ---------------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.total = 0
+        """The compilations of this process since the first look, and 1 for those before; 0: Dynamo is not there."""
+
+    def look(self) -> int:
+        if not self.total and (dynamo := sys.modules.get("torch._dynamo.convert_frame")) is not None:
+            register = getattr(dynamo, "register_bytecode_hook", None)
+            if register is not None:
+                self.total = 1
+                register(self._compiled)
+        return self.total
+
+    def _compiled(self, _: CodeType, __: CodeType) -> None:
+        self.total += 1
+        if thread.flags[2] is not None:
+            thread.flags[2].compiles = True
+
+
+compilations = _Counter()
+_settled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def is_settled(function: Function) -> bool:
+    """Whether nothing was compiled since ``settle``; true without Dynamo, and of a function that reaches no compiled
+    code: reading checksums would make the host wait for the device."""
+    total = compilations.total or compilations.look()
+    return not total or _settled.get(_key(function)) == total or not runs_compiled_code(function)
+
+
+def settle(function: Function) -> None:
+    """A replay of ``function`` has ended, and nothing was compiled in it."""
+    total = compilations.total or compilations.look()
+    if total:
+        _settled[_key(function)] = total
+
+
+def _key(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    function = uncompiled(function)
+    if (module := module_of(function)) is not None:
+        return module
+    if type(function) is MethodType:
+        function = function.__func__
+    return function.__code__ if type(function) is FunctionType else type(function)
+
+
+# what is reached ------------------------------------------------------------------------------------------------------
+
+
 class _Walk:
     """The modules and functions that a function reaches, nearest first.
 
@@ -98,14 +160,7 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> None:
         self.functions.append(function)
-        for cell in function.__closure__ or ():
-            try:
-                self._next.append(cell.cell_contents)
-            except ValueError:  # nothing is in it yet
-                continue
-        self._next += function.__defaults__ or ()
-        self._next += (function.__kwdefaults__ or {}).values()
-        self._next += function.__dict__.values()
+        self._next += [*contents_of(function), *function.__dict__.values()]
         known, names = function.__globals__, _names_in(function.__code__)
         if names and not _is_of_others(known.get("__name__")):
             new = [name for name in names if name not in self._names]
