@@ -109,7 +109,7 @@ CALLS: dict[str, tuple[str, _Without]] = {
 """By the name that is called: what it is, and what stands there without it."""
 
 CONTEXTS = {"on": "stream context", "_on": "stream context", "_device": "device context"}
-EDGES = ("fork", "join", "recompute", "checkpoint", "_fork", "_join", "_checkpoint", "_recompute")
+EDGES = ("fork", "join", "recompute", "checkpoint")
 """Those whose starred arguments are edges of the graph."""
 
 

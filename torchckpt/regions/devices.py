@@ -30,14 +30,10 @@ def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if kind is None:
         return ()
     found = dict.fromkeys(tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == kind)
-    if found or not _is_initialized(kind):
-        return tuple(found)
-    return (torch.device(kind, torch.accelerator.current_device_index()),)
-
-
-def _is_initialized(kind: str) -> bool:
-    ask: Callable[[], bool] | None = getattr(getattr(torch, kind, None), "is_initialized", None)
-    return ask is None or ask()
+    if not found:
+        is_initialized: Callable[[], bool] = getattr(getattr(torch, kind, None), "is_initialized", lambda: True)
+        return (torch.device(kind, torch.accelerator.current_device_index()),) if is_initialized() else ()
+    return tuple(found)
 
 
 class SyncPoint:

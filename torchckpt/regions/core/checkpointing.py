@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, Fault, RegionError, TransformError
+from torchckpt.errors import Fault, RegionError, TransformError
 from torchckpt.modules import contents_of, is_module
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.hooks import heeding
@@ -40,22 +40,13 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
-        _check(function, options)
+        check_options(function, options, caller="checkpoint")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
     if thread.scope is not None:
         return thread.scope.run(function, args, kwargs, options)[0]
     return Frame(options).forward(function, args, kwargs)
-
-
-def _check(function: object, options: Options, others: Iterable[Fault] = (), name: str = "checkpoint") -> None:
-    """Check the options of a region, of which a fault is told as one of the function ``name``."""
-    try:  # not called(), which takes time where nothing is wrong
-        check_options(function, options, others)
-    except ArgumentError as error:
-        error.caller = name
-        raise
 
 
 def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -159,7 +150,7 @@ def checkpoint(
     if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     if debug:
-        _check(function, options, [_DEBUG])
+        check_options(function, options, [_DEBUG], "checkpoint")
     if use_reentrant and not torch.compiler.is_dynamo_compiling():
         _warn_of_reentrant()
     if function is None and not args:
@@ -180,10 +171,10 @@ def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function],
     """The decorator that ``checkpoint`` returns if it got options alone."""
     rule = "there is a keyword that is no option, and no function that takes it"
     works = "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
-    _check(run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
+    check_options(run, options, [Fault(rule, f"{name}=", works) for name in kwargs], "checkpoint")
 
     def decorate(function: Function) -> Function:
-        _check(function, options)
+        check_options(function, options, caller="checkpoint")
 
         @functools.wraps(function, updated=())  # without the attributes: those of a module are its tables
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +215,7 @@ class Checkpointing:
         **kwargs: Any,
     ) -> None:
         self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        _check(function, self._options, name="Checkpointing")
+        check_options(function, self._options, caller="Checkpointing")
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
         self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
 from torchckpt.regions.core.call import Call, Stop, comes_of_stop, ends_with
 from torchckpt.regions.core.kept import KeptCalls
@@ -219,13 +218,13 @@ class Frame:
                     raise compiled_anew(call.function)
                 if checked and not slots[place].accepts(tensor, by_values or compiles):
                     different.append(slots[place].compare(tensor))
-                    raise _error(call, slots, place, different)
+                    raise differs(call.function, slots, place, different[0])
                 fresh.append((saved, saved._version))
                 if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
                     return saved
             elif checked and not stops:
                 different.append(describe(tensor))
-                raise _error(call, slots, place, different)
+                raise differs(call.function, slots, place, different[0])
             raise Stop
 
         look_through(pack)
@@ -241,7 +240,7 @@ class Frame:
         if self.kept is not None and not different:
             self.kept.end(call.function, checked)
         if different or len(fresh) < total:  # the function caught the error, or ended before its time
-            raise _error(call, slots, len(fresh), different)
+            raise differs(call.function, slots, len(fresh), different[0] if different else "")
         return fresh
 
 
@@ -252,12 +251,6 @@ def _tell_outer_regions(states: RandomState) -> None:
         if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
             known = [id(generator) for generator in outer.generators]
             outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
-
-
-def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> RecomputationError:
-    nothing = "nothing, it had ended"
-    forward = describe(slots[place]) if place < len(slots) else nothing
-    return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
 
 
 keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)

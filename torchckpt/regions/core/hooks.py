@@ -44,7 +44,8 @@ class TorchRegion:
 
     def __init__(self) -> None:
         self.kept: KeptCalls | None = None
-        self._replay: object = None
+        self.replay: object = None
+        """The hook of the replay that is under way, or was last."""
 
     def replays(self, generator: Generator, before: Tensor) -> bool:
         """Whether ``generator`` is where the forward had it: torch does not tell what it puts back."""
@@ -54,13 +55,6 @@ class TorchRegion:
     def generators(self) -> list[Generator]:
         """The generators whose states a replay may put back."""
         return list(generators_of(accelerators_among((), {}), ()))
-
-    def is_in(self, replay: object) -> None:
-        """Note that ``replay`` is under way. A new one has taken nothing so far."""
-        if self._replay is not replay:
-            self._replay = replay
-            if self.kept is not None:
-                self.kept.begin(None)
 
 
 _of_torch: WeakKeyDictionary[Any, TorchRegion] = WeakKeyDictionary()
@@ -109,8 +103,10 @@ def _region_of(hooks: Hooks) -> tuple[Region, bool] | None:
         return None
     frame, is_replayed = entered
     region = _of_torch.setdefault(frame, TorchRegion())
-    if is_replayed:
-        region.is_in(pack)
+    if is_replayed and region.replay is not pack:  # a new replay, which has taken nothing so far
+        region.replay = pack
+        if region.kept is not None:
+            region.kept.begin(None)
     return region, is_replayed
 
 

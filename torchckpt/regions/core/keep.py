@@ -83,22 +83,18 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
     if hooks_in_force(True) is None:
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there
-        return _inside_transform(function, args, kwargs)
+        if any(thread.flags[:2]):
+            raise TransformError(
+                "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
+                "  received: torchckpt.keep inside such a transform, inside a region\n"
+                "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
+            )
+        return function(*args, **kwargs)
     level = level_of(hooks_entered())
     if level.replayed is None and not level.recording:
         return function(*args, **kwargs)
     with without_selective_modes():
         return _kept(function, args, kwargs, level)
-
-
-def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(thread.flags[:2]):
-        raise TransformError(
-            "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
-            "  received: torchckpt.keep inside such a transform, inside a region\n"
-            "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
-        )
-    return function(*args, **kwargs)
 
 
 def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], level: Level) -> Any:

@@ -7,6 +7,7 @@ nothing before the fork runs backward until all nodes on the phony's way have ru
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,39 +80,20 @@ class Fork(Join):
         return input.detach(), phony(input.device).detach()
 
 
-_checkpoint, _recompute, _fork, _join = map(apply_of, (Checkpoint, Recompute, Fork, Join))
+checkpoint: Callable[..., Tensor] = apply_of(Checkpoint)
+"""``checkpoint(frame, input, *phonies)``: the tensor that the function of ``frame`` gets for ``input``, which must
+require grad. Its backward runs before the backward of ``phonies``.
 
-
-def checkpoint(frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
-    """The tensor that the function of ``frame`` gets for ``input``, which must require grad. Its backward runs before
-    the backward of ``phonies``.
-
-    Call it once for each input. With a common node, the loss of an output that needs one input would also run the
-    backward of what produced the other inputs.
-    """
-    output: Tensor = _checkpoint(frame, input, *phonies)
-    return output
-
-
-def recompute(frame: Frame, *phonies: Tensor) -> Tensor:
-    """A phony that depends on ``phonies``. The backward between them is the replay of ``frame``."""
-    edge: Tensor = _recompute(frame, *phonies)
-    return edge
-
-
-def fork(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``input``, as a new tensor, and a phony that depends on it. ``input`` must require grad.
-
-    ``phonies``, if given, are joined to ``input`` in the same node, as by :func:`join`.
-    """
-    output, edge = _fork(input, *phonies)
-    return output, edge
-
-
-def join(input: Tensor, *phonies: Tensor) -> Tensor:
-    """Return ``input`` as a new tensor, whose backward runs before the backward of each of ``phonies``."""
-    output: Tensor = _join(input, *phonies)
-    return output
+Call it once for each input. With a common node, the loss of an output that needs one input would also run the backward
+of what produced the other inputs.
+"""
+recompute: Callable[..., Tensor] = apply_of(Recompute)
+"""``recompute(frame, *phonies)``: a phony that depends on ``phonies``. The backward between them is the replay."""
+fork: Callable[..., tuple[Tensor, Tensor]] = apply_of(Fork)
+"""``fork(input, *phonies)``: ``input``, as a new tensor, and a phony that depends on it. ``input`` must require grad.
+``phonies``, if given, are joined to it in the same node, as by ``join``."""
+join: Callable[..., Tensor] = apply_of(Join)
+"""``join(input, *phonies)``: ``input`` as a new tensor, whose backward runs before the backward of ``phonies``."""
 
 
 def phony(device: torch.device) -> Tensor:

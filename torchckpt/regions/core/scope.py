@@ -54,7 +54,7 @@ class Scope:
         number = self.regions
         if is_outermost:
             self.regions += 1
-            if self._keeps(number):
+            if self.keep if isinstance(self.keep, bool) else number in self.keep:
                 return self._kept(function, args, kwargs), None
         frame = Frame(options)
         outputs = frame.forward(function, args, kwargs)
@@ -63,9 +63,6 @@ class Scope:
             self.frames.append(frame)
             self.numbers.append(number)
         return outputs, frame
-
-    def _keeps(self, number: int) -> bool:
-        return self.keep if isinstance(self.keep, bool) else number in self.keep
 
     def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True

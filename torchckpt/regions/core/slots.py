@@ -1,6 +1,8 @@
 """Slots: the placeholders that graph nodes hold in place of saved tensors, and the errors of a replay that differs."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -114,13 +116,14 @@ _WRITTEN = """
     or buffer of a module, checkpoint(module, x)"""
 
 
-def differs(function: Function, place: int, total: int, forward: str, replay: str) -> RecomputationError:
-    """The error for saved tensor ``place`` (from 0) of ``total``; ``forward`` and ``replay`` describe both tensors."""
+def differs(function: Function, slots: Sequence[Slot], place: int, replay: str) -> RecomputationError:
+    """The error for saved tensor ``place`` (from 0); ``replay`` describes what was saved for it, if anything was."""
+    nothing = "nothing, it had ended"
     return RecomputationError(
         f"the replay of region {name_of(function)} did not save what its forward saved\n"
-        f"  first to differ: saved tensor {place + 1} of {total}\n"
-        f"  forward saved:   {forward}\n"
-        f"  replay saved:    {replay}\n{_CAUSES}{_WRITTEN if 'inplace operation' in replay else ''}"
+        f"  first to differ: saved tensor {place + 1} of {len(slots)}\n"
+        f"  forward saved:   {describe(slots[place]) if place < len(slots) else nothing}\n"
+        f"  replay saved:    {replay or nothing}\n{_CAUSES}{_WRITTEN if 'inplace operation' in replay else ''}"
     )
 
 

@@ -79,10 +79,12 @@ class Boundary:
         return args, kwargs, list(tensors.values())
 
     def drop_graphs(self) -> None:
-        """Hold no graph by what was put on the tensors."""
+        """Hold no graph by the attributes of tensors: one there may come from the region whose frame holds this."""
         for leaf in self._leaves:
-            if type(leaf) is Input:
-                leaf.drop_graphs()
+            if type(leaf) is Input and leaf._attributes is not None:
+                values = leaf._attributes.items()
+                grown = {name: value for name, value in values if isinstance(value, Tensor) and value.grad_fn}
+                leaf._attributes.update({name: value.detach() for name, value in grown.items()})
 
     def modules(self) -> list[nn.Module]:
         """The modules among the arguments."""
@@ -159,12 +161,6 @@ class Input:
         if self._unpack is None:
             return self._twin(kept if original is not kept else kept.detach())
         return self._twin(_laid_out(kept.detach(), self._strides))
-
-    def drop_graphs(self) -> None:
-        """Hold no graph by the attributes: a tensor there may come from the region whose frame holds this input."""
-        attributes = self._attributes or {}
-        grown = {name: value for name, value in attributes.items() if isinstance(value, Tensor) and value.grad_fn}
-        attributes.update({name: value.detach() for name, value in grown.items()})
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
         """Whether ``original`` still has the data and attributes of the forward, and is a leaf or not as then."""

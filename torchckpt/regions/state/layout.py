@@ -230,24 +230,17 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         owners = _owners(function, args)
         if not owners:
             return None
-        layout = _known(owners)
-        if modules is not None and not (args or layout.is_lazy):
-            modules.layout = layout
+        layout = known_of(owners[0]).layouts.get(_key(owners))
+        if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
+            layout = _made(owners)
     values = values_of(layout.tables)
-    # Modules compare by identity, so == is enough.
-    if values[: len(layout.children)] == layout.children and lengths_of(layout.dicts) == layout.lengths:
-        return layout, values
-    layout = _made(layout.live_owners())
+    # Modules compare by identity, so != is enough.
+    if values[: len(layout.children)] != layout.children or lengths_of(layout.dicts) != layout.lengths:
+        layout = _made(layout.live_owners())
+        values = values_of(layout.tables)
     if modules is not None and not (args or layout.is_lazy):
         modules.layout = layout
-    return layout, values_of(layout.tables)
-
-
-def _known(owners: Sequence[nn.Module]) -> Layout:
-    layout = known_of(owners[0]).layouts.get(_key(owners))
-    if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
-        return _made(owners)
-    return layout
+    return layout, values
 
 
 def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:

@@ -254,7 +254,13 @@ def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleSt
 @contextmanager
 def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
     """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
-    _acquire_lock(function)
+    if not modules_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+        raise RecomputationError(
+            f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
+            f"may change. That forward has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
+            "backward\n"
+            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
+        )
     own: list[tuple[dict[str, Any], str, Any]] = []
     try:
         own += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
@@ -264,16 +270,6 @@ def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
     finally:
         _put(own)
         modules_lock.release()
-
-
-def _acquire_lock(function: Function) -> None:
-    if not modules_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
-        raise RecomputationError(
-            f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
-            f"may change. That forward has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
-            "backward\n"
-            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
-        )
 
 
 def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:

@@ -57,10 +57,11 @@ or nothing."""
 def look(layers: Iterable[nn.Module], values: bool) -> Looked:
     """How ``layers`` are before a forward. With ``values``, their buffers are copied: an InstanceNorm makes from them
     what autograd saves."""
-    return [
-        (layer, None if updates(layer) else _versions(layer), _copies(layer) if values else _NOTHING)
-        for layer in layers
-    ]
+    looked: Looked = []
+    for layer in layers:
+        copies = {name: buffer.detach().clone() for name, buffer in _own(layer).items()} if values else _NOTHING
+        looked.append((layer, None if updates(layer) else _versions(layer), copies))
+    return looked
 
 
 def means(looked: Looked) -> dict[int, Tensor | None]:
@@ -236,10 +237,6 @@ _KEY = id(_before_call)
 
 def _own(layer: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
-
-
-def _copies(layer: nn.Module) -> _Values:
-    return {name: buffer.detach().clone() for name, buffer in _own(layer).items()}
 
 
 def _versions(layer: nn.Module) -> tuple[int, int]:

@@ -38,7 +38,8 @@ def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.M
     own: list[nn.Module] = []
     if layout is not None and layout.norms:
         own = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
-    if _is_of_module(function) or reaches_nothing(function):
+    called = function.__self__ if type(function) is MethodType else function
+    if issubclass(type(called), nn.Module) or reaches_nothing(function):
         return own
     reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
     return dict.fromkeys([*own, *reached]) if own else reached
@@ -55,11 +56,6 @@ def runs_compiled_code(function: Function) -> bool:
         return _tree_of(function).is_compiled()
     walk = _Walk(function)
     return any(map(is_compiled_function, walk.functions)) or any(_tree_of(one).is_compiled() for one in walk.modules)
-
-
-def _is_of_module(function: Function) -> bool:
-    called = function.__self__ if type(function) is MethodType else function
-    return issubclass(type(called), nn.Module)
 
 
 def reaches_nothing(function: Function) -> bool:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from types import UnionType
@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, TypeGuard, Union, get_origin
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from torchckpt.errors import Fault, called, check, kind
 from torchckpt.regions.core.options import Options, check_options, shown
@@ -28,7 +27,7 @@ Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]
 _Named: TypeAlias = "dict[str, nn.Module]"
 
 
-class LayersHandle:
+class LayersHandle(AbstractContextManager["LayersHandle"]):
     """Undoes one :func:`checkpoint_layers`. Also a context manager, which undoes it at its end.
 
     ``names`` are those of the modules, in the order of the model. ``repr`` lists them, and ``print`` their classes too.
@@ -44,9 +43,6 @@ class LayersHandle:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -108,11 +104,9 @@ def checkpoint_layers(
             ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    selectors = _listed(layers)
-    call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every)]
-    if not selectors:
-        call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", _WORKS))
-    each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
+    is_single = isinstance(layers, (str, bytes, nn.Module)) or not isinstance(layers, (Sequence, Set))
+    selectors: list[Any] = [layers] if is_single else list(layers)
+    each_once = dict.fromkeys(_call_faults(model, layers, selectors, every))  # 32 layers in a list are one fault
     check_options(checkpoint_layers, options, each_once)
     chosen = _chosen(model, selectors)
     check(_layer_faults(chosen))
@@ -121,11 +115,6 @@ def checkpoint_layers(
         for layer in taken.values():
             undo.enter_context(checkpoint_module(layer, **options._asdict()))
         return LayersHandle(taken, undo.pop_all())
-
-
-def _listed(layers: Any) -> list[Any]:
-    is_one = isinstance(layers, (str, bytes, nn.Module)) or not isinstance(layers, (Sequence, Set))
-    return [layers] if is_one else list(layers)
 
 
 # what is chosen -------------------------------------------------------------------------------------------------------
@@ -172,23 +161,20 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 # what is wrong --------------------------------------------------------------------------------------------------------
 
 
-def _model_faults(model: object) -> Iterator[Fault]:
+def _call_faults(model: object, layers: object, selectors: list[Any], every: object) -> Iterator[Fault]:
     if not isinstance(model, nn.Module):
         yield Fault("the model is not an nn.Module", kind(model), _WORKS)
-
-
-def _every_faults(every: object) -> Iterator[Fault]:
+    rule = "layers has something that is no class, no name, and no function of a module"
+    for selector in selectors:
+        if isinstance(selector, nn.Module):
+            yield Fault(rule, f"a module, {type(selector).__name__}", _WORKS)
+        elif not (isinstance(selector, str) or _is_class(selector) or callable(selector)):
+            yield Fault(rule, shown(selector), _WORKS)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         works = "every=2, for the 1st, the 3rd, the 5th"
         yield Fault("every is not a whole number of at least 1", f"every={every!r}", works)
-
-
-def _selector_fault(selector: object) -> Fault | None:
-    is_one = isinstance(selector, str) or _is_class(selector) or callable(selector)
-    if is_one and not isinstance(selector, nn.Module):
-        return None
-    received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
-    return Fault("layers has something that is no class, no name, and no function of a module", received, _WORKS)
+    if not selectors:
+        yield Fault("layers chooses nothing", f"layers={layers!r}", _WORKS)
 
 
 def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
