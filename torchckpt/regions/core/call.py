@@ -52,22 +52,6 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
-    __slots__ = (
-        "_boundary",
-        "_contexts",
-        "_entry",
-        "_looked",
-        "_noted",
-        "_options",
-        "_ran",
-        "devices",
-        "function",
-        "is_alone",
-        "means",
-        "module_state",
-        "named",
-    )
-
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
         self.devices = accelerators_among(args, kwargs)

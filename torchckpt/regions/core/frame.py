@@ -56,24 +56,6 @@ class Frame:
     the slots are filled, and then neither.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_call",
-        "_compilations",
-        "_in_norm",
-        "_lock",
-        "_options",
-        "_returned",
-        "_slots",
-        "_sync_point",
-        "_values",
-        "ambient",
-        "around",
-        "checks",
-        "kept",
-        "recomputed",
-    )
-
     def __init__(self, options: Options) -> None:
         self._options = options
         self.checks = options.determinism_check != "none"

@@ -77,18 +77,6 @@ _EMPTY: dict[Any, Any] = {}
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules."""
 
-    __slots__ = (
-        "_after",
-        "_buffers",
-        "_flags",
-        "_new_copies",
-        "_non_leaves",
-        "_parameters",
-        "_values",
-        "_versions",
-        "layout",
-    )
-
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))

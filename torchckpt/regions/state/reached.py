@@ -33,16 +33,16 @@ _MOST = 1000
 
 
 def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module]:
-    """Those inside of the modules of ``layout``, which are the function's own, and of those that it reaches otherwise.
-    There may be others (``norms.note_caller``)."""
-    own: list[nn.Module] = []
+    """The norm layers in the modules of ``layout``, the function's own, and in those that it reaches otherwise. There
+    may be others (``norms.note_caller``)."""
+    inner: list[nn.Module] = []
     if layout is not None and layout.norms:
-        own = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
+        inner = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
     called = function.__self__ if type(function) is MethodType else function
     if issubclass(type(called), nn.Module) or reaches_nothing(function):
-        return own
+        return inner
     reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
-    return dict.fromkeys([*own, *reached]) if own else reached
+    return dict.fromkeys([*inner, *reached]) if inner else reached
 
 
 def runs_compiled_code(function: Function) -> bool:
@@ -55,11 +55,11 @@ def runs_compiled_code(function: Function) -> bool:
     if is_module(function):
         return _tree_of(function).is_compiled()
     walk = _Walk(function)
-    return any(map(is_compiled_function, walk.functions)) or any(_tree_of(one).is_compiled() for one in walk.modules)
+    return any(map(is_compiled_function, walk.functions)) or any(_tree_of(m).is_compiled() for m in walk.modules)
 
 
 def reaches_nothing(function: Function) -> bool:
-    """Whether ``function`` reaches nothing but its arguments, surely; true of many, and cheap to find out."""
+    """Whether ``function`` surely reaches nothing but its arguments. That is true of many, and cheap to find out."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return False
     return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
@@ -92,14 +92,14 @@ _settled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def is_settled(function: Function) -> bool:
-    """Whether nothing was compiled since ``settle``; true without Dynamo, and of a function that reaches no compiled
-    code: reading checksums would make the host wait for the device."""
+    """Whether nothing was compiled since ``settle``. True without Dynamo, and of a function that reaches no compiled
+    code: checksums would make the host wait for the device."""
     total = compilations.total or compilations.look()
     return not total or _settled.get(_key(function)) == total or not runs_compiled_code(function)
 
 
 def settle(function: Function) -> None:
-    """A replay of ``function`` has ended, and nothing was compiled in it."""
+    """Note that a replay of ``function`` has ended, and nothing was compiled in it."""
     total = compilations.total or compilations.look()
     if total:
         _settled[_key(function)] = total
@@ -198,14 +198,14 @@ _names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
 
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
-    """The global names, and those of attributes, in ``code`` and in the functions defined in it."""
-    found = _names.get(id(code))
-    if found is None:
+    """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
+    known = _names.get(id(code))
+    if known is None:
         key, forget = id(code), _names.pop
         inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
         names = tuple(dict.fromkeys([*code.co_names, *inside]))
-        found = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
-    return found[1]
+        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
+    return known[1]
 
 
 class _Tree:
@@ -215,14 +215,14 @@ class _Tree:
         modules = list(module.modules())
         self._own = module._modules
         # Those of scripted modules are no dictionaries, and do not change.
-        self._inside = [table for one in modules if isinstance(table := one._modules, dict)]
+        self._inside = [table for inner in modules if isinstance(table := inner._modules, dict)]
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
-        self._layers = [weakref.ref(one) for one in modules if isinstance(one, norm_layer)]
-        self._has_compiled_class = any(is_compiled_class(type(one)) for one in modules)
+        self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
+        self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the one, and not its shallow copy, and has the same modules inside."""
+        """Whether ``module`` is the module of this tree, not a shallow copy, and has the same modules inside."""
         return self._own is module._modules and values_of(self._inside) == self._children
 
     def is_compiled(self) -> bool:
