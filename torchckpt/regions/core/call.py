@@ -67,7 +67,7 @@ class Call:
         """The generators that the forward found besides those of devices."""
         self._looked: norms.Looked = []
         self.means: dict[int, Tensor | None] = {}
-        """Of the norm layers that need not be noted, while the forward runs."""
+        """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
         self._noted: list[nn.Module] = []
         self._ran: dict[nn.Module, Any] | None = None  # until the forward has ended
 
@@ -80,8 +80,11 @@ class Call:
         unpack: Unpack,
         values: bool,
     ) -> Any:
-        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
-        numbers that it starts with to ``ambient``. ``values``: those of what is saved will be compared."""
+        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``.
+
+        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
+        whether the values of what is saved will be compared.
+        """
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()

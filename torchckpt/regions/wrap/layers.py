@@ -121,14 +121,14 @@ def checkpoint_layers(
 
 
 def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
-    """The layers by their first name, in the order of the model."""
+    """Return the layers by their first names, in the order of the model."""
     places = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if layer is not model}
     by_selector = [_matches(selector, places) for selector in selectors]
-    check((_nothing(s, model, places) for s, found in zip(selectors, by_selector) if not found))
-    found = {id(layer) for matches in by_selector for layer in matches}
+    check((_nothing(s, model, places) for s, matches in zip(selectors, by_selector) if not matches))
+    matching = {id(layer) for matches in by_selector for layer in matches}
     names: dict[int, str] = {}
     for name, layer in places.items():
-        if id(layer) in found:
+        if id(layer) in matching:
             names.setdefault(id(layer), name)
     return {name: places[name] for name in names.values()}
 
@@ -196,16 +196,16 @@ def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
 
 
 def _another(selector: Any, model: nn.Module, places: _Named) -> str:
-    """A name or a pattern that does choose something, near to ``selector`` if that is one."""
+    """Return a name or a pattern that does choose something, close to ``selector`` if that is a name."""
     known = dict.fromkeys([*map(_pattern_of, places), *places])
     close = _closest(selector, known) if isinstance(selector, str) else []
-    inside = [f"{name}.*" for name, one in places.items() if isinstance(one, _CONTAINERS)]
+    inside = [f"{name}.*" for name, layer in places.items() if isinstance(layer, _CONTAINERS)]
     return str([*close, *(["*"] if isinstance(model, _CONTAINERS) else inside), *places][0])
 
 
 def _closest(name: str, known: Iterable[str]) -> list[str]:
-    """The first one of those that are closest: a pattern stands before the names that it has."""
-    ratios = {one: SequenceMatcher(None, one, name).ratio() for one in known}
+    """The first of the known names that are closest: a pattern stands before the names that it has."""
+    ratios = {other: SequenceMatcher(None, other, name).ratio() for other in known}
     best = max(ratios, key=ratios.__getitem__)
     return [best] if ratios[best] >= 0.5 else []
 
