@@ -104,8 +104,9 @@ def checkpoint_layers(
             ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    is_single = isinstance(layers, (str, bytes, nn.Module)) or not isinstance(layers, (Sequence, Set))
-    selectors: list[Any] = [layers] if is_single else list(layers)
+    selectors: list[Any] = [layers]
+    if isinstance(layers, (Sequence, Set)) and not isinstance(layers, (str, bytes, nn.Module)):
+        selectors = list(layers)
     each_once = dict.fromkeys(_call_faults(model, layers, selectors, every))  # 32 layers in a list are one fault
     check_options(checkpoint_layers, options, each_once)
     chosen = _chosen(model, selectors)
