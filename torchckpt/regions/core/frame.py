@@ -76,7 +76,7 @@ class Frame:
         self.around: Around | None = None
         """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
         self.kept: KeptCalls | None = None
-        """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
+        """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -174,7 +174,7 @@ class Frame:
         return tensor
 
     def _unpack_in_replay(self, tensor: Tensor) -> Tensor:
-        # A method, so that nesting.py finds the frame from the hooks in force.
+        # A method, so that hooks.py finds the frame from the hooks in force.
         return tensor
 
     def _replay(self, call: Call, slots: list[Slot]) -> SavedTensors:
