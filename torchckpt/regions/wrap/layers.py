@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from types import UnionType
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeGuard, Union, get_origin
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from torchckpt.errors import Fault, called, check, kind
 from torchckpt.regions.core.options import Options, check_options, shown
@@ -27,7 +28,7 @@ Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]
 _Named: TypeAlias = "dict[str, nn.Module]"
 
 
-class LayersHandle(AbstractContextManager["LayersHandle"]):
+class LayersHandle:
     """Undoes one :func:`checkpoint_layers`. Also a context manager, which undoes it at its end.
 
     ``names`` are those of the modules, in the order of the model. ``repr`` lists them, and ``print`` their classes too.
@@ -43,6 +44,9 @@ class LayersHandle(AbstractContextManager["LayersHandle"]):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.close()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -104,10 +108,11 @@ def checkpoint_layers(
             ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    selectors: list[Any] = [layers]
-    if isinstance(layers, (Sequence, Set)) and not isinstance(layers, (str, bytes, nn.Module)):
-        selectors = list(layers)
-    each_once = dict.fromkeys(_call_faults(model, layers, selectors, every))  # 32 layers in a list are one fault
+    selectors = _listed(layers)
+    call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every)]
+    if not selectors:
+        call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", _WORKS))
+    each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
     check_options(checkpoint_layers, options, each_once)
     chosen = _chosen(model, selectors)
     check(_layer_faults(chosen))
@@ -118,18 +123,23 @@ def checkpoint_layers(
         return LayersHandle(taken, undo.pop_all())
 
 
+def _listed(layers: Any) -> list[Any]:
+    is_one = isinstance(layers, (str, bytes, nn.Module)) or not isinstance(layers, (Sequence, Set))
+    return [layers] if is_one else list(layers)
+
+
 # what is chosen -------------------------------------------------------------------------------------------------------
 
 
 def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
-    """Return the layers by their first names, in the order of the model."""
+    """The layers by their first name, in the order of the model."""
     places = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if layer is not model}
     by_selector = [_matches(selector, places) for selector in selectors]
-    check((_nothing(s, model, places) for s, matches in zip(selectors, by_selector) if not matches))
-    matching = {id(layer) for matches in by_selector for layer in matches}
+    check((_nothing(s, model, places) for s, found in zip(selectors, by_selector) if not found))
+    found = {id(layer) for matches in by_selector for layer in matches}
     names: dict[int, str] = {}
     for name, layer in places.items():
-        if id(layer) in matching:
+        if id(layer) in found:
             names.setdefault(id(layer), name)
     return {name: places[name] for name in names.values()}
 
@@ -162,20 +172,23 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 # what is wrong --------------------------------------------------------------------------------------------------------
 
 
-def _call_faults(model: object, layers: object, selectors: list[Any], every: object) -> Iterator[Fault]:
+def _model_faults(model: object) -> Iterator[Fault]:
     if not isinstance(model, nn.Module):
         yield Fault("the model is not an nn.Module", kind(model), _WORKS)
-    rule = "layers has something that is no class, no name, and no function of a module"
-    for selector in selectors:
-        if isinstance(selector, nn.Module):
-            yield Fault(rule, f"a module, {type(selector).__name__}", _WORKS)
-        elif not (isinstance(selector, str) or _is_class(selector) or callable(selector)):
-            yield Fault(rule, shown(selector), _WORKS)
+
+
+def _every_faults(every: object) -> Iterator[Fault]:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         works = "every=2, for the 1st, the 3rd, the 5th"
         yield Fault("every is not a whole number of at least 1", f"every={every!r}", works)
-    if not selectors:
-        yield Fault("layers chooses nothing", f"layers={layers!r}", _WORKS)
+
+
+def _selector_fault(selector: object) -> Fault | None:
+    is_one = isinstance(selector, str) or _is_class(selector) or callable(selector)
+    if is_one and not isinstance(selector, nn.Module):
+        return None
+    received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
+    return Fault("layers has something that is no class, no name, and no function of a module", received, _WORKS)
 
 
 def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
@@ -197,16 +210,16 @@ def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
 
 
 def _another(selector: Any, model: nn.Module, places: _Named) -> str:
-    """Return a name or a pattern that does choose something, close to ``selector`` if that is a name."""
+    """A name or a pattern that does choose something, near to ``selector`` if that is one."""
     known = dict.fromkeys([*map(_pattern_of, places), *places])
     close = _closest(selector, known) if isinstance(selector, str) else []
-    inside = [f"{name}.*" for name, layer in places.items() if isinstance(layer, _CONTAINERS)]
+    inside = [f"{name}.*" for name, one in places.items() if isinstance(one, _CONTAINERS)]
     return str([*close, *(["*"] if isinstance(model, _CONTAINERS) else inside), *places][0])
 
 
 def _closest(name: str, known: Iterable[str]) -> list[str]:
-    """The first of the known names that are closest: a pattern stands before the names that it has."""
-    ratios = {other: SequenceMatcher(None, other, name).ratio() for other in known}
+    """The first one of those that are closest: a pattern stands before the names that it has."""
+    ratios = {one: SequenceMatcher(None, one, name).ratio() for one in known}
     best = max(ratios, key=ratios.__getitem__)
     return [best] if ratios[best] >= 0.5 else []
 
