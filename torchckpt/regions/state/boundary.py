@@ -105,17 +105,6 @@ class Input:
     saved, and has no version to check: a copy is held.
     """
 
-    __slots__ = (
-        "_attributes",
-        "_is_non_leaf",
-        "_kept",
-        "_original",
-        "_requires_grad",
-        "_strides",
-        "_unpack",
-        "_version",
-    )
-
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         if tensor.is_inference():
             self._version, self._attributes = -1, None
