@@ -13,7 +13,7 @@ from tests.device import load, why_not
 from tests.device.fixtures import sim, simulator
 from tests.device.unsimulated import why_unsimulated
 from tests.helpers import by_hand, prefetched
-from torchckpt.regions.state.ambient import accelerator_type
+from torchckpt.regions.devices import accelerator_type
 
 __all__ = ["sim", "simulator"]
 

@@ -267,6 +267,19 @@ def test_importing_the_package_imports_nothing_that_torch_has_not_imported():
     assert made.stdout.split() == []
 
 
+def test_a_region_imports_no_compiler():
+    """Dynamo takes a second to import, and where it is there, regions look for compiled code."""
+    program = (
+        "import sys, torch, torchckpt; block = torch.nn.Linear(2, 2);"
+        "region = torchckpt.Checkpointing(block, torchckpt.checkpoint(block, torch.ones(2, 2)));"
+        "region.recompute(region.checkpoint()).sum().backward();"
+        "torchckpt.checkpoint_module(block); torchckpt.keep(block, torch.ones(2, 2)).sum().backward();"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert made.stdout.strip() == "False"
+
+
 def test_importing_the_version_does_not_import_torch():
     program = "import runpy, sys; runpy.run_path(sys.argv[1]); print('torch' in sys.modules)"
     path = str(PACKAGE / "version.py")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.scripts import run
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_compiled_class
+from torchckpt.modules import OF_EVERY_MODULE, contents_of, is_compiled, is_compiled_class
 
 
 def test_a_module_is_compiled_by_wrapping_or_in_place():
@@ -31,3 +31,16 @@ def test_to_ask_imports_no_compiler():
 def test_the_mode_and_what_a_user_adds_are_not_of_every_module():
     module = nn.Linear(1, 1)
     assert vars(module).keys() - OF_EVERY_MODULE == {"training", "in_features", "out_features"}
+
+
+def test_a_function_holds_its_closure_and_its_defaults_and_a_cell_that_is_still_empty_has_its_place():
+    def outer():
+        def inner(x, a=1, *, b=2):
+            return early, late
+
+        early = 3
+        return inner, contents_of(inner), (late := 4)
+
+    function, before, _ = outer()
+    assert before == [3, None, 1, 2]
+    assert contents_of(function) == [3, 4, 1, 2]

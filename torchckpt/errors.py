@@ -98,9 +98,11 @@ def called(function: str) -> Iterator[None]:
         raise
 
 
-def raise_fault(fault: Fault) -> NoReturn:
-    """Raise an :class:`ArgumentError` about one ``fault``."""
-    raise ArgumentError(str(fault))
+def raise_fault(fault: Fault, caller: str = "") -> NoReturn:
+    """Raise an :class:`ArgumentError` about one ``fault``. Its message begins with ``caller``, a public function."""
+    error = ArgumentError(str(fault))
+    error.caller = caller
+    raise error
 
 
 def check(faults: Iterable[Fault]) -> None:

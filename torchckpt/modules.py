@@ -1,19 +1,23 @@
-"""Modules: what ``torch.nn`` and ``torch.compile`` make of each."""
+"""Modules and functions: what ``torch.nn`` and ``torch.compile`` make of each, and their names in messages."""
 from __future__ import annotations
 
+import functools
 import sys
-from types import FunctionType, MethodType
+from contextlib import suppress
+from types import BuiltinMethodType, FunctionType, MethodType, NoneType
 from typing import Any, TypeGuard
 
 from torch import nn
 
 __all__ = [
     "OF_EVERY_MODULE",
+    "contents_of",
     "is_compiled",
     "is_compiled_class",
     "is_compiled_function",
     "is_module",
     "module_of",
+    "name_of",
     "uncompiled",
 ]
 
@@ -58,3 +62,26 @@ def is_compiled_function(value: object) -> bool:
 def uncompiled(function: Any) -> Any:
     """The function that ``torch.compile`` has made ``function`` of; anything else as it is."""
     return function.__dict__[_ORIGINAL] if is_compiled_function(function) else function
+
+
+def contents_of(function: FunctionType) -> list[Any]:
+    """What ``function`` holds in its closure and its defaults. None stands for a cell that is still empty."""
+    contents: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:
+            contents.append(None)
+    return [*contents, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def name_of(function: Any) -> str:
+    """The name of a region in messages: the qualified name of its function, its method or its module's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, (MethodType, BuiltinMethodType)) and not isinstance(function.__self__, (type, NoneType)):
+        return f"'{type(function.__self__).__qualname__}.{function.__name__}'"
+    name: object = None
+    with suppress(Exception):  # a proxy may raise, or answer, anything
+        name = function.__qualname__
+    return f"'{name if name and isinstance(name, str) else type(function).__qualname__}'"

@@ -1,19 +1,82 @@
 """Tensors: those in arguments and outputs of any structure, and the FLOPs of an operator that is called with them."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["flop_formula", "tensors_in"]
+__all__ = [
+    "PutBack", "copy_attributes", "flop_formula", "hides_tensors", "tensors_in", "tensors_of", "tensors_of_pair",
+]
+
+PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
+"""Rebuilds a structure from the tensors that take the places of its own."""
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """In the order of the leaves; a tensor that stands in two places comes twice."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:
+    """The tensors in ``tree``, each once, and a function that rebuilds the tree from as many other tensors.
+
+    A tensor that is in several places of the tree is replaced by the same new tensor in all of them. The new tensor
+    gets the Python attributes that were set on the old one.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    numbers = {key: number for number, key in enumerate(unique)}
+    places = [(place, numbers[id(leaf)]) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    attributes = [(n, tensor.__dict__.copy()) for n, tensor in enumerate(unique.values()) if tensor.__dict__]
+
+    def put_back(tensors: Sequence[Tensor]) -> Any:
+        for number, values in attributes:
+            tensors[number].__dict__.update(values)
+        filled = list(rest)
+        for place, number in places:
+            filled[place] = tensors[number]
+        return pytree.tree_unflatten(filled, spec)
+
+    return tuple(unique.values()), put_back
+
+
+def tensors_of_pair(pair: tuple[Any, Any]) -> tuple[tuple[Tensor, ...], PutBack]:
+    """As :func:`tensors_of`, but faster for the usual (args, kwargs) of a stage, and for what its call returns."""
+    first, second = pair
+    if not second and isinstance(first, Tensor) and not first.__dict__:
+        return (first,), lambda tensors: (tensors[0], {})  # what most stages return
+    is_one = not second and type(first) is tuple and len(first) == 1 and isinstance(first[0], Tensor)
+    if is_one and not first[0].__dict__:
+        return first, lambda tensors: (tuple(tensors), {})  # the arguments of most stages
+    return tensors_of(pair)
+
+
+def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
+    """Copy the Python attributes that were set on ``source`` to ``target``, and return ``target``."""
+    if source.__dict__:
+        target.__dict__.update(source.__dict__)
+    return target
+
+
+def hides_tensors(leaf: object, depth: int = 3) -> bool:
+    """Whether ``leaf`` of a tree is an object that holds tensors where torch's pytree does not look."""
+    if isinstance(leaf, Tensor):
+        return depth < 3
+    if depth == 0 or isinstance(leaf, (nn.Module, type, str, bytes, int, float)) or leaf is None:
+        return False
+    inside: Iterable[object] = ()
+    if isinstance(leaf, Mapping):
+        inside = leaf.values()
+    elif isinstance(leaf, (Sequence, Set)):
+        inside = leaf
+    elif hasattr(leaf, "__dict__"):
+        inside = vars(leaf).values()
+    return any(hides_tensors(value, depth - 1) for value in inside)
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

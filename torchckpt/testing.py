@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from torchckpt.errors import Fault, called, check, kind
-from torchckpt.modules import module_of
+from torchckpt.modules import module_of, name_of
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
+from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.saved import SavedBytes, saved_bytes
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
-from torchckpt.regions.state.determinism import name_of
-from torchckpt.regions.state.streams import accelerators_among
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 

@@ -32,7 +32,7 @@ TESTS = (
     (*SIMULATED, "tests/device/library/test_waits.py"),
     (*SIMULATED, "tests/device/library/test_pipe.py"),
     (
-        *ACCELERATOR, "tests/regions/state/test_streams.py", "tests/regions/core/test_recompute.py",
+        *ACCELERATOR, "tests/regions/test_streams.py", "tests/regions/core/test_recompute.py",
         "tests/pipe/run/test_accelerators.py",
     ),
     (*SIMULATED, "tests/pipe/run/test_worker.py"),
@@ -109,7 +109,7 @@ CALLS: dict[str, tuple[str, _Without]] = {
 """By the name that is called: what it is, and what stands there without it."""
 
 CONTEXTS = {"on": "stream context", "_on": "stream context", "_device": "device context"}
-EDGES = ("fork", "join", "recompute", "checkpoint", "_fork", "_join", "_apply")
+EDGES = ("fork", "join", "recompute", "checkpoint")
 """Those whose starred arguments are edges of the graph."""
 
 

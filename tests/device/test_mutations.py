@@ -51,7 +51,7 @@ def test_those_of_the_library():
     assert {one.kind for one in every} == {
         "wait", "event", "record_stream", "stream", "stream context", "device context", "edge",
     }
-    streams = {one.what for one in every if one.path == "torchckpt/regions/state/streams.py"}
+    streams = {one.what for one in every if one.path == "torchckpt/regions/devices.py"}
     assert "current.wait_event(event)" in streams
     assert "fork(output, *own)" in {one.what for one in every if one.path == "torchckpt/pipe/run/lane.py"}
     for one in every:

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchckpt.regions import clock
-from torchckpt.regions.clock import Clock
+from torchckpt.regions import devices
+from torchckpt.regions.devices import Clock
 
 
 @pytest.fixture
 def now(monkeypatch):
     """What ``time.perf_counter`` says, in a list of one."""
     says = [100.0]
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: says[0]))
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=lambda: says[0]))
     return says
 
 

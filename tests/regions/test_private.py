@@ -59,6 +59,19 @@ def hooks_in_force():
     assert private.hooks_in_force(False) is None
 
 
+def hooks_entered_and_only_hooks():
+    outer, inner = Hooks(), Hooks()
+    pairs = [(one.pack, one.unpack) for one in (outer, inner)]
+    with saved_tensors_hooks(*pairs[0]), saved_tensors_hooks(*pairs[1]):
+        assert private.hooks_entered() == pairs
+        with private.only_hooks(pairs[:1]):
+            assert private.hooks_entered() == pairs[:1]
+            backward_of_exp()
+        assert private.hooks_entered() == pairs
+    assert private.hooks_entered() == []
+    assert (outer.events, inner.events) == (["pack", "unpack"], [])
+
+
 def alive():
     x = leaf(3)
     public, ours = TensorWeakRef(x), weakref.ref(x)
@@ -359,6 +372,7 @@ COUNTERPARTS = {
     "function_modes": function_modes,
     "functorch_is_active": functorch_is_active,
     "heeds_hooks": selective_forward,
+    "hooks_entered": hooks_entered_and_only_hooks,
     "hooks_in_force": hooks_in_force,
     "is_exporting": is_exporting,
     "is_of_newest_node": is_of_newest_node,
@@ -367,6 +381,7 @@ COUNTERPARTS = {
     "modes_are_active": modes_are_active,
     "mutation_is_allowed": mutation_is_allowed,
     "norm_layer": norm_layer,
+    "only_hooks": hooks_entered_and_only_hooks,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,

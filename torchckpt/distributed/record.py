@@ -20,7 +20,7 @@ from torchckpt.planning import Action, Choice, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
-from torchckpt.regions.clock import Clock, Stamp
+from torchckpt.regions.devices import Clock, Stamp
 
 __all__ = ["Gathered", "Record", "gather"]
 

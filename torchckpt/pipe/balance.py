@@ -18,10 +18,10 @@ from torchckpt.pipe.partition import Layer, layers_of
 from torchckpt.planning.draw.units import aligned, number, percent
 from torchckpt.planning.order.orders import whole
 from torchckpt.planning.work.partition import balanced, count_faults
+from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.private import look_through
 from torchckpt.regions.saved import bytes_of
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
-from torchckpt.regions.state.streams import accelerators_among
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Balance", "balance_by_bytes", "balance_by_time"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.regions.private import storage_key
-from torchckpt.regions.trees import tensors_of_pair
+from torchckpt.tensors import tensors_of_pair
 
 __all__ = ["ChangedInputs", "Memory", "StageInputs"]
 

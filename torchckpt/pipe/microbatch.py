@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, check
-from torchckpt.regions.trees import copy_attributes, hides_tensors
+from torchckpt.tensors import copy_attributes, hides_tensors
 
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
 

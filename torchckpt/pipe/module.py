@@ -33,7 +33,7 @@ from torchckpt.pipe.run.step import Record, Step
 from torchckpt.planning import Timeline
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.options import Options, check_options
-from torchckpt.regions.state.ambient import accelerator_type
+from torchckpt.regions.devices import accelerator_type
 from torchckpt.typing import CheckpointMode, ContextFunction, DeterminismCheck
 
 __all__ = ["Pipe"]

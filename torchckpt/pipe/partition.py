@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.pipe.in_place import ChangedInputs, StageInputs
 from torchckpt.pipe.skip import Name, StageSkips
-from torchckpt.regions.state.ambient import accelerator_type
+from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.state.layout import Modules, NamesModules
 
 __all__ = [

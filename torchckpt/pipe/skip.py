@@ -22,7 +22,7 @@ from torch import Tensor
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.regions.flags import thread
 from torchckpt.regions.state.layout import version_of
-from torchckpt.regions.trees import tensors_of
+from torchckpt.tensors import tensors_of
 
 __all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
 

@@ -55,13 +55,10 @@ parameters and buffers, ``ambient`` the same settings and random numbers, and ``
 statistics to update.
 
     wrap              modules of which every call is a region
-    core              a region: what users call, the pair, the frame
-    kept              what ``keep`` leaves for a replay
+    core              a region: what users call, the frame, the nodes of the graph, what ``keep`` leaves
     state             what a replay must find again
-    dependency        fork and join; the tensors that they pass
-    tail              whether a replay ends by itself after the last tensor
-    saved, trees      bytes that autograd keeps; tensors in structures
-    flags, clock      what a thread is doing; when something happened on a device
+    saved, flags      bytes that autograd keeps; what a thread is doing
+    devices           accelerators, waits between streams, clocks
     private           private names of torch
 """
 from torchckpt.regions.core.checkpointing import Checkpointing, checkpoint

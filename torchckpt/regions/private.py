@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "function_modes",
     "functorch_is_active",
     "heeds_hooks",
+    "hooks_entered",
     "hooks_in_force",
     "is_exporting",
     "is_of_newest_node",
@@ -46,6 +47,7 @@ __all__ = [
     "modes_are_active",
     "mutation_is_allowed",
     "norm_layer",
+    "only_hooks",
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
@@ -223,6 +225,35 @@ def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
     for code in codes:
         set_code_exec_strategy(code, skip)
         codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def hooks_entered() -> list[tuple[Any, Any]]:
+    """The saved-tensor hooks of this thread, from the outermost pair to the one in force. No public form."""
+    stack: list[tuple[Any, Any]] = []
+    while (hooks := hooks_in_force(True)) is not None:
+        stack.append(hooks)
+        pop_hooks()
+    stack.reverse()
+    _exchange_hooks((), stack)
+    return stack
+
+
+@contextmanager
+def only_hooks(hooks: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Inside the block, ``hooks`` are in force in place of those that were entered. No public form."""
+    stack = hooks_entered()
+    _exchange_hooks(stack, hooks)
+    try:
+        yield
+    finally:
+        _exchange_hooks(hooks, stack)
+
+
+def _exchange_hooks(old: Sequence[tuple[Any, Any]], new: Sequence[tuple[Any, Any]]) -> None:
+    for _ in old:
+        pop_hooks()
+    for pack, unpack in new:
+        push_hooks(pack, unpack)
 
 
 _ASKS_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")

@@ -1,7 +1,7 @@
 """Saved: counts the bytes that autograd keeps from a forward for its backward."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,10 +27,6 @@ class SavedBytes:
     def total(self) -> int:
         return sum(self._storages.values())
 
-    @property
-    def storages(self) -> Set[StorageWeakRef]:
-        return self._storages.keys()
-
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         if not isinstance(whole, nn.Parameter):
@@ -54,15 +50,13 @@ def saved_bytes() -> Iterator[SavedBytes]:
         yield saved
 
 
-def bytes_of(
-    tensors: Iterable[Tensor], but: Iterable[Tensor] = (), but_storages: Set[StorageWeakRef] = frozenset()
-) -> int:
-    """The bytes of the storages of ``tensors``, each counted once, without those of ``but`` and ``but_storages``."""
-    storages: dict[StorageWeakRef, int] = {}
-    for tensor in tensors:
-        storages.update(storage_of(tensor))
-    without = {*but_storages, *(storage for tensor in but for storage in storage_of(tensor))}
-    return sum(size for storage, size in storages.items() if storage not in without)
+def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
+    """The bytes of the storages of ``tensors``, each counted once, without those of ``but``."""
+    storages = {storage: size for tensor in tensors for storage, size in storage_of(tensor).items()}
+    for tensor in but:
+        for storage in storage_of(tensor):
+            storages.pop(storage, None)
+    return sum(storages.values())
 
 
 def storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:

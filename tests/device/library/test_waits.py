@@ -18,8 +18,8 @@ import torchckpt
 from tests.pipe.skips import Pop, Stash
 from torchckpt.pipe import balance
 from torchckpt.pipe.run.links import Place
-from torchckpt.regions.clock import Clock
 from torchckpt.regions.core import call
+from torchckpt.regions.devices import Clock
 from torchckpt.regions.state.module_state import record_state
 
 DEVICES = ("sim:0", "sim:1")
@@ -366,7 +366,7 @@ def late(sim):
 def test_a_clock_is_read_when_the_device_is_idle(late, monkeypatch):
     idle = []
     clock = Clock(torch.device("sim:0"))
-    monkeypatch.setattr("torchckpt.regions.clock.time.perf_counter", lambda: float(idle.append(late.query()) or 0))
+    monkeypatch.setattr("torchckpt.regions.devices.time.perf_counter", lambda: float(idle.append(late.query()) or 0))
     clock.reader()
     assert idle == [True]
 

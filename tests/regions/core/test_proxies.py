@@ -13,7 +13,7 @@ import torchckpt
 from tests.helpers import leaf
 from torchckpt import Checkpointing, checkpoint, keep
 from torchckpt.errors import ArgumentError, RecomputationError, brief
-from torchckpt.regions.state.determinism import name_of
+from torchckpt.modules import name_of
 from torchckpt.testing import assert_transparent
 
 

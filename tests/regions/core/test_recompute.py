@@ -4,8 +4,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import leaf
-from torchckpt.regions.core.pair import recompute
-from torchckpt.regions.dependency import fork, join
+from torchckpt.regions.core.nodes import fork, join, recompute
 
 
 class Frame:

@@ -19,7 +19,8 @@ from tests.helpers import (
     plain,
 )
 from torchckpt import Checkpointing, checkpoint, is_recomputing
-from torchckpt.regions.state import ambient, streams
+from torchckpt.regions import devices
+from torchckpt.regions.state import ambient
 
 
 def test_dropout(call, device):
@@ -246,7 +247,7 @@ def generator(monkeypatch):
     """In place of the CPU's default generator, as far as snapshots go."""
     generator = CountingGenerator()
     monkeypatch.setattr(ambient, "_CPU", (generator,))
-    monkeypatch.setattr(streams, "accelerator_type", lambda: None)
+    monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     return generator
 
 

@@ -7,8 +7,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.pair import recompute
-from torchckpt.regions.dependency import fork, join
+from torchckpt.regions.core.nodes import fork, join, recompute
 
 __all__ = ["Edges", "Lane", "before"]
 

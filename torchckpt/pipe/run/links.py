@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from torchckpt.regions.state.ambient import accelerator_type
+from torchckpt.regions.devices import accelerator_type
 
 __all__ = ["Place", "copy", "on", "wait"]
 

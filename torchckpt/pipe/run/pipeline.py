@@ -48,10 +48,10 @@ from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, worker
 from torchckpt.pipe.skip import Skips, StageSkips
 from torchckpt.pipe.skip_search import stasher_behind
 from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.core.options import DEFAULT, Options
-from torchckpt.regions.core.pair import checkpoint
 from torchckpt.regions.private import profiler_is_on
-from torchckpt.regions.trees import PutBack, hides_tensors, tensors_of, tensors_of_pair
+from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
 
 __all__ = ["InFlight", "clock_cycles", "in_profile", "of_caller", "run_pipeline", "visit"]
 

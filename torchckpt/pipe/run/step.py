@@ -48,11 +48,11 @@ from torchckpt.planning import (
 from torchckpt.planning.step.measured import Span, measured_timeline
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
-from torchckpt.regions.clock import Clock, Stamp
 from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.core.options import DEFAULT, Options
-from torchckpt.regions.core.pair import checkpoint
-from torchckpt.regions.trees import tensors_of, tensors_of_pair
+from torchckpt.regions.devices import Clock, Stamp
+from torchckpt.tensors import tensors_of, tensors_of_pair
 
 __all__ = ["Record", "Step", "schedule_for"]
 

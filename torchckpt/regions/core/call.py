@@ -1,22 +1,25 @@
 """Call: one call of a function, and all that it takes to run it again."""
 from __future__ import annotations
 
+import dis
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
-from types import FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, called, raise_fault
+from torchckpt.errors import Fault, RecomputationError, raise_fault
+from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
+from torchckpt.regions.devices import SyncPoint, accelerators_among
 from torchckpt.regions.flags import Replay, thread
-from torchckpt.regions.private import pop_hooks, push_hooks, set_grad_enabled
+from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
     Ambient,
@@ -31,35 +34,15 @@ from torchckpt.regions.state.ambient import (
     use_settings,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.compilations import settle
-from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.module_state import ModuleState, modules_lock, record_state, substituted
-from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code
-from torchckpt.regions.state.streams import SyncPoint, accelerators_among
+from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 
-__all__ = ["Call", "Stop", "comes_of_stop"]
-
+__all__ = ["Call", "Stop", "comes_of_stop", "ends_with"]
 
 Pack: TypeAlias = Callable[[Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], Tensor]
-
-
 _Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any] | None]
-
-
-class Stop(Exception):
-    """The exception by which ``pack`` ends a replay early, inside the function. It is an ``Exception``, so that modules
-    run hooks with ``always_call``."""
-
-
-def comes_of_stop(error: BaseException) -> bool:
-    """Whether the function raised ``error`` because it had caught Stop: after its handler, or ``from`` Stop. What it
-    raised while Stop passed, as in a ``finally``, is an error of its own."""
-    chain: list[BaseException | None] = [error]
-    while (at := chain[-1]) is not None and not isinstance(at, Stop) and at.__context__ not in chain:
-        chain.append(at.__context__)
-    return at is None or all(one is None or one.__cause__ is cause for one, cause in pairwise(chain))
 
 
 class Call:
@@ -68,22 +51,6 @@ class Call:
     ``forward`` runs the function, once; ``replay`` runs it again from the same state. Both restore what they set, in
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
-
-    __slots__ = (
-        "_boundary",
-        "_contexts",
-        "_entry",
-        "_looked",
-        "_noted",
-        "_options",
-        "_ran",
-        "devices",
-        "function",
-        "is_alone",
-        "means",
-        "module_state",
-        "named",
-    )
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
@@ -100,7 +67,7 @@ class Call:
         """The generators that the forward found besides those of devices."""
         self._looked: norms.Looked = []
         self.means: dict[int, Tensor | None] = {}
-        """Of the norm layers that need not be noted, while the forward runs."""
+        """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
         self._noted: list[nn.Module] = []
         self._ran: dict[nn.Module, Any] | None = None  # until the forward has ended
 
@@ -113,8 +80,11 @@ class Call:
         unpack: Unpack,
         values: bool,
     ) -> Any:
-        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``. Append the settings and the random
-        numbers that it starts with to ``ambient``. ``values``: those of what is saved will be compared."""
+        """Run the function under the saved-tensor hooks ``pack`` and ``unpack``.
+
+        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
+        whether the values of what is saved will be compared.
+        """
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
@@ -178,8 +148,8 @@ class Call:
         if self._boundary.spec is not None:
             named = [*named, *self._boundary.generators()]
         if isinstance(self.function, partial):
-            held = pytree.tree_leaves((self.function.args, self.function.keywords))
-            named = [*named, *generators_among(held)]
+            arguments = pytree.tree_leaves((self.function.args, self.function.keywords))
+            named = [*named, *generators_among(arguments)]
         self.named = named
         return random_state(generators_of(self.devices, named))
 
@@ -232,10 +202,55 @@ def _inside(context: AbstractContextManager[Any], function: Function) -> Functio
 
 
 def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(c, AbstractContextManager) for c in made)):
+    pair = make()
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(c, AbstractContextManager) for c in pair)):
         rule = "context_fn did not return two context managers, one around the forward and one around the replay"
         works = "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())"
-        with called("checkpoint"):
-            raise_fault(Fault(rule, repr(made), works))
-    return made
+        raise_fault(Fault(rule, repr(pair), works), "checkpoint")
+    return pair
+
+
+# the end of a replay --------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """The exception by which ``pack`` ends a replay early, inside the function. It is an ``Exception``, so that modules
+    run hooks with ``always_call``."""
+
+
+def comes_of_stop(error: BaseException) -> bool:
+    """Whether the function raised ``error`` because it had caught Stop: after its handler, or ``from`` Stop. What it
+    raised while Stop passed, as in a ``finally``, is an error of its own."""
+    chain: list[BaseException | None] = [error]
+    while (last := chain[-1]) is not None and not isinstance(last, Stop) and last.__context__ not in chain:
+        chain.append(last.__context__)
+    return last is None or all(raised is None or raised.__cause__ is cause for raised, cause in pairwise(chain))
+
+
+_REPLAY = Call.replay.__code__
+
+
+def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:
+    """Whether ``function`` only returns from here on, so that Stop need not end its replay: an exception that passes
+    through C++ takes as long as ten tiny operations.
+
+    ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
+    called, and return what the operation gives: no other operation and no statement would follow.
+    """
+    called_function = function.__func__ if isinstance(function, MethodType) else function
+    caller = frame.f_back
+    return (
+        isinstance(called_function, FunctionType)
+        and frame.f_code is called_function.__code__
+        and caller is not None
+        and caller.f_code is _REPLAY  # not a call of the function by itself
+        and _returns_next(frame.f_code, frame.f_lasti)
+        and is_of_newest_node(saved)  # not an input of an operation that has not run yet
+    )
+
+
+@lru_cache(maxsize=1024)
+def _returns_next(code: CodeType, place: int) -> bool:
+    """Whether the instruction of ``code`` after that at ``place`` returns its result."""
+    following = (instruction.opname for instruction in dis.get_instructions(code) if instruction.offset > place)
+    return next(following, "") == "RETURN_VALUE"

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -11,19 +12,19 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, Fault, RegionError, TransformError
+from torchckpt.errors import Fault, RegionError, TransformError
+from torchckpt.modules import contents_of, is_module
 from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.hooks import heeding
+from torchckpt.regions.core.nodes import checkpoint as checkpoint_input
+from torchckpt.regions.core.nodes import fork, join, recompute
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
-from torchckpt.regions.core.pair import checkpoint as checkpoint_input
-from torchckpt.regions.core.pair import held_by, recompute
-from torchckpt.regions.core.selective import heeding
-from torchckpt.regions.dependency import fork, join
 from torchckpt.regions.flags import thread
 from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo
-from torchckpt.regions.trees import tensors_of
+from torchckpt.tensors import tensors_of
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
-__all__ = ["Checkpointing", "checkpoint", "keep_outside_graph", "outside", "outside_graph", "refuse_transforms", "run"]
+__all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
 
 _DEBUG = Fault(
     "debug is not False; errors name the tensor that differs without a trace of operators",
@@ -39,22 +40,13 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
-        _check(function, options)
+        check_options(function, options, caller="checkpoint")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
     if thread.scope is not None:
         return thread.scope.run(function, args, kwargs, options)[0]
     return Frame(options).forward(function, args, kwargs)
-
-
-def _check(function: object, options: Options, others: Iterable[Fault] = (), name: str = "checkpoint") -> None:
-    """Check the options of a region, of which a fault is told as one of the function ``name``."""
-    try:  # not called(), which takes time where nothing is wrong
-        check_options(function, options, others)
-    except ArgumentError as error:
-        error.caller = name
-        raise
 
 
 def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -79,7 +71,7 @@ def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def outside(call: Function, *args: Any) -> Any:
     """``call(*args)`` outside the graph that Dynamo is tracing."""
-    from torchckpt.regions.core.checkpointing import outside_graph
+    from torchckpt.regions.core.outside_graph import outside_graph  # imports Dynamo
 
     return outside_graph(call, *args)
 
@@ -158,7 +150,7 @@ def checkpoint(
     if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     if debug:
-        _check(function, options, [_DEBUG])
+        check_options(function, options, [_DEBUG], "checkpoint")
     if use_reentrant and not torch.compiler.is_dynamo_compiling():
         _warn_of_reentrant()
     if function is None and not args:
@@ -179,10 +171,10 @@ def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function],
     """The decorator that ``checkpoint`` returns if it got options alone."""
     rule = "there is a keyword that is no option, and no function that takes it"
     works = "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
-    _check(run, options, [Fault(rule, f"{name}=", works) for name in kwargs])
+    check_options(run, options, [Fault(rule, f"{name}=", works) for name in kwargs], "checkpoint")
 
     def decorate(function: Function) -> Function:
-        _check(function, options)
+        check_options(function, options, caller="checkpoint")
 
         @functools.wraps(function, updated=())  # without the attributes: those of a module are its tables
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +215,7 @@ class Checkpointing:
         **kwargs: Any,
     ) -> None:
         self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        _check(function, self._options, name="Checkpointing")
+        check_options(function, self._options, caller="Checkpointing")
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
         self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
 
@@ -301,31 +293,28 @@ def _passed(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf."""
     tensors, put_back = tensors_of((args, kwargs))
-    held = {id(tensor) for tensor in held_by(function)}
+    held = {id(tensor) for tensor in _held_by(function)}
     inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]
     return put_back([checkpoint_input(frame, t) if is_inner else t for t, is_inner in zip(tensors, inner)])  # type: ignore[no-any-return]
+
+
+def _held_by(function: Any) -> Iterator[Tensor]:
+    """The tensors that ``function`` holds besides its arguments: in its closure, its defaults, a partial, or attributes
+    of its module. Tensors nested deeper are not found."""
+    values: list[Any] = []
+    if isinstance(function, functools.partial):
+        yield from _held_by(function.func)
+        values = [*function.args, *function.keywords.values()]
+    elif isinstance(function, MethodType):
+        yield from _held_by(function.__func__)
+        yield from _held_by(function.__self__)
+    elif is_module(function):
+        values = [value for module in function.modules() for value in vars(module).values()]
+    elif isinstance(function, FunctionType):
+        values = contents_of(function)
+    yield from (value for value in values if isinstance(value, Tensor))
 
 
 # Where Dynamo cannot trace a region, its graph ends before the call, which then runs as Python. Dynamo must not begin
 # again inside: a replay, which a backward starts, runs outside of compiled code.
 keep_from_dynamo(run, checkpoint)
-
-
-# disable(), not only a graph break: otherwise the forward would run compiled code, and the replay eager code.
-@torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
-    reason="a region by hand is run outside compiled graphs, and so are a region with generators= and a Pipe; compile "
-    "the block inside it instead: Checkpointing(torch.compile(block), x), or drop fullgraph=True. checkpoint(block, x) "
-    "and checkpoint_module(block) work inside of graphs"
-)
-def outside_graph(run: Callable[..., Any], *args: Any) -> Any:
-    """Run ``run(*args)`` after a graph break. With ``fullgraph=True`` Dynamo raises an error with the reason above."""
-    return run(*args)
-
-
-@torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
-    reason="what torchckpt.keep keeps is outside of compiled graphs: drop fullgraph=True, and the graph ends before it "
-    "and begins again after it; or compile what is kept, keep(torch.compile(router), x)"
-)
-def keep_outside_graph(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a call of ``keep`` after a graph break, as :func:`outside_graph` does."""
-    return run(*args, **kwargs)

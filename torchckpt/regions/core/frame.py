@@ -16,20 +16,24 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torchckpt.errors import RecomputationError
-from torchckpt.regions.core.call import Call, Stop, comes_of_stop
+from torchckpt.modules import name_of
+from torchckpt.regions.core.call import Call, Stop, comes_of_stop, ends_with
+from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.core.slots import Slot, describe
+from torchckpt.regions.core.slots import Slot, compiled_anew, describe, differs
+from torchckpt.regions.devices import SyncPoint
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.record import KeptCalls, hooks_entered
-from torchckpt.regions.private import dispatch_modes_are_active, keep_from_dynamo, look_through, mutation_is_allowed
+from torchckpt.regions.private import (
+    dispatch_modes_are_active,
+    hooks_entered,
+    keep_from_dynamo,
+    look_through,
+    mutation_is_allowed,
+)
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
-from torchckpt.regions.state.compilations import compilations, is_settled
-from torchckpt.regions.state.determinism import compiled_anew, differs, name_of
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
-from torchckpt.regions.state.streams import SyncPoint
-from torchckpt.regions.tail import ends_with
+from torchckpt.regions.state.reached import compilations, is_settled
 from torchckpt.typing import Function
 
 __all__ = ["Around", "Frame", "SavedTensors", "observers"]
@@ -42,8 +46,6 @@ SavedTensors: TypeAlias = list[tuple[Tensor, int]]
 
 Around: TypeAlias = Callable[["deque[SavedTensors]"], AbstractContextManager[None]]
 
-_REPLAY = Call.replay.__code__
-
 _RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
 
 
@@ -53,24 +55,6 @@ class Frame:
     The nodes of the region's graph hold the frame, through their hooks. The frame holds the call and the slots until
     the slots are filled, and then neither.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_call",
-        "_compilations",
-        "_in_norm",
-        "_lock",
-        "_options",
-        "_returned",
-        "_slots",
-        "_sync_point",
-        "_values",
-        "ambient",
-        "around",
-        "checks",
-        "kept",
-        "recomputed",
-    )
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -92,7 +76,7 @@ class Frame:
         self.around: Around | None = None
         """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
         self.kept: KeptCalls | None = None
-        """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
+        """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -190,7 +174,7 @@ class Frame:
         return tensor
 
     def _unpack_in_replay(self, tensor: Tensor) -> Tensor:
-        # A method, so that nesting.py finds the frame from the hooks in force.
+        # A method, so that hooks.py finds the frame from the hooks in force.
         return tensor
 
     def _replay(self, call: Call, slots: list[Slot]) -> SavedTensors:
@@ -216,13 +200,13 @@ class Frame:
                     raise compiled_anew(call.function)
                 if checked and not slots[place].accepts(tensor, by_values or compiles):
                     different.append(slots[place].compare(tensor))
-                    raise _error(call, slots, place, different)
+                    raise differs(call.function, slots, place, different[0])
                 fresh.append((saved, saved._version))
-                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function, _REPLAY):
+                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
                     return saved
             elif checked and not stops:
                 different.append(describe(tensor))
-                raise _error(call, slots, place, different)
+                raise differs(call.function, slots, place, different[0])
             raise Stop
 
         look_through(pack)
@@ -238,7 +222,7 @@ class Frame:
         if self.kept is not None and not different:
             self.kept.end(call.function, checked)
         if different or len(fresh) < total:  # the function caught the error, or ended before its time
-            raise _error(call, slots, len(fresh), different)
+            raise differs(call.function, slots, len(fresh), different[0] if different else "")
         return fresh
 
 
@@ -249,12 +233,6 @@ def _tell_outer_regions(states: RandomState) -> None:
         if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
             known = [id(generator) for generator in outer.generators]
             outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
-
-
-def _error(call: Call, slots: list[Slot], place: int, different: list[str]) -> RecomputationError:
-    nothing = "nothing, it had ended"
-    forward = describe(slots[place]) if place < len(slots) else nothing
-    return differs(call.function, place, len(slots), forward, different[0] if different else nothing)
 
 
 keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)

@@ -10,13 +10,28 @@ from typing import Any
 
 import torch
 
-from torchckpt.errors import Fault, TransformError, called, raise_fault
-from torchckpt.regions.core.scope import Level, Region, level_of
+from torchckpt.errors import Fault, TransformError, raise_fault
+from torchckpt.modules import name_of
+from torchckpt.regions.core.hooks import Level, Region, level_of
+from torchckpt.regions.core.kept import (
+    Buffers,
+    Inputs,
+    KeptCall,
+    KeptCalls,
+    Result,
+    buffers_of,
+    changed_buffers,
+    inputs_of,
+)
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.record import KeptCall, KeptCalls, hooks_entered, only
-from torchckpt.regions.kept.result import Buffers, Inputs, Result, buffers_of, changed_buffers, inputs_of
-from torchckpt.regions.private import forward_ad, functorch_is_active, hooks_in_force, without_selective_modes
-from torchckpt.regions.state.determinism import name_of
+from torchckpt.regions.private import (
+    forward_ad,
+    functorch_is_active,
+    hooks_entered,
+    hooks_in_force,
+    only_hooks,
+    without_selective_modes,
+)
 from torchckpt.typing import Function
 
 __all__ = ["keep"]
@@ -58,17 +73,22 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: at backward, when a result was changed in place behind it.
     """
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
-        from torchckpt.regions.core.checkpointing import keep_outside_graph
+        from torchckpt.regions.core.outside_graph import keep_outside_graph  # imports Dynamo
 
         return keep_outside_graph(keep, function, *args, **kwargs)
     if not callable(function):
         works = "keep(router, x), not keep(router(x))"
-        with called("keep"):
-            raise_fault(Fault("the function is not callable", type(function).__name__, works))
+        raise_fault(Fault("the function is not callable", type(function).__name__, works), "keep")
     if hooks_in_force(True) is None:
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there
-        return _inside_transform(function, args, kwargs)
+        if any(thread.flags[:2]):
+            raise TransformError(
+                "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
+                "  received: torchckpt.keep inside such a transform, inside a region\n"
+                "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
+            )
+        return function(*args, **kwargs)
     level = level_of(hooks_entered())
     if level.replayed is None and not level.recording:
         return function(*args, **kwargs)
@@ -76,35 +96,25 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         return _kept(function, args, kwargs, level)
 
 
-def _inside_transform(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(thread.flags[:2]):
-        raise TransformError(
-            "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
-            "  received: torchckpt.keep inside such a transform, inside a region\n"
-            "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
-        )
-    return function(*args, **kwargs)
-
-
 def _kept(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], level: Level) -> Any:
     name, inputs = name_of(function), inputs_of(function, args, kwargs)
     before = [(region, region.saved, buffers_of(region.module_state)) for region in level.recording]
     if level.replayed is not None:
-        with only(level.around):  # views of some layouts are saved, too
+        with only_hooks(level.around):  # views of some layouts are saved, too
             result, outputs = _replay(function, inputs, level.replayed)
         _add(name, result, before)
         result.raise_error()
         return outputs
     result = Result(inputs, [generator for region in level.recording for generator in region.generators])
     try:
-        with only(level.others):
+        with only_hooks(level.others):
             outputs = function(*args, **kwargs)
     except Exception as error:  # the region may catch it, and so does its replay
-        with only(level.around):
+        with only_hooks(level.around):
             result.note(function, None, inputs, error)
         _add(name, result, before)
         raise
-    with only(level.around):
+    with only_hooks(level.around):
         result.note(function, outputs, inputs)
     _add(name, result, before)
     return outputs

@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 
-from torchckpt.errors import Fault, check
+from torchckpt.errors import Fault, called, check
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
@@ -26,9 +26,15 @@ class Options(NamedTuple):
 DEFAULT = Options()
 
 
-def check_options(function: object, options: Options, others: Iterable[Fault] = ()) -> None:
-    """Raise ``ArgumentError`` if ``options`` or ``function`` break a rule, or if ``others`` has faults."""
-    check([*others, *_faults(function, options)])
+def check_options(function: object, options: Options, others: Iterable[Fault] = (), caller: str = "") -> None:
+    """Raise ``ArgumentError`` if ``options`` or ``function`` break a rule, or if ``others`` has faults.
+
+    The message begins with ``caller``, a public function.
+    """
+    faults = [*others, *_faults(function, options)]
+    if faults:  # called() takes time
+        with called(caller):
+            check(faults)
 
 
 def _faults(function: object, options: Options) -> Iterator[Fault]:
@@ -38,19 +44,16 @@ def _faults(function: object, options: Options) -> Iterator[Fault]:
     for name, value in (("preserve_rng_state", options.preserve_rng_state), ("early_stop", options.early_stop)):
         if not isinstance(value, bool):
             yield Fault(f"{name} is not a bool", shown(value), f"{name}=False")
-    if not _are_generators(options.generators):
+    generators: object = options.generators
+    if not isinstance(generators, Sequence) or not all(isinstance(each, torch.Generator) for each in generators):
         works = "generators=(generator,)"
-        yield Fault("generators is not a sequence of torch.Generator", shown(options.generators), works)
+        yield Fault("generators is not a sequence of torch.Generator", shown(generators), works)
     if options.determinism_check not in _CHECKS:
         received, works = shown(options.determinism_check), 'determinism_check="values"'
         yield Fault(f"determinism_check is not one of {_CHECKS}", received, works)
     if options.context_fn is not None and not callable(options.context_fn):
         works = "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
         yield Fault("context_fn is not callable; it returns two context managers", shown(options.context_fn), works)
-
-
-def _are_generators(given: Any) -> bool:
-    return isinstance(given, Sequence) and all(isinstance(generator, torch.Generator) for generator in given)
 
 
 def shown(value: object) -> str:

@@ -2,19 +2,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
-from torchckpt.regions.kept.torch_region import TorchRegion, torch_region
-from torchckpt.regions.state.boundary import Hooks
 from torchckpt.typing import Function
 
-__all__ = ["AroundRegion", "Keep", "Level", "Region", "Scope", "level_of"]
+__all__ = ["AroundRegion", "Keep", "Scope"]
 
 Keep: TypeAlias = "bool | Collection[int]"
 """Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
@@ -56,7 +54,7 @@ class Scope:
         number = self.regions
         if is_outermost:
             self.regions += 1
-            if self._keeps(number):
+            if self.keep if isinstance(self.keep, bool) else number in self.keep:
                 return self._kept(function, args, kwargs), None
         frame = Frame(options)
         outputs = frame.forward(function, args, kwargs)
@@ -65,9 +63,6 @@ class Scope:
             self.frames.append(frame)
             self.numbers.append(number)
         return outputs, frame
-
-    def _keeps(self, number: int) -> bool:
-        return self.keep if isinstance(self.keep, bool) else number in self.keep
 
     def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True
@@ -84,42 +79,3 @@ class Scope:
             yield
         finally:
             thread.scope = before
-
-
-Region: TypeAlias = Frame | TorchRegion
-
-
-class Level(NamedTuple):
-    """Where in regions a call is."""
-
-    recording: list[Region]
-    """The regions whose forward is under way, from the innermost on."""
-    replayed: Region | None
-    """The region that is replayed around them."""
-    around: Sequence[Hooks]
-    """The hooks around all of them."""
-    others: Sequence[Hooks]
-    """All hooks but those of regions."""
-
-
-def level_of(stack: Sequence[Hooks]) -> Level:
-    """The level of a call that has entered ``stack``, the outermost pair first."""
-    owners = list(map(_region_of, stack))
-    others = [hooks for hooks, owner in zip(stack, owners) if owner is None]
-    recording: list[Region] = []
-    around = stack
-    for place, owner in reversed(list(enumerate(owners))):
-        if owner is not None:
-            region, is_replayed = owner
-            around = stack[:place]
-            if is_replayed:
-                return Level(recording, region, around, others)
-            recording.append(region)
-    return Level(recording, None, around, others)
-
-
-def _region_of(hooks: Hooks) -> tuple[Region, bool] | None:
-    """The region that has entered ``hooks``, and whether it is replayed."""
-    pack, unpack = hooks
-    owner = getattr(unpack, "__self__", None)
-    return (owner, unpack == owner._unpack_in_replay) if isinstance(owner, Frame) else torch_region(pack)

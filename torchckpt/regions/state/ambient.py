@@ -6,7 +6,6 @@ them, and puts the states that it found back at its end.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias
@@ -22,6 +21,7 @@ from torch import (
     is_inference_mode_enabled,
 )
 
+from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.flags import thread
 from torchckpt.regions.private import (
     DispatchMode,
@@ -38,7 +38,6 @@ __all__ = [
     "Generator",
     "RandomState",
     "Settings",
-    "accelerator_type",
     "drawn_since",
     "generators_of",
     "is_made_here",
@@ -48,13 +47,6 @@ __all__ = [
     "settings",
     "use_settings",
 ]
-
-
-@functools.cache
-def accelerator_type() -> str | None:
-    """The type of this machine's accelerator, such as ``"cuda"``; None where there is none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None else accelerator.type
 
 
 # settings -----------------------------------------------------------------------------------------------------------
@@ -96,7 +88,8 @@ def use_settings(then: Settings) -> Iterator[None]:
         if inference != now[5]:
             stack.enter_context(torch.inference_mode(inference))
         if dtype != now[3]:
-            stack.enter_context(_default_dtype(dtype))
+            stack.callback(torch.set_default_dtype, now[3])
+            torch.set_default_dtype(dtype)
         if device != now[4]:
             stack.enter_context(device or torch.device("cpu"))
         for device_type, autocast, before in (("cpu", cpu, now[0]), (accelerator_type(), accelerator, now[1])):
@@ -129,16 +122,6 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
 def is_made_here(tensor: Tensor) -> bool:
     """Whether the running replay is known to have made ``tensor``, whose version then tells nothing of the forward."""
     return storage_key(tensor) in getattr(thread.flags[2], "made", ())
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # random numbers -----------------------------------------------------------------------------------------------------

@@ -19,13 +19,15 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.regions.trees import copy_attributes
+from torchckpt.tensors import copy_attributes
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_LEAVES = _ATOMS | {Tensor, nn.Parameter}
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a saved tensor, and what unpacks it."""
 
 
 class Boundary:
@@ -38,9 +40,11 @@ class Boundary:
     __slots__ = ("_leaves", "spec")
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.spec: pytree.TreeSpec | None
-        """The structure of the arguments; None if all are tensors or atoms and are passed by position."""
-        leaves, self.spec = (args, None) if _are_leaves(args, kwargs) else pytree.tree_flatten((args, dict(kwargs)))
+        leaves: Sequence[Any] = args
+        self.spec: pytree.TreeSpec | None = None
+        """The structure of the arguments; None if all are tensors or atoms and are passed by position, as mostly."""
+        if kwargs or not _LEAVES.issuperset(map(type, args)):
+            leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         hooks = hooks_in_force(False)
         inputs: dict[int, Input] = {}
         self._leaves: list[Any] = []
@@ -75,10 +79,12 @@ class Boundary:
         return args, kwargs, list(tensors.values())
 
     def drop_graphs(self) -> None:
-        """Hold no graph by what was put on the tensors."""
+        """Hold no graph by the attributes of tensors: one there may come from the region whose frame holds this."""
         for leaf in self._leaves:
-            if type(leaf) is Input:
-                leaf.drop_graphs()
+            if type(leaf) is Input and leaf._attributes is not None:
+                values = leaf._attributes.items()
+                grown = {name: value for name, value in values if isinstance(value, Tensor) and value.grad_fn}
+                leaf._attributes.update({name: value.detach() for name, value in grown.items()})
 
     def modules(self) -> list[nn.Module]:
         """The modules among the arguments."""
@@ -98,17 +104,6 @@ class Input:
     attributes. A parameter is held itself, because a twin would not be that parameter. An inference tensor cannot be
     saved, and has no version to check: a copy is held.
     """
-
-    __slots__ = (
-        "_attributes",
-        "_is_non_leaf",
-        "_kept",
-        "_original",
-        "_requires_grad",
-        "_strides",
-        "_unpack",
-        "_version",
-    )
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         if tensor.is_inference():
@@ -155,12 +150,6 @@ class Input:
         if self._unpack is None:
             return self._twin(kept if original is not kept else kept.detach())
         return self._twin(_laid_out(kept.detach(), self._strides))
-
-    def drop_graphs(self) -> None:
-        """Hold no graph by the attributes: a tensor there may come from the region whose frame holds this input."""
-        attributes = self._attributes or {}
-        grown = {name: value for name, value in attributes.items() if isinstance(value, Tensor) and value.grad_fn}
-        attributes.update({name: value.detach() for name, value in grown.items()})
 
     def _is_as_it_was(self, original: Tensor, kept: Tensor) -> bool:
         """Whether ``original`` still has the data and attributes of the forward, and is a leaf or not as then."""
@@ -234,11 +223,3 @@ def generators_among(leaves: Iterable[Any]) -> list[torch.Generator]:
     objects = [leaf for leaf in leaves if type(leaf) not in _ATOMS]
     inside = chain.from_iterable(list(vars(leaf).values()) for leaf in objects if type(leaf).__dictoffset__)
     return [x for x in chain(objects, inside) if issubclass(type(x), torch.Generator)]  # proxies answer anything
-
-
-def _are_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    # Most calls pass only tensors and atoms by position, and need no pytree.
-    for arg in args:
-        if not isinstance(arg, Tensor) and type(arg) not in _ATOMS:
-            return False
-    return not kwargs

@@ -57,7 +57,7 @@ class Modules(tuple[nn.Module, ...]):
 
 
 class NamesModules:
-    """A function that names the modules that it uses. The class says so: a mock or a proxy answers any attribute."""
+    """A function that names the modules that it uses. Its class is asked: a mock or a proxy answers any attribute."""
 
     region_modules: Modules
 
@@ -76,8 +76,8 @@ class Layout:
     """
 
     def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
-        found = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
-        modules = [module for module in found if not isinstance(module, torch.jit.ScriptModule)]
+        each_once = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
+        modules = [module for module in each_once if not isinstance(module, torch.jit.ScriptModule)]
         self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
@@ -139,17 +139,17 @@ class Layout:
 
     def generators(self) -> list[torch.Generator]:
         """The generators that modules hold as attributes."""
-        found = (attributes.get(name) for attributes, name in self._generators)
-        return [generator for generator in found if isinstance(generator, torch.Generator)]
+        values = (attributes.get(name) for attributes, name in self._generators)
+        return [value for value in values if isinstance(value, torch.Generator)]
 
     def flags(self) -> list[Any]:
         """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""
-        found = [attributes.get(name) for attributes, name in self._flags]
-        for key, value in zip(self._numbers, found[len(self.dicts) :]):
+        flags = [attributes.get(name) for attributes, name in self._flags]
+        for key, value in zip(self._numbers, flags[len(self.dicts) :]):
             if isinstance(value, Tensor) and key not in self._attributes:
                 self._attributes.append(key)
                 self.is_simple = False
-        return found
+        return flags
 
     def other_flags(self, then: list[Any], now: list[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes to put back so that ``flags()`` is as it was. A number that is another number stays: functions
@@ -162,9 +162,9 @@ class Layout:
     def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
         """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
         first, end = len(self.children), self.children[-1]
-        found = list(takewhile(lambda value: value is not end, values[first:]))
-        keys = [(place, name) for place, parameters in enumerate(self.parameters) for name in parameters]
-        return dict(zip(keys, found)) if len(keys) == len(found) else None
+        parameters = list(takewhile(lambda value: value is not end, values[first:]))
+        keys = [(place, name) for place, table in enumerate(self.parameters) for name in table]
+        return dict(zip(keys, parameters)) if len(keys) == len(parameters) else None
 
     @property
     def is_compiled(self) -> bool:
@@ -207,10 +207,10 @@ _KNOWN = "_torchckpt_known"
 
 def known_of(module: nn.Module) -> Known:
     """What is known of ``module``; new and empty if nothing is."""
-    held: dict[str, Any] = getattr(vars(module).get("_forward_hooks"), "__dict__", {})  # of an OrderedDict
-    known = held.get(_KNOWN)
+    attributes: dict[str, Any] = getattr(vars(module).get("_forward_hooks"), "__dict__", {})  # of an OrderedDict
+    known = attributes.get(_KNOWN)
     if known is None:
-        known = held[_KNOWN] = Known()
+        known = attributes[_KNOWN] = Known()
     return known
 
 
@@ -230,31 +230,24 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         owners = _owners(function, args)
         if not owners:
             return None
-        layout = _known(owners)
-        if modules is not None and not (args or layout.is_lazy):
-            modules.layout = layout
+        layout = known_of(owners[0]).layouts.get(_key(owners))
+        if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
+            layout = _new_layout(owners)
     values = values_of(layout.tables)
-    # Modules compare by identity, so == is enough.
-    if values[: len(layout.children)] == layout.children and lengths_of(layout.dicts) == layout.lengths:
-        return layout, values
-    layout = _made(layout.live_owners())
+    # Modules compare by identity, so != is enough.
+    if values[: len(layout.children)] != layout.children or lengths_of(layout.dicts) != layout.lengths:
+        layout = _new_layout(layout.live_owners())
+        values = values_of(layout.tables)
     if modules is not None and not (args or layout.is_lazy):
         modules.layout = layout
-    return layout, values_of(layout.tables)
-
-
-def _known(owners: Sequence[nn.Module]) -> Layout:
-    layout = known_of(owners[0]).layouts.get(_key(owners))
-    if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
-        return _made(owners)
-    return layout
+    return layout, values
 
 
 def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
     return id(owners[0]) if len(owners) == 1 else tuple(map(id, owners))
 
 
-def _made(owners: Sequence[nn.Module]) -> Layout:
+def _new_layout(owners: Sequence[nn.Module]) -> Layout:
     key, layouts = _key(owners), known_of(owners[0]).layouts
     forget = layouts.pop
     layout = Layout(owners, lambda _: forget(key, None))  # with the module, and not with the next garbage collection

@@ -28,16 +28,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import RecomputationError
+from torchckpt.modules import name_of
 from torchckpt.regions.private import alive, set_version, storage_key
-from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
-from torchckpt.regions.trees import copy_attributes
+from torchckpt.tensors import copy_attributes
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "Substitutes", "modules_lock", "record_state", "substituted"]
 
 modules_lock = threading.RLock()
-"""Held while modules hold substitutes, and by forwards that change buffers, so that none changes a substitute."""
+"""It is held while modules hold substitutes, and by forwards that change buffers, so that none changes a substitute."""
 
 _LOCK_TIMEOUT_SECONDS = 300
 
@@ -51,9 +51,9 @@ class Substitutes(NamedTuple):
     values: list[tuple[dict[str, Any], str, Any]]
     """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
     changed: dict[int, tuple[Tensor, str]]
-    """By ``id()``: a tensor that the replay must not read, because it was changed in place, and its path."""
+    """By ``id()``: the tensors that the replay must not read, because they were changed in place, with their paths."""
     late: dict[int, Late]
-    """By ``id()``: a substitute for a parameter that a forward has changed for the first time. Nobody has a copy."""
+    """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
 
 
 class Late:
@@ -77,18 +77,6 @@ _EMPTY: dict[Any, Any] = {}
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules."""
 
-    __slots__ = (
-        "_after",
-        "_buffers",
-        "_flags",
-        "_new_copies",
-        "_non_leaves",
-        "_parameters",
-        "_values",
-        "_versions",
-        "layout",
-    )
-
     def __init__(self, layout: Layout, values: list[Any]) -> None:
         self.layout, self._values = layout, values
         self._versions = _versions(values, len(layout.children))
@@ -98,9 +86,9 @@ class ModuleState:
         self._parameters: dict[Key, Copy] = _EMPTY
         """The parameters that forwards are known to change, as they are before this one."""
         if layout.changing_parameters:
-            found = layout.parameters_of(values) or {}
-            known = [(key, one) for key in layout.changing_parameters if (one := found.get(key)) is not None]
-            self._parameters = {key: Copy(one) for key, one in known if not _is_sharded(one)}
+            parameters = layout.parameters_of(values) or {}
+            changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
+            self._parameters = {key: Copy(p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
@@ -123,18 +111,18 @@ class ModuleState:
         return copy
 
     def tensors(self) -> list[Tensor]:
-        """Buffers and their copies: what a replay may read, and maybe nothing else holds. Without sharded and sparse
-        ones, whose memory is not theirs to record."""
-        found = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
-        return [one for one in found if type(one) is Tensor and one.layout == torch.strided]
+        """The buffers and their copies, which a replay may read, and maybe nothing else holds. Sharded and sparse ones
+        are left out, since their memory is not theirs to record."""
+        tensors = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
+        return [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout == torch.strided]
 
     def note_changes(self) -> None:
-        """After the forward: note what it has changed, and drop large copies of other buffers."""
+        """Note, after the forward, what it has changed, and drop large copies of other buffers."""
         layout = self.layout
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions:
-            found = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
-            self._after = {key: now for (key, one), then, now in found if then != now and not _is_sharded(one)}
+            each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
+            self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
             layout.changing |= self._after.keys()
         if not self._buffers:
@@ -153,8 +141,8 @@ class ModuleState:
     def _is_unchanged(self, key: Key) -> bool:
         """Whether the buffer on the module is the one that the forward found, with the same values."""
         tensor, copy = self._buffers[key]
-        found = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
-        if self.layout.dict_of(key).get(key[1], _NOTHING) is not found:
+        original = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
+        if self.layout.dict_of(key).get(key[1], _NOTHING) is not original:
             return False
         return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
 
@@ -176,7 +164,9 @@ class ModuleState:
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         substitutes.values.extend(layout.other_flags(self._flags, flags))
         if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
-            raise _first_error(substitutes, function)
+            if substitutes.changed:
+                raise _changed(function, *next(iter(substitutes.changed.values())))
+            raise _changed_late(function, next(iter(substitutes.late.values())))
         return substitutes if substitutes.values or substitutes.changed else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
@@ -237,10 +227,10 @@ def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleSt
 
     The bool says whether its calls are known to change buffers. If so, ``modules_lock`` is held, and the caller
     releases it after the call."""
-    found = layout_of(function, args)
-    if found is None:
+    layout_with_values = layout_of(function, args)
+    if layout_with_values is None:
         return None, False
-    layout, values = found
+    layout, values = layout_with_values
     if not layout.changing:
         return ModuleState(layout, values), False
     modules_lock.acquire()
@@ -254,19 +244,6 @@ def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleSt
 @contextmanager
 def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
     """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
-    _acquire_lock(function)
-    own: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        own += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
-        _put(substitutes.values)
-        with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
-            yield
-    finally:
-        _put(own)
-        modules_lock.release()
-
-
-def _acquire_lock(function: Function) -> None:
     if not modules_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
         raise RecomputationError(
             f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
@@ -274,6 +251,15 @@ def _acquire_lock(function: Function) -> None:
             "backward\n"
             "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
         )
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
+        _put(substitutes.values)
+        with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
+            yield
+    finally:
+        _put(before)
+        modules_lock.release()
 
 
 def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
@@ -296,15 +282,15 @@ class _ForbidReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        found = [leaf for leaf in leaves if id(leaf) in self._changed]
+        changed = [leaf for leaf in leaves if id(leaf) in self._changed]
         late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._late]
-        is_look = bool(found or late) and getattr(func, "__name__", "") == "__get__"
-        result = func(*args, **(kwargs or {})) if is_look or not found else None
+        is_look = bool(changed or late) and getattr(func, "__name__", "") == "__get__"
+        result = func(*args, **(kwargs or {})) if is_look or not changed else None
         # Reading a shape or a gradient does not read the values; reading a view does.
         if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
             return result
-        if found:
-            raise _changed(self._function, *self._changed[id(found[0])])
+        if changed:
+            raise _changed(self._function, *self._changed[id(changed[0])])
         for leaf, version in late:
             if not self._late[id(leaf)].allows(leaf, version):
                 raise _changed_late(self._function, self._late[id(leaf)])
@@ -328,12 +314,6 @@ def _equal(values: Tensor | None, tensor: Tensor) -> bool:
     if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
         return True  # the values cannot be compared
     return torch.equal(values, tensor)
-
-
-def _first_error(substitutes: Substitutes, function: Function) -> RecomputationError:
-    if substitutes.changed:
-        return _changed(function, *next(iter(substitutes.changed.values())))
-    return _changed_late(function, next(iter(substitutes.late.values())))
 
 
 def _changed(function: Function, tensor: Tensor, path: str) -> RecomputationError:

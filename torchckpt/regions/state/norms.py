@@ -1,9 +1,9 @@
 """Running statistics: norm layers update their buffers once per forward, and not a second time in the replay.
 
 A forward notes which norm layers it ran. In its replay they update copies of their buffers. The output of a layer in
-training does not depend on these buffers, so it is the same to the bit. What ran is known by the versions of buffers,
-before and after. A layer that ``reached.py`` does not find is on the stack when autograd saves its running mean. No
-hook is alive where compiled code runs: Dynamo would trace another graph in the replay than in the forward.
+training does not depend on these buffers, so it is the same to the bit. The versions of the buffers, before and after,
+tell which layers ran. A layer that ``reached.py`` does not find is on the stack when autograd saves its running mean.
+No hook is alive where compiled code runs: Dynamo would trace another graph in the replay than in the forward.
 
 A caller that updates the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
 """
@@ -48,37 +48,37 @@ _watched: dict[nn.Module, int] = {}
 _Values: TypeAlias = Mapping[str, Tensor]
 _NOTHING: _Values = {}
 
-
 Looked: TypeAlias = "list[tuple[nn.Module, tuple[int, int] | None, _Values]]"
-"""Layers as a forward finds them: the versions of the buffers of those that are not in training, and copies of buffers,
-or nothing."""
+"""Layers as a forward finds them, each with the versions of its buffers, or None if a call would update them, and with
+copies of its buffers, or nothing."""
 
 
 def look(layers: Iterable[nn.Module], values: bool) -> Looked:
-    """How ``layers`` are before a forward. With ``values``, their buffers are copied: an InstanceNorm makes from them
-    what autograd saves."""
-    return [
-        (layer, None if updates(layer) else _versions(layer), _copies(layer) if values else _NOTHING)
-        for layer in layers
-    ]
+    """Look at ``layers`` before a forward. With ``values``, copy their buffers: an InstanceNorm makes from them what
+    autograd saves."""
+    looked: Looked = []
+    for layer in layers:
+        copies = {name: buffer.detach().clone() for name, buffer in _own(layer).items()} if values else _NOTHING
+        looked.append((layer, None if updates(layer) else _versions(layer), copies))
+    return looked
 
 
 def means(looked: Looked) -> dict[int, Tensor | None]:
-    """The running means that tell nothing new when autograd saves them, by their ``id``."""
+    """By ``id``: the running means of layers that are known to run. Nothing is noted when autograd saves them."""
     return {id(mean := layer._buffers.get("running_mean")): mean for layer, versions, _ in looked if versions is None}
 
 
 def ran(looked: Looked, noted: Iterable[nn.Module]) -> dict[nn.Module, _Values]:
-    """Those that would update their buffers, or have done so since, and those that were ``noted``."""
-    found: dict[nn.Module, _Values] = dict.fromkeys(noted, _NOTHING)
+    """The layers that would update their buffers, or have done so since, and those that were ``noted``."""
+    layers: dict[nn.Module, _Values] = dict.fromkeys(noted, _NOTHING)
     for layer, versions, values in looked:
-        if versions is None or layer in found or updates(layer) or _versions(layer) != versions:
-            found[layer] = values
-    return found
+        if versions is None or layer in layers or updates(layer) or _versions(layer) != versions:
+            layers[layer] = values
+    return layers
 
 
 def lend(replay: Replay, is_compiled: bool) -> None:
-    """Until ``take_back``: the layers of ``replay`` update copies of their buffers in this thread.
+    """Let the layers of ``replay`` update copies of their buffers in this thread, until ``take_back``.
 
     Each layer has the copies during its calls alone, by hooks of its own, since other threads may call it meanwhile.
     If there is compiled code, or its forward alone is called, which no hook sees, it has them until the end.
@@ -102,8 +102,10 @@ def take_back(replay: Replay) -> None:
 
 
 def note_caller(frame: FrameType) -> bool:
-    """Whether autograd saves a tensor in the call of a norm layer, which is noted then. ``frame``: where it does so;
-    between it and the layer there are at most those of modes."""
+    """Note the norm layer in whose call autograd saves a tensor. Return whether it does so in a function of theirs.
+
+    The tensor is saved in ``frame``. Between it and the frame of the layer there are at most frames of modes.
+    """
     if frame.f_code not in _OF_NORMS or thread.norms is None:
         return False
     outer = frame.f_back
@@ -121,17 +123,17 @@ def note_caller(frame: FrameType) -> bool:
 
 
 def is_in_call(frame: FrameType) -> bool:
-    """Whether ``frame``, that of a function for normalisation, is that of a layer whose module is called, surely."""
+    """Whether ``frame``, of a function for normalisation, is surely inside of a call of the layer's module."""
     layer = frame.f_back
     return layer is not None and (call := layer.f_back) is not None and call.f_code.co_filename == _CALLS
 
 
 def _is_of_call(frame: FrameType, layer: nn.Module) -> bool:
     """Whether ``frame``, in which ``layer`` works, comes of a call of the module, and not of its bare forward."""
-    at: FrameType | None = frame.f_back
-    while at is not None and at.f_code.co_filename != _CALLS and at.f_locals.get("self") is layer:
-        at = at.f_back  # a forward may call that of its base
-    return at is not None and at.f_code.co_filename == _CALLS
+    outer = frame.f_back
+    while outer is not None and outer.f_code.co_filename != _CALLS and outer.f_locals.get("self") is layer:
+        outer = outer.f_back  # a forward may call that of its base
+    return outer is not None and outer.f_code.co_filename == _CALLS
 
 
 _CALLS = nn.Module.__call__.__code__.co_filename
@@ -153,7 +155,9 @@ def is_statistic(tensor: Tensor) -> bool:
     if any(key == storage_key(copy) for layer in replay for copy in _own(layer).values()):
         return True
     # An InstanceNorm saves repetitions of its copies. With hooks, a layer has copies during its call alone.
-    return bool(replay.watched) and tensor.dim() == 1 and not all(isinstance(one, batch_norm_layer) for one in replay)
+    if not replay.watched or tensor.dim() != 1:
+        return False
+    return not all(isinstance(layer, batch_norm_layer) for layer in replay)
 
 
 def updates(layer: nn.Module | None) -> bool:
@@ -163,7 +167,7 @@ def updates(layer: nn.Module | None) -> bool:
 
 @contextmanager
 def on_copies(layer: nn.Module) -> Iterator[None]:
-    """Inside, ``layer`` updates copies of its buffers, as it will in the replays of regions around."""
+    """Inside the block, ``layer`` updates copies of its buffers, as it will in the replays of regions around."""
     if thread.norms is not None:
         thread.norms.append(layer)
     _use_copies(layer, _NOTHING)
@@ -238,12 +242,9 @@ def _own(layer: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
 
 
-def _copies(layer: nn.Module) -> _Values:
-    return {name: buffer.detach().clone() for name, buffer in _own(layer).items()}
-
-
 def _versions(layer: nn.Module) -> tuple[int, int]:
-    """Of the buffers that torch's layers change by a counted operation: BatchNorm the last one, InstanceNorm others."""
+    """The versions of the buffers that torch's layers change by a counted operation: BatchNorm changes so the number of
+    batches, and InstanceNorm the mean."""
     mean, count = layer._buffers.get("running_mean"), layer._buffers.get("num_batches_tracked")
     try:
         return 0 if mean is None else mean._version, 0 if count is None else count._version

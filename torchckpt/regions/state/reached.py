@@ -1,4 +1,10 @@
-"""Reached: the norm layers that a function can call, in the modules that it holds or names, or comes to by either."""
+"""Reached: the norm layers and the compiled code that a function can call.
+
+They are in the modules that it holds or names, or comes to by either. Dynamo may compile in a replay what ran from its
+cache in the forward, and save other tensors then. So the values of what is saved are compared if code was compiled
+inside of a replay. The forward has noted checksums of them if there were compilations since a replay of its function
+last ran without one: in the first steps, that is.
+"""
 from __future__ import annotations
 
 import gc
@@ -6,34 +12,37 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
+from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from torchckpt.modules import is_compiled_class, is_compiled_function, is_module
+from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
+from torchckpt.regions.flags import thread
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
 from torchckpt.typing import Function
 
-__all__ = ["norm_layers_of", "reaches_nothing", "runs_compiled_code"]
+__all__ = ["compilations", "is_settled", "norm_layers_of", "reaches_nothing", "runs_compiled_code", "settle"]
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
 
 
 def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module]:
-    """Those inside of the modules of ``layout``, which are the function's own, and of those that it reaches otherwise.
-    There may be others (``norms.note_caller``)."""
-    own: list[nn.Module] = []
+    """The norm layers in the modules of ``layout``, the function's own, and in those that it reaches otherwise. There
+    may be others (``norms.note_caller``)."""
+    inner: list[nn.Module] = []
     if layout is not None and layout.norms:
-        own = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
-    if _is_of_module(function) or reaches_nothing(function):
-        return own
+        inner = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
+    called = function.__self__ if type(function) is MethodType else function
+    if issubclass(type(called), nn.Module) or reaches_nothing(function):
+        return inner
     reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
-    return dict.fromkeys([*own, *reached]) if own else reached
+    return dict.fromkeys([*inner, *reached]) if inner else reached
 
 
 def runs_compiled_code(function: Function) -> bool:
@@ -46,19 +55,68 @@ def runs_compiled_code(function: Function) -> bool:
     if is_module(function):
         return _tree_of(function).is_compiled()
     walk = _Walk(function)
-    return any(map(is_compiled_function, walk.functions)) or any(_tree_of(one).is_compiled() for one in walk.modules)
-
-
-def _is_of_module(function: Function) -> bool:
-    called = function.__self__ if type(function) is MethodType else function
-    return issubclass(type(called), nn.Module)
+    return any(map(is_compiled_function, walk.functions)) or any(_tree_of(m).is_compiled() for m in walk.modules)
 
 
 def reaches_nothing(function: Function) -> bool:
-    """Whether ``function`` reaches nothing but its arguments, surely; true of many, and cheap to find out."""
+    """Whether ``function`` surely reaches nothing but its arguments. That is true of many, and cheap to find out."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return False
     return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
+
+
+# compilations ---------------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.total = 0
+        """The compilations of this process since the first look, and 1 for those before; 0: Dynamo is not there."""
+
+    def look(self) -> int:
+        if not self.total and (dynamo := sys.modules.get("torch._dynamo.convert_frame")) is not None:
+            register = getattr(dynamo, "register_bytecode_hook", None)
+            if register is not None:
+                self.total = 1
+                register(self._compiled)
+        return self.total
+
+    def _compiled(self, _: CodeType, __: CodeType) -> None:
+        self.total += 1
+        if thread.flags[2] is not None:
+            thread.flags[2].compiles = True
+
+
+compilations = _Counter()
+_settled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def is_settled(function: Function) -> bool:
+    """Whether nothing was compiled since ``settle``. True without Dynamo, and of a function that reaches no compiled
+    code: checksums would make the host wait for the device."""
+    total = compilations.total or compilations.look()
+    return not total or _settled.get(_key(function)) == total or not runs_compiled_code(function)
+
+
+def settle(function: Function) -> None:
+    """Note that a replay of ``function`` has ended, and nothing was compiled in it."""
+    total = compilations.total or compilations.look()
+    if total:
+        _settled[_key(function)] = total
+
+
+def _key(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    function = uncompiled(function)
+    if (module := module_of(function)) is not None:
+        return module
+    if type(function) is MethodType:
+        function = function.__func__
+    return function.__code__ if type(function) is FunctionType else type(function)
+
+
+# what is reached ------------------------------------------------------------------------------------------------------
 
 
 class _Walk:
@@ -98,14 +156,7 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> None:
         self.functions.append(function)
-        for cell in function.__closure__ or ():
-            try:
-                self._next.append(cell.cell_contents)
-            except ValueError:  # nothing is in it yet
-                continue
-        self._next += function.__defaults__ or ()
-        self._next += (function.__kwdefaults__ or {}).values()
-        self._next += function.__dict__.values()
+        self._next += [*contents_of(function), *function.__dict__.values()]
         known, names = function.__globals__, _names_in(function.__code__)
         if names and not _is_of_others(known.get("__name__")):
             new = [name for name in names if name not in self._names]
@@ -147,14 +198,14 @@ _names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
 
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
-    """The global names, and those of attributes, in ``code`` and in the functions defined in it."""
-    found = _names.get(id(code))
-    if found is None:
+    """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
+    known = _names.get(id(code))
+    if known is None:
         key, forget = id(code), _names.pop
         inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
         names = tuple(dict.fromkeys([*code.co_names, *inside]))
-        found = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
-    return found[1]
+        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
+    return known[1]
 
 
 class _Tree:
@@ -164,14 +215,14 @@ class _Tree:
         modules = list(module.modules())
         self._own = module._modules
         # Those of scripted modules are no dictionaries, and do not change.
-        self._inside = [table for one in modules if isinstance(table := one._modules, dict)]
+        self._inside = [table for inner in modules if isinstance(table := inner._modules, dict)]
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
-        self._layers = [weakref.ref(one) for one in modules if isinstance(one, norm_layer)]
-        self._has_compiled_class = any(is_compiled_class(type(one)) for one in modules)
+        self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
+        self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the one, and not its shallow copy, and has the same modules inside."""
+        """Whether ``module`` is the module of this tree, not a shallow copy, and has the same modules inside."""
         return self._own is module._modules and values_of(self._inside) == self._children
 
     def is_compiled(self) -> bool:

@@ -42,13 +42,13 @@ class Mixin:
         # pickle cannot import the class that was made here: pickle its base, and make the class again when loading.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *state = reduced
-        own = base = type(self)
+        cls = base = type(self)
         mixins: _Mixins = []
         while (mixin := _front(base)) is not None:
             mixins.append((mixin, self.__dict__.get(mixin._torchckpt_setting)))
             base = base.__bases__[-1]
-        plain = tuple(base if argument is own else argument for argument in arguments)
-        return (_remade, (base if make is own else make, plain, mixins), *state)
+        plain = tuple(base if argument is cls else argument for argument in arguments)
+        return (_remade, (base if make is cls else make, plain, mixins), *state)
 
 
 _Mixins: TypeAlias = list[tuple[type[Mixin], Any]]
@@ -86,9 +86,9 @@ def _front(cls: type[Any]) -> type[Mixin] | None:
 
 def _class_for(base: type[Any], mixin: type[Mixin]) -> type[Any]:
     """The subclass of ``base`` with ``mixin`` in front and the name of ``base``. Freed with its last instance."""
-    for made in base.__subclasses__():
-        if made.__bases__ == (mixin, base):
-            return made
+    for subclass in base.__subclasses__():
+        if subclass.__bases__ == (mixin, base):
+            return subclass
 
     # torch.compile(module) sets the forward on the instance, where a forward of the class has no effect.
     redirected = "__call__" if is_compiled_class(base) else "forward"

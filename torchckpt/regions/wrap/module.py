@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from torchckpt.errors import Fault, called, kind
 from torchckpt.modules import is_compiled_class
@@ -60,7 +60,7 @@ class _Checkpointed(Mixin):
         module.__dict__[COMPILED] = _Compiled(forward, lambda module: module.compile(*args, **kwargs))
 
 
-class CheckpointHandle:
+class CheckpointHandle(AbstractContextManager["CheckpointHandle"]):
     """Undoes one :func:`checkpoint_module`, by ``remove()`` or at the end of a ``with`` block."""
 
     def __init__(self, module: nn.Module, options: Options) -> None:
@@ -75,9 +75,6 @@ class CheckpointHandle:
         compiled: _Compiled | None = module.__dict__.pop(COMPILED, None)
         if compiled is not None:
             compiled.again(module)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

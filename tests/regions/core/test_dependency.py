@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from tests.helpers import Mark, assert_equal, in_thread, leaf
-from torchckpt.regions.dependency import fork, join, phony
+from torchckpt.regions.core.nodes import fork, join, phony
 
 
 def order(device, with_edge):

@@ -7,8 +7,8 @@ import torch
 from tests.accelerator import module_of
 from tests.helpers import leaf
 from torchckpt import Checkpointing, checkpoint
-from torchckpt.regions.state import streams
-from torchckpt.regions.state.streams import SyncPoint, accelerators_among
+from torchckpt.regions import devices
+from torchckpt.regions.devices import SyncPoint, accelerators_among
 
 
 class Stream:
@@ -50,7 +50,7 @@ def machine(monkeypatch):
     def record_stream(tensor, stream):
         machine.events.append(f"{stream.name} uses {tuple(tensor.shape)}")
 
-    monkeypatch.setattr(streams, "accelerator_type", lambda: "cpu")
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "cpu")
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: machine.current)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     return machine
@@ -128,7 +128,7 @@ def test_trail_keeps_the_memory_of_tensors_on_its_device_only(machine):
 
 
 def test_machine_without_an_accelerator_asks_for_no_stream(monkeypatch):
-    monkeypatch.setattr(streams, "accelerator_type", lambda: None)
+    monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", None)
     checkpoint(torch.exp, leaf(3)).sum().backward()
 
@@ -138,7 +138,7 @@ def meta(*shape):
 
 
 def test_accelerators_are_those_of_tensors_in_containers_and_keywords(monkeypatch):
-    monkeypatch.setattr(streams, "accelerator_type", lambda: "meta")
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "meta")
     found = (torch.device("meta"),)
     assert accelerators_among((meta(1),), {}) == found
     assert accelerators_among(([{"a": meta(1)}, 3],), {}) == found
@@ -146,13 +146,13 @@ def test_accelerators_are_those_of_tensors_in_containers_and_keywords(monkeypatc
 
 
 def test_accelerator_of_a_call_without_tensors_there_is_the_current_one(monkeypatch):
-    monkeypatch.setattr(streams, "accelerator_type", lambda: "meta")
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "meta")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     assert accelerators_among((torch.empty(1), None), {}) == (torch.device("meta", 3),)
 
 
 def test_no_accelerators_without_one(monkeypatch):
-    monkeypatch.setattr(streams, "accelerator_type", lambda: None)
+    monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     assert accelerators_among((torch.empty(1), meta(1)), {}) == ()
 
 

@@ -1,37 +1,94 @@
-"""Result: what one call of ``keep`` returned and changed, for replays to find."""
+"""Kept: the calls of ``keep`` in one forward of a region, and what each returned, drew and changed."""
 from __future__ import annotations
 
 import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
-from contextlib import suppress
 from copy import copy as shallow_copy
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, called, raise_fault
+from torchckpt.errors import Fault, RecomputationError, raise_fault
+from torchckpt.modules import contents_of, name_of
+from torchckpt.regions.core.slots import keeps_differently
+from torchckpt.regions.devices import SyncPoint, accelerators_among
 from torchckpt.regions.private import alive, apply_of, set_version
 from torchckpt.regions.state.ambient import Generator, drawn_since, random_state, restore_states
 from torchckpt.regions.state.boundary import Boundary
-from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.layout import Copy, version_of
 from torchckpt.regions.state.module_state import ModuleState
-from torchckpt.regions.state.streams import SyncPoint, accelerators_among
-from torchckpt.regions.trees import copy_attributes, hides_tensors, tensors_of
+from torchckpt.tensors import copy_attributes, hides_tensors, tensors_of
 from torchckpt.typing import Function
 
-__all__ = ["Buffers", "Inputs", "Result", "buffers_of", "changed_buffers", "inputs_of"]
+__all__ = ["Buffers", "Inputs", "KeptCall", "KeptCalls", "Result", "buffers_of", "changed_buffers", "inputs_of"]
+
+
+class KeptCall(NamedTuple):
+    """One call of ``keep`` in one forward."""
+
+    name: str
+    """The name of the function in errors."""
+    place: int | None
+    """How many tensors the region had saved before; None for a region of torch, which does not tell."""
+    result: Any = None
+    buffers: Any = ()
+
+    def __str__(self) -> str:
+        return self.name if self.place is None else f"{self.name}, after {self.place} saved tensors"
+
+
+class KeptCalls:
+    """The calls of ``keep`` in one forward of a frame, and how far its replay has come."""
+
+    __slots__ = ("_calls", "_fault", "_fresh", "_taken")
+
+    def __init__(self) -> None:
+        self._calls: list[KeptCall] = []
+        self._taken = 0
+        self._fresh: Sequence[object] | None = None  # while a replay is under way
+        self._fault: tuple[int, str, str] | None = None  # no exception, which would hold the replay's tensors
+
+    def add(self, call: KeptCall) -> None:
+        self._calls.append(call)
+
+    def begin(self, fresh: Sequence[object] | None) -> None:
+        """Note that a replay begins, which will save its tensors in ``fresh``. None: the replay has failed."""
+        self._taken, self._fresh, self._fault = 0, fresh, None
+
+    def next(self, region: Any, name: str, checked: bool) -> KeptCall:
+        """The forward's call that the replay of ``region``, which now calls the function ``name``, has come to."""
+        number, now = self._taken, KeptCall(name, None if self._fresh is None else len(self._fresh))
+        then = self._calls[number] if number < len(self._calls) else None
+        if self._fault is None and (then is None or (checked and then[:2] != now[:2])):
+            self._fault = number, "nothing" if then is None else str(then), str(now)
+        if self._fault is not None:
+            raise keeps_differently(region, *self._fault)
+        self._taken += 1
+        return self._calls[number]
+
+    def end(self, region: Function, checked: bool) -> None:
+        """Note the end of the replay. Raises if a call is missing, or if ``region`` caught what :meth:`next` raised."""
+        fresh, self._fresh = self._fresh or (), None
+        if checked and self._fault is None and self._taken < len(self._calls):
+            then = self._calls[self._taken]
+            if then.place is not None and then.place < len(fresh):
+                self._fault = self._taken, str(then), "nothing there"
+        if self._fault is not None:
+            raise keeps_differently(region, *self._fault)
+
+
+# one call -----------------------------------------------------------------------------------------------------------
 
 
 Inputs: TypeAlias = dict[tuple[str, int], Tensor]
-"""The tensors that a call gets, by their places: those among its arguments, in the closure of its function, and among
-its defaults. A replay of the call gets them, too."""
+"""The tensors that a call gets, by their places: those among its arguments, and those in the closure and the defaults
+of its function. A replay of the call gets them, too."""
 
 
 def inputs_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -42,19 +99,9 @@ def inputs_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         function = function.func
     inputs: Inputs = {("argument", place): tensor for place, tensor in enumerate(tensors_of(arguments)[0])}
     code = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(code, FunctionType):
-        return inputs
-    for place, cell in enumerate(code.__closure__ or ()):
-        with suppress(ValueError):  # nothing is in it yet
-            if isinstance(cell.cell_contents, Tensor):
-                inputs["cell", place] = cell.cell_contents
-    defaults = (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values())
-    inputs.update({("default", place): value for place, value in enumerate(defaults) if isinstance(value, Tensor)})
+    contents = contents_of(code) if isinstance(code, FunctionType) else []
+    inputs.update({("content", place): value for place, value in enumerate(contents) if isinstance(value, Tensor)})
     return inputs
-
-
-def _arguments(inputs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [place for place in inputs if place[0] == "argument"]
 
 
 _DATA = (MutableMapping, MutableSequence, MutableSet, SimpleNamespace)
@@ -105,7 +152,9 @@ class Result:
         leaves, _, tensors = self._outputs.arguments("a result of torchckpt.keep")
         needed = [place for place, *_ in self._changed]
         needed += [leaf.place for leaf in leaves if isinstance(leaf, _InputPlace)]
-        if _arguments(inputs) != _arguments(self._versions) or not inputs.keys() >= set(needed):
+        arguments = [place for place in inputs if place[0] == "argument"]
+        before = [place for place in self._versions if place[0] == "argument"]
+        if arguments != before or not inputs.keys() >= set(needed):
             raise _other_arguments(function)
         self.wait_before_using([*tensors, *(copy.values for _, _, copy, _ in self._changed)])
         for place, original, copy, requires_grad in self._changed:
@@ -165,13 +214,11 @@ def _check_outputs(function: Function, leaves: Sequence[Any]) -> None:
     if hidden:
         rule = f"{name_of(function)} returned tensors in an object that is no pytree, where they are out of sight"
         works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
-        with called("keep"):
-            raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works))
+        raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works), "keep")
     iterators = [leaf for leaf in leaves if isinstance(leaf, Iterator)]
     if iterators:
         rule = f"{name_of(function)} returned an iterator, which is at its end in the replay"
-        with called("keep"):
-            raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"))
+        raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"), "keep")
 
 
 def _copied(leaf: Any) -> Any:
