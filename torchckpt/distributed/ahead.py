@@ -24,10 +24,11 @@ from torch.profiler import record_function
 
 from torchckpt.distributed.counting import CountingScope
 from torchckpt.distributed.frames import Frames
-from torchckpt.distributed.meeting import agree, meeting
+from torchckpt.distributed.meeting import all_gather, check_the_same, meeting
 from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
-from torchckpt.distributed.private import Live, LiveStage, Runtime, finds_shapes, stages_of
+from torchckpt.distributed.private import Live, LiveStage, finds_shapes, stages_of
 from torchckpt.distributed.record import Gathered, Record, gather
+from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.planning import (
     Action,
@@ -97,7 +98,6 @@ class RecomputeAhead(Runtime):
         costs: Stages | str | None,
         link: Links,
     ) -> None:
-        self._plain_schedule = plain
         self._segments, self._exempt = segments, exempt
         self._is_measuring = costs == "measured"
         first: LiveStage = stages_of(live)[0]
@@ -111,7 +111,7 @@ class RecomputeAhead(Runtime):
         self._last_action: str | None = None
         self._agreed = False
         self._before: Gathered | None = None
-        super().__init__(live, self._placed(None if isinstance(costs, str) else costs, link))
+        super().__init__(live, self._placed(plain, None if isinstance(costs, str) else costs, link))
 
     def timeline(self) -> Timeline:
         """The last step as it was measured, of all ranks, in the type of a simulated one.
@@ -182,10 +182,9 @@ class RecomputeAhead(Runtime):
 
     def _agree_in_pipeline(self) -> None:
         """Before the first step, a rank that would wait for what others never send says so instead."""
-        if self._agreed:
-            return
-        with self._record.device_current():
-            agree(SAME, *self._told(), self._group)
+        if not self._agreed and dist.get_world_size(self._group) > 1:
+            with self._record.device_current():
+                check_the_same(SAME, all_gather(self._told(), self._group))
         self._agreed = True
 
     # what a subclass may do otherwise -------------------------------------------------------------------------------
@@ -254,8 +253,7 @@ class RecomputeAhead(Runtime):
         self._counting[visit[0]] = visit, scope
         return scope
 
-    def _placed(self, costs: Stages | None, link: Links) -> Schedule:
-        plain = self._plain_schedule
+    def _placed(self, plain: Schedule, costs: Stages | None, link: Links) -> Schedule:
         if self._segments == 0:
             return plain
         choices = exempt(plain, ahead(plain), *self._exempt)
@@ -282,8 +280,7 @@ class RecomputeAhead(Runtime):
             return self._gathered(self._group)
 
     def _gathered(self, group: dist.ProcessGroup | None) -> Gathered:
-        own = self.rank, self._record, self._counted
-        return gather(self.schedule, self._exempt, self._segments, *own, group)
+        return gather(self.schedule, self._exempt, self._segments, self.rank, self._record, self._counted, group)
 
     def _failure(self, error: Exception) -> str:
         match = _ACTION.match(self._last_action or "")

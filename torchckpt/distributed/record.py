@@ -14,18 +14,23 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from torchckpt.distributed.counting import measured_stage
 from torchckpt.distributed.meeting import all_gather
-from torchckpt.planning import Action, Choice, Schedule, Stage, Step, fixed
+from torchckpt.planning import Action, Block, Choice, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.regions.clock import Clock, Stamp
 
-__all__ = ["Gathered", "Record", "gather"]
+__all__ = ["Gathered", "Record", "gather", "measured_stage"]
 
 KEPT_STEPS = 8
 """How many steps are kept, for medians."""
+
+_SHORT_SECONDS, _SMALL_BYTES = 1e-9, 1.0
+"""The least seconds and bytes of a region: used if the clock measures no time, or if the region saves nothing."""
+
+_UNKNOWN = Stage((fixed(),))
+"""A stage whose bytes were not counted yet."""
 
 _Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
 
@@ -126,7 +131,7 @@ class Record:
         times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for (stage, _), region, start, end, _ in chain.from_iterable(replays[1:] or replays):
             times[stage][region].append(seconds(end) - seconds(start))
-        return {stage: {at: median(each) for at, each in regions.items()} for stage, regions in times.items()}
+        return {stage: {region: median(each) for region, each in regions.items()} for stage, regions in times.items()}
 
 
 class Gathered(NamedTuple):
@@ -172,10 +177,6 @@ def gather(
     return Gathered(_step(schedule, kept, segments, in_order, spans), spans)
 
 
-_UNKNOWN = Stage((fixed(),))
-"""A stage whose bytes were not counted yet."""
-
-
 def _step(
     schedule: Schedule, kept: Collection[Visit], segments: int | None, counted: Sequence[Stage], spans: Sequence[Spans]
 ) -> Step:
@@ -191,6 +192,42 @@ def _step(
     measured = spans[1:] or spans
     stages = tuple(map(measured_stage, counted, measured_seconds(step, measured)))
     return replace(step, stages=stages, links=measured_links(step, measured))
+
+
+def measured_stage(counted: Stage, seconds: Block) -> Stage:
+    """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
+
+    The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
+
+    Args:
+        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
+            timed, they take equally long.
+        seconds: those of the stage. Its backward must not include recomputation.
+    """
+    blocks, before, after = counted.blocks, counted.before, counted.after
+    if not blocks:
+        halves = seconds.input_grad_seconds, seconds.weight_grad_seconds
+        after = fixed(max(seconds.forward_seconds, _SHORT_SECONDS), *halves, saved_bytes=after.saved_bytes)
+        return Stage((), before, after)
+    equal = seconds.recompute_seconds / len(blocks)
+    replays = [max(block.recompute_seconds or equal, _SHORT_SECONDS) for block in blocks]
+    scale = min(1.0, seconds.forward_seconds / sum(replays))
+    timed = tuple(_measured_block(*pair, scale, sum(replays), seconds) for pair in zip(blocks, replays))
+    rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))
+    return Stage(timed, before, fixed(rest, saved_bytes=after.saved_bytes))
+
+
+def _measured_block(counted: Block, replay: float, scale: float, replays: float, seconds: Block) -> Block:
+    share = replay / replays
+    least = 0.0 if counted.saved_bytes else _SMALL_BYTES
+    return Block(
+        forward_seconds=max(replay * scale, _SHORT_SECONDS),
+        input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
+        weight_grad_seconds=seconds.weight_grad_seconds * share,
+        recompute_seconds=replay,
+        saved_bytes=counted.saved_bytes + least,
+        boundary_bytes=counted.boundary_bytes + least,
+    )
 
 
 def _choices_of(blocks: int, segments: int | None) -> tuple[Choice, Choice]:

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
-from torchckpt.pipe.in_place import ChangedInputs
 from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
+    ChangedInputs,
     Layer,
     Stage,
     balance_by_device,

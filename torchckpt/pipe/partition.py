@@ -2,23 +2,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchckpt.errors import Fault, called, raise_fault
-from torchckpt.pipe.in_place import ChangedInputs, StageInputs
-from torchckpt.pipe.skip import Name, StageSkips
 from torchckpt.regions.state.ambient import accelerator_type
-from torchckpt.regions.state.layout import Modules, NamesModules
+from torchckpt.regions.state.layout import Modules
 
 __all__ = [
+    "ChangedInputs",
     "Layer",
     "Stage",
-    "StageCall",
     "WithDevice",
     "balance_by_device",
     "balance_faults",
@@ -67,6 +65,16 @@ class Layer(NamedTuple):
         return f"layer {self.name} ({type(self.module).__name__})"
 
 
+@dataclass
+class ChangedInputs:
+    """The inputs that a stage changes in place, as indices into the tensors that it gets."""
+
+    changed: frozenset[int] | None = None
+    """None until the stage has run once."""
+    now: set[int] = field(default_factory=set)
+    """The changes seen so far in the first run."""
+
+
 class Stage:
     """Consecutive layers on one device. The first takes the arguments, each other the output of the layer before."""
 
@@ -78,38 +86,6 @@ class Stage:
         self.in_place = in_place
         """The inputs that the layers are known to change in place."""
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
-
-
-class StageCall(NamesModules):
-    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave.
-    ``inputs`` handles in-place changes of the inputs; None allows all."""
-
-    def __init__(self, stage: Stage, skips: StageSkips, inputs: StageInputs | None) -> None:
-        self._stage, self._skips, self._inputs = stage, skips, inputs
-        self._is_forward = True
-        self.region_modules = stage.modules
-        self.__qualname__ = stage.__qualname__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
-        is_forward, self._is_forward = self._is_forward, False
-        inputs = self._inputs
-        if inputs is None:
-            return self._skips.run(partial(self._run, args, kwargs, None))
-        args, kwargs = inputs.arguments(args, kwargs, is_forward)
-        try:
-            return self._skips.run(partial(self._run, args, kwargs, inputs if is_forward else None), inputs.tensors)
-        finally:
-            inputs.end()
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: StageInputs | None) -> Any:
-        for layer in self._stage.layers:
-            self._skips.layer = layer
-            args, kwargs = (layer.module(*args, **kwargs),), {}
-            if watch is not None:
-                watch.after(layer)
-        if watch is not None:
-            watch.learn()
-        return args[0]
 
 
 def more_than_layers(sequential: nn.Sequential) -> list[str]:

@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torchckpt.errors import Fault, check
-from torchckpt.pipe.in_place import Memory
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, on, wait
-from torchckpt.pipe.run.pipeline import InFlight, in_profile, of_caller, visit
-from torchckpt.pipe.skip import Skips
+from torchckpt.pipe.run.pipeline import in_profile
+from torchckpt.pipe.run.visit import InFlight, Memory, of_caller, visit
 from torchckpt.planning import (
     Action,
     Block,
@@ -52,7 +51,7 @@ from torchckpt.regions.clock import Clock, Stamp
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.core.pair import checkpoint
-from torchckpt.regions.trees import tensors_of, tensors_of_pair
+from torchckpt.regions.trees import tensors_of
 
 __all__ = ["Record", "Step", "schedule_for"]
 
@@ -236,20 +235,21 @@ class Step:
         if frame is not None:  # its replay needs them, and the last stage may have no frame
             batch = batch._replace(memory=Memory(batch.memory.shared, frozenset(range(len(arrived)))))
         fetch = partial(self._received_skip, pending.received, j)
-        tensors, put_back, memory = visit(self._stages[j], batch, arrived, frame, fetch, True, is_last)
-        output, skips = put_back(tensors)
-        for name, tensor in skips.items():
-            packed = pending.sent, j, tensor, AsyncCopy(tensor, CopyStreams.at(place))
-            batch.skips.sent(name, tensor, packed)
+        visited = visit(self._stages[j], batch, arrived, frame, fetch, True, is_last)
+        batch = visited.onward(
+            visited.tensors,
+            stash=lambda skip: (pending.sent, j, skip, AsyncCopy(skip, CopyStreams.at(place))),
+            send=lambda output: output if is_last else [self._cut(tensor, j) for tensor in output],
+        )
         if is_last:
-            self._add_loss(i, pending, output, batch.skips)
-            return
-        tensors, put_back = tensors_of_pair(((output,), {}))
-        pending.sent += [self._cut(tensor, j) for tensor in tensors]
-        self._in_flight[i] = InFlight(list(pending.sent), put_back, batch.skips, memory)
+            self._add_loss(i, pending, batch)
+        else:
+            pending.sent += batch.transfers
+            self._in_flight[i] = batch
 
-    def _add_loss(self, i: int, pending: Pending, output: Any, skips: Skips) -> None:
-        check(skips.faults())
+    def _add_loss(self, i: int, pending: Pending, batch: InFlight) -> None:
+        check(batch.skips.faults())
+        (output,), _ = batch.put_back(batch.transfers)
         tensors, put_back = tensors_of(self._targets[i])
         loss = self._loss_fn(output, put_back([_moved(self._places[-1], tensor) for tensor in tensors]))
         check(_loss_faults(loss))

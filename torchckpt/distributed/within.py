@@ -1,7 +1,7 @@
 """``RecomputeWithin``: a schedule of torch whose steps stay within so many bytes on each rank.
 
 What to keep where is a plan on paper, and a plan needs costs. So the first steps recompute everything, each region
-inside its backward, and are measured. Steps have two phases (:mod:`torchckpt.distributed.budget.phases`)::
+inside its backward, and are measured. Steps have two phases (:mod:`torchckpt.distributed.phases`)::
 
     measuring   0: warm-up   1: bytes   2, 3: seconds   [1] rank 0 makes the plan, once, and all ranks follow the same
     following   4, 5, ...: [2] a plan says which regions of a forward are kept, and which ones R recomputes; the
@@ -26,10 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead, first_cause
-from torchckpt.distributed.budget.live_bytes import LiveBytes
-from torchckpt.distributed.budget.make_plan import made
-from torchckpt.distributed.budget.phases import FIRST_STEPS, Following, Measuring
+from torchckpt.distributed.counting import LiveBytes
 from torchckpt.distributed.meeting import all_gather, check_the_same
+from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.plain_regions import has_compiled_regions, raise_without_regions
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
@@ -41,7 +40,6 @@ from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.measured import PlannedStep, with_levels
 from torchckpt.planning.step.measured import Span, measured_timeline
-from torchckpt.planning.step.placement import without
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.wrap.mixin import COMPILED
@@ -69,7 +67,6 @@ class RecomputeWithin(RecomputeAhead):
         self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._refusal: CheckpointError | None = None
         super().__init__(live, plain, None, frozenset(), None, 0.0)
-        self._record.times_early_replays = isinstance(self._phase, Measuring)
         self._run(self._phase.order(FIRST_STEPS))
 
     @property
@@ -214,10 +211,8 @@ class RecomputeWithin(RecomputeAhead):
 
     def _run(self, order: Schedule) -> None:
         """From the next step on, run ``order``."""
-        self._order = order
-        is_moved = without(order).ranks != self._plain_schedule.ranks
-        self.reorder(order if is_moved else None)
-        self.schedule = self.follow(order)
+        self._order, self.schedule = order, self.follow(order)
+        self._record.times_early_replays = isinstance(self._phase, Measuring)
         self._record.clear()
 
     def _stepped(self) -> None:
@@ -231,34 +226,27 @@ class RecomputeWithin(RecomputeAhead):
             self._live_bytes = None
         if isinstance(self._phase, Measuring) and self._steps == FIRST_STEPS:
             try:
-                self._follow(self._planned(self._phase))  # [1]
+                self._phase, self._steps = self._planned(self._phase), 0  # [1]
             except CheckpointError as error:
                 self._refusal = error
                 raise
+            self._run(self._phase.order(0))
 
     def _planned(self, phase: Measuring) -> Following:
-        """The plan for the budget. Collective: all processes of the job make it."""
+        """The phase of the plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
         for stage, counted in self._counted.items():
             self._counted[stage] = _with_replays(counted, replays.get(stage, {}))
         measured = self._gathered(None)
         with self._record.device_current():
-            return Following(
-                made(self._plain_schedule, phase.budget, measured, phase.counted, self._any_tied, self.pairs)
-            )
-
-    def _follow(self, phase: Following) -> None:
-        self._phase, self._steps = phase, 0
-        self._record.times_early_replays = False
-        self._run(phase.order(0))
+            return phase.planned(measured, self._any_tied, self.pairs)
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""
-        key, text = self._told()
         with self._record.device_current():
-            processes = all_gather((key, text, self._is_tied()))
-        check_the_same(SAME, *zip(*[(key, text) for key, text, _ in processes]))
-        self._any_tied = any(tied for *_, tied in processes)
+            processes = all_gather((self._told(), self._is_tied()))
+        check_the_same(SAME, [told for told, _ in processes])
+        self._any_tied = any(tied for _, tied in processes)
         self._phase = self._phase.agreed(self._any_tied)
 
     def _is_tied(self) -> bool:
