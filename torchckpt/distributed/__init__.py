@@ -3,11 +3,10 @@
     apply             what users call: ``recompute_ahead``, ``schedule_of``
     within, phases    a schedule that meets a byte budget: the first steps are measured, the others follow a plan
     ahead             a schedule of torch's that recomputes before gradients arrive
-    frames            frames of regions, by micro-batch, and which regions keep their activations
-    record            when actions ran, on all ranks; the step that was measured
     runtime           torch's runtime, with recomputes among its actions
+    record            when actions ran, on all ranks; the step that was measured
     counting          bytes that a stage saves, and bytes that are alive
-    meeting, plain_regions    what ranks tell each other; errors about regions that are torch's own
+    meeting, faults   what ranks tell each other; regions that are torch's own, and steps that failed
     private           private names of torch
 """
 from torchckpt.distributed.ahead import RecomputeAhead

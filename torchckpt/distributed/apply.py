@@ -14,15 +14,16 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
-from torchckpt.distributed.ahead import GIVEN_SHAPES, RecomputeAhead
+from torchckpt.distributed.ahead import RecomputeAhead
+from torchckpt.distributed.faults import GIVEN_SHAPES, traced_faults
 from torchckpt.distributed.phases import Plan, plan_for
-from torchckpt.distributed.plain_regions import traced_faults
 from torchckpt.distributed.private import Live, finds_shapes, micro_batches_of, order_of, sends_objects, stages_of
 from torchckpt.distributed.within import RecomputeWithin
 from torchckpt.errors import Fault, called, check, kind
-from torchckpt.planning import Schedule, from_csv, gpipe, one_f_one_b
+from torchckpt.planning import Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.order.orders import Visit, free_to_keep
+from torchckpt.planning.work.choice import exempt as exempted
 from torchckpt.planning.work.choice import no_such_visit, visit_faults
 from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
 
@@ -39,7 +40,7 @@ def schedule_of(live: Live) -> Schedule:
     Args:
         live: ``ScheduleGPipe``, ``Schedule1F1B``, or any schedule of several stages per rank. For the first two the
             order comes from ``torchckpt.planning``: torch does not run them from a list of actions, and the list that
-            it gives for 1F1B is off by one on the last rank (torch 2.13).
+            ``Schedule1F1B._get_pipeline_order`` gives is off by one on the last rank (torch 2.13).
 
     Raises:
         ArgumentError: ``live`` is no schedule of torch, or torch does not list its order.
@@ -133,24 +134,28 @@ def recompute_ahead(
     check((
         *_segments_faults(segments),
         *_exempt_faults(exempt, plain),
-        *_cost_faults(costs, link, plain),
-        *_use_faults(segments, costs, link),
+        *_cost_faults(segments, costs, link, plain),
         *(_plan_faults(budget, plan, segments, exempt, costs, link) if is_planned else ()),
     ))
-    kept = frozenset() if is_planned else _kept(exempt, segments, plain)
+    kept: frozenset[Visit] = frozenset()
+    if not isinstance(exempt, str):
+        kept = frozenset(exempt)
+    elif exempt == "auto" and segments is None and not is_planned:
+        kept = free_to_keep(plain)
     check(_traced_faults(schedule, plain, kept))
     _warn_of_statistics(schedule)
     if budget is not None:
         return RecomputeWithin(schedule, plain, budget)
     if plan is not None:
         return RecomputeWithin(schedule, plain, plan_for(plan, plain))
-    return RecomputeAhead(schedule, plain, segments, kept, costs, link or 0.0)
+    placed = plain if segments == 0 else _placed(plain, kept, None if isinstance(costs, str) else costs, link or 0.0)
+    return RecomputeAhead(schedule, placed, segments, kept, is_measuring=costs == "measured")
 
 
-def _kept(exempt: str | Collection[Visit], segments: int | None, schedule: Schedule) -> frozenset[Visit]:
-    if isinstance(exempt, str):
-        return free_to_keep(schedule) if exempt == "auto" and segments is None else frozenset()
-    return frozenset(exempt)
+def _placed(schedule: Schedule, kept: Collection[Visit], costs: Stages | None, link: Links) -> Schedule:
+    """``schedule`` with its recomputes."""
+    choices = exempted(schedule, ahead(schedule), *kept)
+    return with_recompute(schedule, choices) if costs is None else quickest(schedule, choices, costs, link)
 
 
 def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> Iterator[Fault]:
@@ -161,7 +166,8 @@ def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> I
 
 
 def _warn_of_statistics(live: Live) -> None:
-    """torch's search for shapes is a forward: running statistics take in what was in memory, NaN as well."""
+    """torch's search for shapes is a forward: running statistics take in what was in memory, NaN as well. It is in
+    ``_forward_metadata_inference`` of ``torch/distributed/pipelining/stage.py`` (2.13). Ends when that changes none."""
     for stage in stages_of(live):
         if stage.is_first or not finds_shapes(stage):
             continue
@@ -187,7 +193,7 @@ def _schedule_faults(schedule: object) -> Iterator[Fault]:
 
 
 def _numpy_faults(live: Live) -> Iterator[Fault]:
-    """Found before a step: in one, the ranks that fail leave others waiting."""
+    """torch's ``send_object_list`` needs NumPy. In a step, the ranks that fail leave others waiting."""
     stage = next((stage for stage in stages_of(live) if sends_objects(stage)), None)
     if stage is not None and not _has_numpy():
         i, stages = stage.stage_index, stage.num_stages
@@ -201,7 +207,6 @@ def _numpy_faults(live: Live) -> Iterator[Fault]:
 
 
 def _has_numpy() -> bool:
-    """Whether torch could load NumPy."""
     try:
         torch.empty(0).numpy()
     except RuntimeError:
@@ -231,7 +236,7 @@ def _exempt_faults(exempt: object, schedule: Schedule) -> Iterator[Fault]:
             yield Fault(no_such_visit(schedule), f"exempt with {', '.join(map(repr, wrong))}", works)
 
 
-def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
+def _cost_faults(segments: object, costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
     if isinstance(costs, str):
         if costs != "measured":
             yield Fault("costs is neither 'measured' nor blocks or stages", repr(costs), "costs='measured'")
@@ -239,10 +244,6 @@ def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fa
         yield from per_stage(costs, schedule.stages)[1]  # type: ignore[arg-type]  # which is what it checks
         if link is not None:
             yield from per_boundary(link, schedule.stages)[1]  # type: ignore[arg-type]  # likewise
-
-
-def _use_faults(segments: object, costs: object, link: object) -> Iterator[Fault]:
-    """The faults of arguments that would be ignored."""
     if link is not None and (costs is None or isinstance(costs, str)):
         rule = "link is given without costs in numbers"
         yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=Block(1.0, 1.0, 1.0, 1.0), link=0.5")

@@ -135,7 +135,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self.levels: dict[Action, Level] = {}
 
     def __contains__(self, storage: object) -> bool:
-        """Whether ``storage`` was made in this step."""
         return storage in self._made or not self._looks
 
     @contextmanager
@@ -151,9 +150,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def reaches(self, action: Action | None) -> None:
         """Note that ``action`` begins. It lasts until the next call; None ends the last action."""
         highest = self._highest()
-        self._begin()
+        if self._allocator:
+            self._allocator.reset_peak_memory_stats(self._device)
+        self._forget_the_dead()
+        self._highest_bytes = self._sum_bytes
         if self._action is not None and (self._looks or self._allocator):
-            amounts = highest, self._now(), self._entered_bytes
+            amounts = highest, self._highest(), self._entered_bytes
             self.levels[self._action] = Level(*(amount + self._more_bytes for amount in amounts))
         self._action, self._entered_bytes = action, 0.0
 
@@ -184,28 +186,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._made = {storage: self._made[storage] for storage in alive}
         self._sum_bytes = sum(self._made.values())
 
-    def _begin(self) -> None:
-        if self._allocator:
-            self._allocator.reset_peak_memory_stats(self._device)
-        self._forget_the_dead()
-        self._highest_bytes = self._sum_bytes
-
-    def _now(self) -> int:
-        if self._allocator:
-            return int(self._allocator.memory_allocated(self._device)) - self._before_bytes
-        return self._sum_bytes
-
     def _highest(self) -> int:
         if self._allocator:
             return int(self._allocator.max_memory_allocated(self._device)) - self._before_bytes
         return self._highest_bytes
 
 
-_ASKED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
-
-
 def _allocator_of(device: torch.device) -> Any:
-    if device.type in ("cpu", "meta"):
-        return None
-    module = torch.get_device_module(device)
-    return module if all(hasattr(module, name) for name in _ASKED) else None
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    names = "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"
+    return module if all(hasattr(module, name) for name in names) else None

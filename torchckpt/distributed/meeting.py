@@ -1,6 +1,4 @@
-"""Meeting: ranks that do not do the same hear of it, before they wait for each other.
-
-Before a collective call, each rank waits for the others to make it, too, and a rank left alone says so.
+"""Meeting: what ranks tell each other, and a collective call that a rank does not make.
 
 A collective that one rank alone enters ends with the timeout of its group, and names nothing. So ranks first say in the
 store of the group which call they make. They take turns, numbered on each rank; a turn is decided once, by whoever is
@@ -132,8 +130,7 @@ def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
         raise _refusal(call, f"{call} on rank {group.rank()}, {late} within {patience.total_seconds():g} s")
     calls = turns.left(turn)
     if len(set(calls)) > 1:
-        received = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(calls))
-        raise _refusal(call, received)
+        raise _refusal(call, ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(calls)))
 
 
 class _Turns:
@@ -169,15 +166,12 @@ class _Turns:
     def left(self, turn: int) -> list[str]:
         """Leave a turn; the call that each rank made in it."""
         calls = [self._store.get(key).decode() for key in self._keys(turn)]
-        if self._store.add(f"{turn}/left", 1) == self._size:  # nobody reads this turn, or one before it, again
-            self._clear(turn)
-        return calls
-
-    def _clear(self, turn: int) -> None:
-        while self._store.check([f"{turn}/verdict"]):
+        is_last = self._store.add(f"{turn}/left", 1) == self._size
+        while is_last and self._store.check([f"{turn}/verdict"]):  # nobody reads this turn, or one before it, again
             for key in (*self._keys(turn), f"{turn}/left", f"{turn}/verdict"):
                 self._store.delete_key(key)
             turn -= 1
+        return calls
 
     def _keys(self, turn: int) -> list[str]:
         return [f"{turn}/{rank}" for rank in range(self._size)]

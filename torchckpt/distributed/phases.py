@@ -70,8 +70,7 @@ class Measuring:
         self._whole_order = schedule
 
     def told(self) -> tuple[str, str]:
-        """A key that is equal on all ranks that have the same budget, however it is written, and its name in an error.
-        """
+        """A key that is equal on all ranks that mean the same, however they write it, and its name in an error."""
         return self._key, f"budget={self._budget!r}"
 
     def agreed(self, tied: bool) -> Measuring:
@@ -140,7 +139,7 @@ class Measuring:
 
 
 class Following:
-    """The steps of a plan, whose choices and order they run."""
+    """The steps of a plan, whose choices and order they run. The methods are those of :class:`Measuring`."""
 
     def __init__(self, fitted: Fitted) -> None:
         self.fitted, self.plan = fitted, fitted.plan
@@ -154,12 +153,10 @@ class Following:
         return cls(Fitted(summed, *(plan.whole_step or WholeStep(plan.problem.budget_bytes, summed.peak_bytes))))
 
     def told(self) -> tuple[str, str]:
-        """A key that is equal on all ranks that have the same plan, and its name in an error."""
         text = f"plan {digest_of(self.plan)}"
         return text, text
 
     def agreed(self, tied: bool) -> Following:
-        """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""
         return Following(replace(self.fitted, plan=summed_as_given(self.plan, tied=True))) if tied else self
 
     def order(self, step: int) -> Schedule:
@@ -172,7 +169,6 @@ class Following:
         return step == _COUNTED
 
     def count(self, order: Schedule, levels: _Levels) -> None:
-        """Note the levels of a step in which bytes were counted."""
         self.levels = levels
 
 
@@ -182,7 +178,6 @@ def digest_of(plan: PipelinePlan) -> str:
 
 
 def _measured_step(order: Schedule, levels_of_processes: Sequence[_Levels]) -> MeasuredStep:
-    """A step in which bytes were counted."""
     levels: dict[Action, Level] = {}
     for levels_of_process in levels_of_processes:
         levels = {**levels_of_process, **levels}  # the first replica of the pipeline wins

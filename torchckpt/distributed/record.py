@@ -53,7 +53,7 @@ class Record:
         self.times_early_replays = False
         """Whether replays inside of actions that recompute are noted, for :meth:`replay_seconds`."""
         self._clock = Clock(device)
-        self._steps: deque[tuple[list[_Noted], list[_Replay]]] = deque(maxlen=KEPT_STEPS)
+        self.steps: deque[tuple[list[_Noted], list[_Replay]]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
         self._current_replays: list[_Replay] = []
         self._due: Stamp = None
@@ -102,21 +102,13 @@ class Record:
         self._current_replays.append(_Replay(visit, region, start, self._clock.stamp(), self._is_recomputing))
 
     def end(self) -> None:
-        self._steps.append((self._current, self._current_replays))
-
-    def clear(self) -> None:
-        self._steps.clear()
-
-    @property
-    def steps(self) -> int:
-        """How many steps are kept now."""
-        return len(self._steps)
+        self.steps.append((self._current, self._current_replays))
 
     def spans(self) -> list[list[Span]]:
         """The spans of the kept steps, the latest step last."""
         seconds = self._clock.reader()
         spans_of_steps = []
-        for step, replays in self._steps:
+        for step, replays in self.steps:
             spans = [Span(action, seconds(due), seconds(start), seconds(end)) for action, due, start, end in step]
             inside: defaultdict[Visit, float] = defaultdict(float)
             for replay in replays:
@@ -127,7 +119,7 @@ class Record:
 
     def replay_seconds(self) -> dict[int, dict[int, float]]:
         """The medians of the replays of each region, by stage. The first of several steps is warm-up."""
-        seconds, replays = self._clock.reader(), [replays for _, replays in self._steps]
+        seconds, replays = self._clock.reader(), [replays for _, replays in self.steps]
         times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for (stage, _), region, start, end, _ in chain.from_iterable(replays[1:] or replays):
             times[stage][region].append(seconds(end) - seconds(start))
@@ -181,13 +173,12 @@ def _step(
     schedule: Schedule, kept: Collection[Visit], segments: int | None, counted: Sequence[Stage], spans: Sequence[Spans]
 ) -> Step:
     early = recomputed_early(schedule)
-    each = [_choices_of(len(stage.blocks), segments) for stage in counted]
-    choices = {
-        (stage, i): each[stage][(stage, i) not in early]
-        for stage in range(schedule.stages)
-        for i in range(schedule.micro_batches)
-        if (stage, i) not in kept
-    }
+    choices: dict[Visit, Choice] = {}
+    for stage, blocks in enumerate(tuple(range(len(stage.blocks))) for stage in counted):
+        first = 0 if segments is None else max(0, len(blocks) - segments)  # an R replays the last blocks
+        by_r, by_backward = Choice(early=blocks[first:], late=blocks[:first]), Choice(late=blocks)
+        visits = [(stage, i) for i in range(schedule.micro_batches) if (stage, i) not in kept]
+        choices |= {visit: by_r if visit in early else by_backward for visit in visits}
     step = Step(schedule, tuple(counted), (), choices)
     measured = spans[1:] or spans
     stages = tuple(map(measured_stage, counted, measured_seconds(step, measured)))
@@ -212,29 +203,21 @@ def measured_stage(counted: Stage, seconds: Block) -> Stage:
     equal = seconds.recompute_seconds / len(blocks)
     replays = [max(block.recompute_seconds or equal, _SHORT_SECONDS) for block in blocks]
     scale = min(1.0, seconds.forward_seconds / sum(replays))
-    timed = tuple(_measured_block(*pair, scale, sum(replays), seconds) for pair in zip(blocks, replays))
+    timed = []
+    for block, replay in zip(blocks, replays):
+        share, least = replay / sum(replays), 0.0 if block.saved_bytes else _SMALL_BYTES
+        timed.append(
+            Block(
+                forward_seconds=max(replay * scale, _SHORT_SECONDS),
+                input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
+                weight_grad_seconds=seconds.weight_grad_seconds * share,
+                recompute_seconds=replay,
+                saved_bytes=block.saved_bytes + least,
+                boundary_bytes=block.boundary_bytes + least,
+            )
+        )
     rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))
-    return Stage(timed, before, fixed(rest, saved_bytes=after.saved_bytes))
-
-
-def _measured_block(counted: Block, replay: float, scale: float, replays: float, seconds: Block) -> Block:
-    share = replay / replays
-    least = 0.0 if counted.saved_bytes else _SMALL_BYTES
-    return Block(
-        forward_seconds=max(replay * scale, _SHORT_SECONDS),
-        input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
-        weight_grad_seconds=seconds.weight_grad_seconds * share,
-        recompute_seconds=replay,
-        saved_bytes=counted.saved_bytes + least,
-        boundary_bytes=counted.boundary_bytes + least,
-    )
-
-
-def _choices_of(blocks: int, segments: int | None) -> tuple[Choice, Choice]:
-    """The choices for a visit with an ``R``, which replays the last blocks, and for one whose backward replays all."""
-    every = tuple(range(blocks))
-    first = 0 if segments is None else max(0, blocks - segments)
-    return Choice(early=every[first:], late=every[:first]), Choice(late=every)
+    return Stage(tuple(timed), before, fixed(rest, saved_bytes=after.saved_bytes))
 
 
 def _shifted(span: Span, seconds: float) -> Span:

@@ -228,7 +228,6 @@ def _to_torch(action: Action) -> Any:
 
 
 def _listed(schedule: Schedule) -> dict[int, list[Any]]:
-    """The actions of each rank, without recomputes."""
     return {rank: list(map(_to_torch, order)) for rank, order in enumerate(without(schedule).ranks)}
 
 
@@ -248,16 +247,15 @@ def _paired(actions: Sequence[Any], pairs: Mapping[tuple[Any, ...], Any]) -> Ite
 def _with_recomputes(actions: Sequence[Any], order: Sequence[Action]) -> Iterator[Any]:
     """``actions``, with each recompute of ``order`` right before the computation that it precedes there."""
     pending: list[Action] = []
-    before: dict[tuple[int, str, int], list[Action]] = {}
-    for stage, kind, i in order:
-        if kind is Kind.RECOMPUTE:
-            pending.append(Action(stage, kind, i))
+    before: dict[Action, list[Action]] = {}
+    for computation in order:
+        if computation.kind is Kind.RECOMPUTE:
+            pending.append(computation)
         else:
-            before[stage, kind.value, i], pending = pending, []
+            before[computation], pending = pending, []
     for action in actions:
-        for part in _parts(action):
-            due = before.get((part.stage_index, part.computation_type.value, part.microbatch_index), ())
-            yield from map(_to_torch, due)
+        for computation in _computations([action]):
+            yield from map(_to_torch, before.get(computation, ()))
         yield action
 
 
@@ -268,7 +266,11 @@ def _computations(actions: Sequence[Any]) -> Iterator[Action]:
 
 
 def _forwards_of(actions: Sequence[Any]) -> list[Any]:
-    """The actions of ``eval()``: forwards and their messages, with the parameters of each stage gathered meanwhile."""
+    """The actions of ``eval()``: forwards and their messages, with the parameters of each stage gathered meanwhile.
+
+    ``_PipelineSchedule.eval`` of ``torch/distributed/pipelining/schedules.py`` (2.13) is a step in which backwards do
+    nothing, but gradients are divided, and V-shaped schedules fail. Ends when it runs forwards alone.
+    """
     kept = [part for action in actions for part in _parts(action) if part.computation_type.value in _OF_FORWARDS]
     forwards = [part for part in kept if part.computation_type.value == "F"]
     first = {part.stage_index: part for part in reversed(forwards)}

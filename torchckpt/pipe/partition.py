@@ -1,7 +1,7 @@
 """Partition: divides the layers into stages, and finds the device of each stage."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -18,13 +18,12 @@ __all__ = [
     "Layer",
     "Stage",
     "WithDevice",
+    "argument_faults",
     "balance_by_device",
-    "balance_faults",
-    "device_faults",
     "even_balance",
     "indexed",
+    "layer_faults",
     "layers_of",
-    "more_than_layers",
     "partition",
     "placement_faults",
 ]
@@ -88,19 +87,14 @@ class Stage:
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
 
-def more_than_layers(sequential: nn.Sequential) -> list[str]:
+def _more_than_layers(sequential: nn.Sequential) -> list[str]:
     """What ``sequential`` has or does besides calling its layers one after the other, in words."""
-    hooks = (
-        sequential._forward_hooks,
-        sequential._forward_pre_hooks,
-        sequential._backward_hooks,
-        sequential._backward_pre_hooks,
-    )
+    forward_hooks = sequential._forward_hooks or sequential._forward_pre_hooks
     has = {
         "a forward": type(sequential).forward is not nn.Sequential.forward or "forward" in sequential.__dict__,
         "parameters": bool(sequential._parameters),
         "buffers": bool(sequential._buffers),
-        "hooks": any(hooks),
+        "hooks": bool(forward_hooks or sequential._backward_hooks or sequential._backward_pre_hooks),
     }
     return [name for name, is_true in has.items() if is_true]
 
@@ -111,7 +105,7 @@ def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Lay
     for name, module in sequential._modules.items():
         if module is None:
             continue
-        if nested and type(module) is nn.Sequential and not more_than_layers(module):
+        if nested and type(module) is nn.Sequential and not _more_than_layers(module):
             layers += layers_of(module, nested, f"{prefix}{name}.")
         else:
             layers.append(Layer(prefix + name, module))
@@ -162,32 +156,49 @@ def partition(
     return stages
 
 
-def balance_faults(balance: Any, layers: int) -> list[Fault]:
+def argument_faults(module: object, layers: Sequence[Layer], balance: Any, devices: Any) -> Iterator[Fault]:
+    """The faults of the arguments of ``Pipe`` that say where its stages begin, and where they are."""
+    yield from layer_faults(module, layers, "Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])")
+    if isinstance(module, nn.Sequential) and (besides := _more_than_layers(module)):
+        received = f"{type(module).__name__} with {', '.join(besides)} of its own"
+        works = "nn.Sequential(*layers, Scale()): a layer that does it"
+        yield Fault("the Sequential does more than call its layers", received, works)
+    if balance is not None and layers:
+        yield from _balance_faults(balance, len(layers))
+    if devices is not None:
+        stages = len(balance) if isinstance(balance, Sequence) else None
+        yield from _device_faults(devices, stages, len(layers))
+
+
+def layer_faults(module: object, layers: Sequence[Layer], works: str) -> Iterator[Fault]:
+    if not layers:
+        received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
+        yield Fault("the module is not an nn.Sequential of at least one layer", received, works)
+
+
+def _balance_faults(balance: Any, layers: int) -> Iterator[Fault]:
     works = f"balance={even_balance(layers, min(2, layers))}"
     if not isinstance(balance, Sequence) or not balance or not all(type(n) is int and n > 0 for n in balance):
-        return [Fault("balance is not a list of positive layer counts, one per stage", f"balance={balance!r}", works)]
-    if sum(balance) != layers:
+        yield Fault("balance is not a list of positive layer counts, one per stage", f"balance={balance!r}", works)
+    elif sum(balance) != layers:
         rule = f"balance does not add up to the number of layers, {layers}"
-        return [Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)]
-    return []
+        yield Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)
 
 
-def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
+def _device_faults(devices: Any, stages: int | None, layers: int) -> Iterator[Fault]:
     """The faults of ``devices``. ``stages`` is the number of stages if a balance was given, else None."""
     works = "devices=['cuda:0', 'cuda:1'], or ['cpu', 'cpu'] on a machine without accelerators"
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
-        return [Fault("devices is not a list of devices, one per stage", f"devices={devices!r}", works)]
-    faults = []
+        yield Fault("devices is not a list of devices, one per stage", f"devices={devices!r}", works)
+        return
     for device in devices:
         if (why := _missing(device)) is not None:
-            faults.append(Fault("a device does not exist on this machine", f"{device!r}: {why}", works))
+            yield Fault("a device does not exist on this machine", f"{device!r}: {why}", works)
     if stages is not None and len(devices) != stages:
-        received = f"{len(devices)} devices, {stages} stages"
-        faults.append(Fault("devices and balance differ in length", received, works))
+        yield Fault("devices and balance differ in length", f"{len(devices)} devices, {stages} stages", works)
     if stages is None and 0 < layers < len(devices):
-        rule = "there are fewer layers than stages"
-        faults.append(Fault(rule, f"{len(devices)} devices, {layers} layers", f"at most {layers} devices"))
-    return faults
+        received = f"{len(devices)} devices, {layers} layers"
+        yield Fault("there are fewer layers than stages", received, f"at most {layers} devices")
 
 
 def placement_faults(stages: Iterable[Stage], moved: bool = False) -> list[Fault]:

@@ -18,7 +18,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -47,11 +48,6 @@ class Namespace:
 Name: TypeAlias = "tuple[Namespace | None, str]"
 
 
-class _Holder(Protocol):
-    def stash(self, name: Name, tensor: Tensor) -> None: ...
-    def pop(self, name: Name) -> Tensor: ...
-
-
 def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None:
     """Keep ``tensor`` for the layer that pops ``name``.
 
@@ -59,9 +55,8 @@ def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None
         ArgumentError: ``tensor`` is no tensor, or, in a ``Pipe``, ``name`` is stashed already.
     """
     if not isinstance(tensor, Tensor):
-        works = "stash(name, tensor)"
         with called("stash()"):
-            raise_fault(Fault("a skip is not a tensor", f"{name!r}: {type(tensor).__name__}", works))
+            raise_fault(Fault("a skip is not a tensor", f"{name!r}: {type(tensor).__name__}", "stash(name, tensor)"))
     _holder().stash((namespace, name), tensor)
 
 
@@ -106,10 +101,10 @@ class _Plain:
         return self._kept.pop(name)
 
 
-_current: ContextVar[_Holder | None] = ContextVar("torchckpt skips", default=None)
+_current: ContextVar[_Plain | StageSkips | None] = ContextVar("torchckpt skips", default=None)
 
 
-def _holder() -> _Holder:
+def _holder() -> _Plain | StageSkips:
     holder = _current.get()
     if holder is None:
         holder = _Plain()
@@ -117,17 +112,17 @@ def _holder() -> _Holder:
     return holder
 
 
+@dataclass
 class _Stashed:
     """A stashed skip, until the end of the forward."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
-        self.tensor: Tensor | None = None
-        self.transfer: Any = None
-        self.version: int | None = None
-        self.popped_by: str | None = None
-        self.place: int | None = None
-        """If the skip is also an argument of the next stage: its index among that stage's tensors."""
+    layer: str
+    tensor: Tensor | None = None
+    transfer: Any = None
+    version: int | None = None
+    popped_by: str | None = None
+    place: int | None = None
+    """If the skip is also an argument of the next stage: its index among that stage's tensors."""
 
 
 class Skips:
@@ -172,21 +167,20 @@ class Skips:
 
     def popped(self, name: Name, layer: str) -> Any:
         """Note that ``layer`` pops ``name``, and return the ``transfer`` that was sent."""
-        found = self._stashed.get(name)
-        if found is None:
+        skip = self._stashed.get(name)
+        if skip is None:
             later = self._later(name, layer)
             who = f"{name[1]!r}, popped by {layer}, stashed by {later or 'no layer before it'}"
             works = "the layer that stashes before the layer that pops"
             raise_fault(Fault("a skip is popped before it is stashed", who, works))
-        if found.popped_by is not None:
-            rule = "a skip is popped twice in a forward"
-            works = f"stash({name[1]!r}, ...) under a second name"
-            raise_fault(Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works))
-        found.popped_by = layer
-        transfer, tensor, found.transfer, found.tensor = found.transfer, found.tensor, None, None
-        if tensor is not None and version_of(tensor) != found.version:
+        if skip.popped_by is not None:
+            who, works = f"by {skip.popped_by} and by {layer}", f"stash({name[1]!r}, ...) under a second name"
+            raise_fault(Fault("a skip is popped twice in a forward", f"{name[1]!r}, {who}", works))
+        skip.popped_by = layer
+        transfer, tensor, skip.transfer, skip.tensor = skip.transfer, skip.tensor, None, None
+        if tensor is not None and version_of(tensor) != skip.version:
             rule = "a skip was changed in place between the layer that stashes it and the one that pops it"
-            who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
+            who = f"{name[1]!r}, stashed by {skip.layer}, popped by {layer}, changed by a stage between"
             works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
             raise_fault(Fault(rule, who, works))
         return transfer
@@ -195,9 +189,9 @@ class Skips:
         """A fault for each skip that no layer popped."""
         for (_, name), stashed in self._stashed.items():
             if stashed.popped_by is None:
-                rule = "a skip is stashed, and popped by no later layer"
+                received = f"{name!r}, stashed by {stashed.layer}, popped by no layer"
                 works = f"pop({name!r}) in a later layer, or no stash"
-                yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
+                yield Fault("a skip is stashed, and popped by no later layer", received, works)
 
 
 class StageSkips:
