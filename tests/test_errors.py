@@ -1,12 +1,15 @@
 """How messages write what they received, and where a name is that was looked for in another module."""
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 import torchckpt
-from torchckpt import ArgumentError, checkpoint_layers, checkpoint_module, graph
+from torchckpt import ArgumentError, BudgetInfeasible, checkpoint_layers, checkpoint_module, graph
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import brief, kind
 from torchckpt.pipe import balance_by_time
@@ -77,3 +80,23 @@ def test_a_name_of_another_module_is_shown_its_place():
         assert name in place.__all__
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         torchckpt.nothing  # noqa: B018
+
+
+INFEASIBLE = {
+    "a pipeline": lambda: plan_pipeline(one_f_one_b(4, 8), STAGES, "1%"),
+    "a traced step": lambda: graph.rematerialize(LAYERS, torch.ones(64, 2), budget=1000),
+}
+
+
+@pytest.mark.parametrize("refused", INFEASIBLE.values(), ids=INFEASIBLE)
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+def test_a_budget_that_is_refused_in_another_process_says_the_same(refused, again):
+    """Processes of ``multiprocessing`` send an error as a pickle."""
+    with pytest.raises(BudgetInfeasible) as caught:
+        refused()
+    error = again(caught.value)
+    assert type(error) is BudgetInfeasible
+    assert str(error) == str(caught.value)
+    assert str(error).startswith(error.caller)
+    assert (error.least_bytes, error.rank) == (caught.value.least_bytes, caught.value.rank)
+    assert error.plan == caught.value.plan is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = [
     "ArgumentError",
@@ -44,6 +44,9 @@ class BudgetInfeasible(CheckpointError, RuntimeError):
     def __init__(self, message: str, least_bytes: float, plan: object, rank: int | None = None) -> None:
         super().__init__(message)
         self.least_bytes, self.plan, self.rank = least_bytes, plan, rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.least_bytes, self.plan, self.rank), self.__dict__
 
 
 class CaptureError(CheckpointError, RuntimeError):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from torchckpt.distributed.private import Runtime
+from torchckpt.distributed.runtime import Runtime
 from torchckpt.planning import Action
 
 __all__ = ["Plain"]

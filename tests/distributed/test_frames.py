@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.helpers import doing, leaf
 from torchckpt import checkpoint
-from torchckpt.distributed.frames import Frames
+from torchckpt.distributed.ahead import Frames
 from torchckpt.planning import Choice, State
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.flags import thread

@@ -68,7 +68,7 @@ def test_step_that_does_not_end_is_none(record):
     run(record, Action(0, F, 0))
     record.begin()
     record.ended(Action(0, F, 1), record.now())
-    assert record.steps == 1
+    assert len(record.steps) == 1
     run(record, Action(0, F, 2))
     assert [[span.action.micro_batch for span in step] for step in record.spans()] == [[0], [2]]
 
@@ -76,10 +76,10 @@ def test_step_that_does_not_end_is_none(record):
 def test_last_steps_are_remembered(record):
     for number in range(KEPT_STEPS + 2):
         run(record, Action(0, F, number))
-    assert record.steps == KEPT_STEPS
+    assert len(record.steps) == KEPT_STEPS
     assert [step[0].action.micro_batch for step in record.spans()] == list(range(2, KEPT_STEPS + 2))
-    record.clear()
-    assert record.steps == 0
+    record.steps.clear()
+    assert len(record.steps) == 0
     assert record.spans() == []
 
 

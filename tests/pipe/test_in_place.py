@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torchckpt import Pipe
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
-from torchckpt.pipe.in_place import ChangedInputs, Memory, shared_places
+from torchckpt.pipe.partition import ChangedInputs
+from torchckpt.pipe.run.visit import Memory, shared_places
 from torchckpt.pipe.skip import pop, stash
 
 MODES: list[Any] = ["never", "except_last", "always"]

@@ -1,18 +1,16 @@
 """Pipelines of many processes: recompute as an action in the schedules of ``torch.distributed.pipelining``.
 
-    apply             what users call: ``recompute_ahead``
-    budget            a schedule that meets a byte budget
+    apply             what users call: ``recompute_ahead``, ``schedule_of``
+    within, phases    a schedule that meets a byte budget: the first steps are measured, the others follow a plan
     ahead             a schedule of torch's that recomputes before gradients arrive
-    frames            frames of regions, by micro-batch, and which regions keep their activations
+    runtime           torch's runtime, with recomputes among its actions
     record            when actions ran, on all ranks; the step that was measured
-    counting          a stage as it was measured: bytes by region, and then seconds
-    meeting, plain_regions    what ranks tell each other; errors about regions that are torch's own
-    torch_schedules   torch's schedules as those of torchckpt.planning
+    counting          bytes that a stage saves, and bytes that are alive
+    meeting, faults   what ranks tell each other; regions that are torch's own, and steps that failed
     private           private names of torch
 """
 from torchckpt.distributed.ahead import RecomputeAhead
-from torchckpt.distributed.apply import recompute_ahead
-from torchckpt.distributed.budget.recompute_within import RecomputeWithin
-from torchckpt.distributed.torch_schedules import schedule_of
+from torchckpt.distributed.apply import recompute_ahead, schedule_of
+from torchckpt.distributed.within import RecomputeWithin
 
 __all__ = ["RecomputeAhead", "RecomputeWithin", "recompute_ahead", "schedule_of"]

@@ -10,75 +10,47 @@ has nothing to do, and the recompute needs nothing that is still to come::
 """
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from torchckpt.distributed.counting import CountingScope
-from torchckpt.distributed.frames import Frames
-from torchckpt.distributed.meeting import agree, meeting
-from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions, warn_of_compiled_regions
-from torchckpt.distributed.private import Live, LiveStage, Runtime, finds_shapes, stages_of
-from torchckpt.distributed.record import Gathered, Record, gather
-from torchckpt.errors import RegionError, ScheduleError
-from torchckpt.planning import (
-    Action,
-    Choice,
-    Kind,
-    Schedule,
-    Stage,
-    State,
-    Timeline,
-    ahead,
-    exempt,
-    quickest,
-    with_recompute,
+from torchckpt.distributed.faults import (
+    failure_of,
+    plain_regions_refused,
+    raise_without_regions,
+    warn_of_compiled_regions,
 )
+from torchckpt.distributed.meeting import all_gather, check_the_same, meeting
+from torchckpt.distributed.private import Live, LiveStage, finds_shapes, in_backward, stages_of
+from torchckpt.distributed.record import Gathered, Record, gather
+from torchckpt.distributed.runtime import Runtime
+from torchckpt.errors import RegionError, ScheduleError
+from torchckpt.modules import module_of
+from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.step.comparison import Comparison, compare
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.quickest import quickest_of
-from torchckpt.planning.work.inputs import Links, Stages
-from torchckpt.regions.core.frame import SavedTensors
+from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.scope import Scope
 
-__all__ = ["GIVEN_SHAPES", "MEASURED_STEPS", "SAME", "RecomputeAhead", "first_cause"]
+__all__ = ["MEASURED_STEPS", "SAME", "Frames", "RecomputeAhead"]
 
 MEASURED_STEPS = 4
 """With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
 
-GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
-
 SAME = "budget or plan"
 """What all ranks must have the same of: with it, they exchange what they measured."""
-
-_LINES, _LINE = 8, 240  # of the reason that a failed step quotes, and of each line of it
-_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
-_WORDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward (inputs)",
-    "W": "backward (weights)",
-    "R": "recompute",
-    "SEND_F": "send of the activation",
-    "RECV_F": "receive of the activation",
-    "SEND_B": "send of the gradient",
-    "RECV_B": "receive of the gradient",
-    "UNSHARD": "gathering of parameters",
-    "RESHARD": "release of gathered parameters",
-    "REDUCE_GRAD": "reduction of gradients",
-    "WAIT_SEND_F": "wait for the end of the send of the activation",
-    "WAIT_SEND_B": "wait for the end of the send of the gradient",
-    "WAIT_REDUCE_GRAD": "wait for the end of the reduction of gradients",
-}
 
 
 class RecomputeAhead(Runtime):
@@ -88,18 +60,12 @@ class RecomputeAhead(Runtime):
     of the pipeline.
     """
 
+    _remedy = ""  # what a step that failed may need besides
+
     def __init__(
-        self,
-        live: Live,
-        plain: Schedule,
-        segments: int | None,
-        exempt: frozenset[Visit],
-        costs: Stages | str | None,
-        link: Links,
+        self, live: Live, schedule: Schedule, segments: int | None, exempt: frozenset[Visit], is_measuring: bool
     ) -> None:
-        self._plain_schedule = plain
-        self._segments, self._exempt = segments, exempt
-        self._is_measuring = costs == "measured"
+        self._segments, self._exempt, self._is_measuring = segments, exempt, is_measuring
         first: LiveStage = stages_of(live)[0]
         self._group: dist.ProcessGroup | None = first.group
         self._stage_by_index: dict[int, LiveStage] = {stage.stage_index: stage for stage in stages_of(live)}
@@ -111,7 +77,7 @@ class RecomputeAhead(Runtime):
         self._last_action: str | None = None
         self._agreed = False
         self._before: Gathered | None = None
-        super().__init__(live, self._placed(None if isinstance(costs, str) else costs, link))
+        super().__init__(live, schedule)
 
     def timeline(self) -> Timeline:
         """The last step as it was measured, of all ranks, in the type of a simulated one.
@@ -149,13 +115,15 @@ class RecomputeAhead(Runtime):
         except (RegionError, ScheduleError, torch.OutOfMemoryError):
             raise  # the ones say what to do, and loops that try again look for the last
         except Exception as error:
-            raise ScheduleError(self._failure(error)) from error
+            is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
+            rank = f"{self.rank} of {self.pp_group_size}"
+            raise failure_of(error, rank, self._last_action, is_found, self._remedy) from error
         finally:
             self._frames.clear()
             self._counting.clear()
         if self.is_training:
             self._stepped()
-        if self._is_measuring and self._record.steps == MEASURED_STEPS:
+        if self._is_measuring and len(self._record.steps) == MEASURED_STEPS:
             self._place_as_measured()
 
     def reaches(self, action: str) -> None:
@@ -182,10 +150,9 @@ class RecomputeAhead(Runtime):
 
     def _agree_in_pipeline(self) -> None:
         """Before the first step, a rank that would wait for what others never send says so instead."""
-        if self._agreed:
-            return
-        with self._record.device_current():
-            agree(SAME, *self._told(), self._group)
+        if not self._agreed and dist.get_world_size(self._group) > 1:
+            with self._record.device_current():
+                check_the_same(SAME, all_gather(self._told(), self._group))
         self._agreed = True
 
     # what a subclass may do otherwise -------------------------------------------------------------------------------
@@ -196,11 +163,9 @@ class RecomputeAhead(Runtime):
         return text, text
 
     def _stepped(self) -> None:
-        """Note that a step was made."""
         self._record.end()
 
     def _choice(self, visit: Visit) -> Choice | State:
-        """What becomes of the regions of a visit."""
         return State.KEPT if visit in self._exempt else State.EARLY
 
     def _counts(self, visit: Visit) -> bool:
@@ -211,7 +176,7 @@ class RecomputeAhead(Runtime):
         return stage not in self._counted and (counted_visit is None or is_better)
 
     def _is_new(self, storage: StorageWeakRef) -> bool:
-        """Whether the bytes of a storage are those of a step."""
+        """Whether a storage was made in this step."""
         return True
 
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
@@ -254,19 +219,12 @@ class RecomputeAhead(Runtime):
         self._counting[visit[0]] = visit, scope
         return scope
 
-    def _placed(self, costs: Stages | None, link: Links) -> Schedule:
-        plain = self._plain_schedule
-        if self._segments == 0:
-            return plain
-        choices = exempt(plain, ahead(plain), *self._exempt)
-        return with_recompute(plain, choices) if costs is None else quickest(plain, choices, costs, link)
-
     def _place_as_measured(self) -> None:
         self._is_measuring = False
         # All processes of the job agree: replicas of a pipeline have collectives in common.
         measured = self._gathered(None)
         self.schedule = self.follow(quickest_of(measured.step, 1))
-        self._record.clear()
+        self._record.steps.clear()
         self._before = measured  # what there is to report on until the next step
 
     def _measured(self, call: str) -> Gathered:
@@ -282,40 +240,69 @@ class RecomputeAhead(Runtime):
             return self._gathered(self._group)
 
     def _gathered(self, group: dist.ProcessGroup | None) -> Gathered:
-        own = self.rank, self._record, self._counted
-        return gather(self.schedule, self._exempt, self._segments, *own, group)
-
-    def _failure(self, error: Exception) -> str:
-        match = _ACTION.match(self._last_action or "")
-        where, more = "preparing its stages, before the first action", ""
-        if self._last_action is None and any(map(finds_shapes, self._stage_by_index.values())):
-            more = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
-        if self._last_action is not None and match is not None:
-            stage, kind, micro_batch = match.groups()
-            of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
-            where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({self._last_action})"
-        first = first_cause(error)
-        return (
-            f"a step of the pipeline failed on rank {self.rank} of {self.pp_group_size}: {where}\n"
-            f"  received: {type(first).__name__}: {_said(first)}\n"
-            "  works:    the step without that error; if it is one of communication, another rank failed before, and "
-            f"says at what itself{more}"
-        )
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The error that a stage raised, which torch wraps."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _said(error: BaseException) -> str:
-    """The first lines of its message, those behind the first indented; of all of them, ranks would print pages."""
-    lines = [line.rstrip()[:_LINE] for line in str(error).strip().splitlines() if line.strip()]
-    more = [f"({len(lines) - _LINES} more lines in __cause__)"] if len(lines) > _LINES else []
-    return "\n              ".join([*lines[:_LINES], *more])
+        return gather(self.schedule, self._exempt, self._segments, self.rank, self._record, self._counted, group)
 
 
 def _timeline(measured: Gathered) -> Timeline:
     return measured_timeline(measured.step, measured.spans[-1], in_bytes=True)
+
+
+class Frames:
+    """The frames of one schedule. ``gathered()`` is a context around a forward, ``recompute()`` is the action.
+
+    Args:
+        segments: how many regions of a stage ``State.EARLY`` means, the last ones; None for all.
+    """
+
+    def __init__(self, segments: int | None) -> None:
+        self._segments = segments
+        self._waiting: dict[Visit, list[Frame]] = {}
+        self._sharded: dict[nn.Module, list[FSDPModule]] = {}  # by the module of a stage
+        self._used: dict[object, list[FSDPModule]] = {}  # by the module that a region calls
+
+    @contextmanager
+    def gathered(self, visit: Visit, scope: Scope, choice: Choice | State) -> Iterator[None]:
+        """Inside the block, the regions that this thread enters belong to ``visit``, and to ``scope``."""
+        with scope.entered():
+            yield
+        if isinstance(choice, Choice):
+            self._waiting[visit] = [frame for at, frame in zip(scope.numbers, scope.frames) if at in choice.early]
+        elif choice is State.EARLY:
+            late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
+            self._waiting[visit] = scope.frames[late:]
+
+    def recompute(self, visit: Visit, module: nn.Module) -> None:
+        """Replay the waiting frames, the last one first, with the ``module`` of the stage. The backward replays the
+        others."""
+        if module not in self._sharded:
+            self._sharded[module] = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        sharded, frames = self._sharded[module], self._waiting.pop(visit, [])
+        while frames:
+            frame = frames.pop()
+            if sharded:
+                self._recompute_gathered(frame, sharded)
+            else:
+                frame.recompute()
+
+    def drop(self, visit: Visit) -> None:
+        """Forget the waiting frames: their backward begins, and replays what is left."""
+        self._waiting.pop(visit, None)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def _recompute_gathered(self, frame: Frame, sharded: Sequence[FSDPModule]) -> None:
+        """Gather the parameters of the replay, as FSDP2 does at the region's backward, and replay. The backward then
+        finds the parameters gathered, and does not gather them again."""
+        called = module_of(frame.function)
+        if called not in self._used:
+            self._used[called] = [fsdp for fsdp in sharded if called is None or _is_in_line(fsdp, called)]
+        for module in self._used[called]:
+            module.unshard()
+        with in_backward(sharded):
+            frame.recompute()
+
+
+def _is_in_line(module: Any, other: nn.Module) -> bool:
+    """Whether one of the two modules is, or contains, the other."""
+    return any(child is other for child in module.modules()) or any(child is module for child in other.modules())

@@ -1,4 +1,4 @@
-"""``recompute_ahead``, the call: what it takes, and what is wrong with it."""
+"""The calls ``recompute_ahead`` and ``schedule_of``: what they take, and what is wrong with it."""
 from __future__ import annotations
 
 import warnings
@@ -7,25 +7,53 @@ from difflib import get_close_matches
 from typing import overload
 
 import torch
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
 
-from torchckpt.distributed.ahead import GIVEN_SHAPES, RecomputeAhead
-from torchckpt.distributed.budget.arguments import Plan, budget_key, plan_for, use_faults
-from torchckpt.distributed.budget.recompute_within import RecomputeWithin
-from torchckpt.distributed.plain_regions import traced_faults
-from torchckpt.distributed.private import Live, finds_shapes, sends_objects, stages_of
-from torchckpt.distributed.torch_schedules import schedule_of
+from torchckpt.distributed.ahead import RecomputeAhead
+from torchckpt.distributed.faults import GIVEN_SHAPES, traced_faults
+from torchckpt.distributed.phases import Plan, plan_for
+from torchckpt.distributed.private import Live, finds_shapes, micro_batches_of, order_of, sends_objects, stages_of
+from torchckpt.distributed.within import RecomputeWithin
 from torchckpt.errors import Fault, called, check, kind
-from torchckpt.planning import Schedule
+from torchckpt.planning import Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.order.orders import Visit, free_to_keep
+from torchckpt.planning.work.choice import exempt as exempted
 from torchckpt.planning.work.choice import no_such_visit, visit_faults
 from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
 
-__all__ = ["recompute_ahead"]
+__all__ = ["recompute_ahead", "schedule_of"]
 
 _WORKS = "recompute_ahead(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn))"
 _EXEMPT = ("auto", "none")
+
+
+@called("schedule_of()")
+def schedule_of(live: Live) -> Schedule:
+    """The order that a schedule object of torch runs, on all ranks, as a :class:`~torchckpt.planning.Schedule`.
+
+    Args:
+        live: ``ScheduleGPipe``, ``Schedule1F1B``, or any schedule of several stages per rank. For the first two the
+            order comes from ``torchckpt.planning``: torch does not run them from a list of actions, and the list that
+            ``Schedule1F1B._get_pipeline_order`` gives is off by one on the last rank (torch 2.13).
+
+    Raises:
+        ArgumentError: ``live`` is no schedule of torch, or torch does not list its order.
+    """
+    if isinstance(live, (ScheduleGPipe, Schedule1F1B)):
+        make = gpipe if isinstance(live, ScheduleGPipe) else one_f_one_b
+        return make(stages_of(live)[0].num_stages, micro_batches_of(live))
+    order = order_of(live)
+    works = "schedule_of(ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn))"
+    rule = "the argument is no schedule of torch.distributed.pipelining that lists its order"
+    check([] if order else [Fault(rule, type(live).__name__, works)])
+    rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
+    return from_csv("\n".join(rows) + "\n", name=type(live).__name__)
 
 
 @overload
@@ -102,29 +130,32 @@ def recompute_ahead(
     check(_schedule_faults(schedule))
     check(_numpy_faults(schedule))
     plain = schedule_of(schedule)
+    is_planned = budget is not None or plan is not None
     check((
         *_segments_faults(segments),
         *_exempt_faults(exempt, plain),
-        *_cost_faults(costs, link, plain),
-        *_use_faults(segments, costs, link),
-        *use_faults(budget, plan, _given(segments, exempt, costs, link)),
+        *_cost_faults(segments, costs, link, plain),
+        *(_plan_faults(budget, plan, segments, exempt, costs, link) if is_planned else ()),
     ))
-    is_planned = budget is not None or plan is not None
-    kept = frozenset() if is_planned else _kept(exempt, segments, plain)
+    kept: frozenset[Visit] = frozenset()
+    if not isinstance(exempt, str):
+        kept = frozenset(exempt)
+    elif exempt == "auto" and segments is None and not is_planned:
+        kept = free_to_keep(plain)
     check(_traced_faults(schedule, plain, kept))
     _warn_of_statistics(schedule)
     if budget is not None:
-        budget_key(budget, len(plain.ranks))
         return RecomputeWithin(schedule, plain, budget)
     if plan is not None:
         return RecomputeWithin(schedule, plain, plan_for(plan, plain))
-    return RecomputeAhead(schedule, plain, segments, kept, costs, link or 0.0)
+    placed = plain if segments == 0 else _placed(plain, kept, None if isinstance(costs, str) else costs, link or 0.0)
+    return RecomputeAhead(schedule, placed, segments, kept, is_measuring=costs == "measured")
 
 
-def _kept(exempt: str | Collection[Visit], segments: int | None, schedule: Schedule) -> frozenset[Visit]:
-    if isinstance(exempt, str):
-        return free_to_keep(schedule) if exempt == "auto" and segments is None else frozenset()
-    return frozenset(exempt)
+def _placed(schedule: Schedule, kept: Collection[Visit], costs: Stages | None, link: Links) -> Schedule:
+    """``schedule`` with its recomputes."""
+    choices = exempted(schedule, ahead(schedule), *kept)
+    return with_recompute(schedule, choices) if costs is None else quickest(schedule, choices, costs, link)
 
 
 def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> Iterator[Fault]:
@@ -135,7 +166,8 @@ def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> I
 
 
 def _warn_of_statistics(live: Live) -> None:
-    """torch's search for shapes is a forward: running statistics take in what was in memory, NaN as well."""
+    """torch's search for shapes is a forward: running statistics take in what was in memory, NaN as well. It is in
+    ``_forward_metadata_inference`` of ``torch/distributed/pipelining/stage.py`` (2.13). Ends when that changes none."""
     for stage in stages_of(live):
         if stage.is_first or not finds_shapes(stage):
             continue
@@ -152,12 +184,6 @@ def _warn_of_statistics(live: Live) -> None:
                 return
 
 
-def _given(segments: object, exempt: object, costs: object, link: object) -> dict[str, object]:
-    """The arguments that differ from their defaults."""
-    named = {"segments": segments, "exempt": None if exempt == "auto" else exempt, "costs": costs, "link": link}
-    return {name: value for name, value in named.items() if value is not None}
-
-
 def _schedule_faults(schedule: object) -> Iterator[Fault]:
     if isinstance(schedule, RecomputeAhead):
         works = "schedule.step(x, target=y)"
@@ -167,7 +193,7 @@ def _schedule_faults(schedule: object) -> Iterator[Fault]:
 
 
 def _numpy_faults(live: Live) -> Iterator[Fault]:
-    """Found before a step: in one, the ranks that fail leave others waiting."""
+    """torch's ``send_object_list`` needs NumPy. In a step, the ranks that fail leave others waiting."""
     stage = next((stage for stage in stages_of(live) if sends_objects(stage)), None)
     if stage is not None and not _has_numpy():
         i, stages = stage.stage_index, stage.num_stages
@@ -181,7 +207,6 @@ def _numpy_faults(live: Live) -> Iterator[Fault]:
 
 
 def _has_numpy() -> bool:
-    """Whether torch could load NumPy."""
     try:
         torch.empty(0).numpy()
     except RuntimeError:
@@ -211,7 +236,7 @@ def _exempt_faults(exempt: object, schedule: Schedule) -> Iterator[Fault]:
             yield Fault(no_such_visit(schedule), f"exempt with {', '.join(map(repr, wrong))}", works)
 
 
-def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
+def _cost_faults(segments: object, costs: object, link: object, schedule: Schedule) -> Iterator[Fault]:
     if isinstance(costs, str):
         if costs != "measured":
             yield Fault("costs is neither 'measured' nor blocks or stages", repr(costs), "costs='measured'")
@@ -219,13 +244,24 @@ def _cost_faults(costs: object, link: object, schedule: Schedule) -> Iterator[Fa
         yield from per_stage(costs, schedule.stages)[1]  # type: ignore[arg-type]  # which is what it checks
         if link is not None:
             yield from per_boundary(link, schedule.stages)[1]  # type: ignore[arg-type]  # likewise
-
-
-def _use_faults(segments: object, costs: object, link: object) -> Iterator[Fault]:
-    """The faults of arguments that would be ignored."""
     if link is not None and (costs is None or isinstance(costs, str)):
         rule = "link is given without costs in numbers"
         yield Fault(rule, f"link={link!r}, costs={costs!r}", "costs=Block(1.0, 1.0, 1.0, 1.0), link=0.5")
     if costs is not None and segments == 0:
         received = f"costs={costs!r}, segments=0"
         yield Fault("costs are given, but no segments to recompute early", received, "segments=1, or no costs")
+
+
+def _plan_faults(
+    budget: object, plan: object, segments: object, exempt: object, costs: object, link: object
+) -> Iterator[Fault]:
+    """The faults of arguments beside a budget or a plan, which decides those itself."""
+    if budget is not None and plan is not None:
+        yield Fault("both a budget and a plan are given", f"budget={budget!r} and a plan", "budget=... or plan=...")
+    named = {"segments": segments, "exempt": None if exempt == "auto" else exempt, "costs": costs, "link": link}
+    others = {name: value for name, value in named.items() if value is not None}
+    if others:
+        received = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        decider = "a budget" if plan is None else "a plan"
+        rule = f"{', '.join(others)} cannot go with {decider}, which decides what is kept and what is recomputed early"
+        yield Fault(rule, f"{decider} and {received}", 'recompute_ahead(schedule, budget="60GiB")')

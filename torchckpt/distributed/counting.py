@@ -1,4 +1,4 @@
-"""Counting: a stage as it was measured, in the type that the planner takes: bytes by region, and then seconds."""
+"""Counting: the bytes of one step, those that the regions of a stage save and those that are alive in each action."""
 from __future__ import annotations
 
 from collections import deque
@@ -7,23 +7,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.planning import Block, Stage, fixed
+from torchckpt.distributed.private import TorchDispatchMode
+from torchckpt.planning import Action, Stage, fixed
+from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
 from torchckpt.regions.private import look_through
 from torchckpt.regions.saved import storage_of
+from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["CountingScope", "measured_stage"]
-
-_SHORT_SECONDS, _SMALL_BYTES = 1e-9, 1.0
-"""The least seconds and bytes of a region: used if the clock measures no time, or if the region saves nothing."""
-
+__all__ = ["CountingScope", "LiveBytes"]
 
 class CountingScope(Scope):
     """A scope that counts the bytes that one forward saves, and later the replays of its regions.
@@ -110,37 +110,89 @@ class CountingScope(Scope):
 look_through(CountingScope._pack)
 
 
-def measured_stage(counted: Stage, seconds: Block) -> Stage:
-    """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """While it is entered, it records the storages that operators make, and the peak bytes alive in each action.
 
-    The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
+    Storages from before the step do not count, nor those that no operator makes, such as receive buffers of messages.
+    If the device has an allocator with statistics, the bytes come from it.
 
     Args:
-        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
-            timed, they take equally long.
-        seconds: those of the stage. Its backward must not include recomputation.
+        looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
+            every storage counts as made in the step.
+        more_bytes: added to the levels of every action.
     """
-    blocks, before, after = counted.blocks, counted.before, counted.after
-    if not blocks:
-        halves = seconds.input_grad_seconds, seconds.weight_grad_seconds
-        after = fixed(max(seconds.forward_seconds, _SHORT_SECONDS), *halves, saved_bytes=after.saved_bytes)
-        return Stage((), before, after)
-    equal = seconds.recompute_seconds / len(blocks)
-    replays = [max(block.recompute_seconds or equal, _SHORT_SECONDS) for block in blocks]
-    scale = min(1.0, seconds.forward_seconds / sum(replays))
-    timed = tuple(_measured_block(*pair, scale, sum(replays), seconds) for pair in zip(blocks, replays))
-    rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))
-    return Stage(timed, before, fixed(rest, saved_bytes=after.saved_bytes))
+
+    def __init__(self, device: torch.device, looks: bool = True, more_bytes: float = 0.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._looks, self._more_bytes = looks, more_bytes
+        self._action: Action | None = None
+        self._entered_bytes = 0.0
+        self._made: dict[StorageWeakRef, int] = {}
+        self._sum_bytes = self._highest_bytes = 0
+        self._device = device
+        self._allocator = _allocator_of(device)
+        self._before_bytes = self._allocator.memory_allocated(device) if self._allocator else 0
+        self.levels: dict[Action, Level] = {}
+
+    def __contains__(self, storage: object) -> bool:
+        return storage in self._made or not self._looks
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context around the step."""
+        if self._looks:
+            with self:
+                yield
+        else:
+            yield
+        self.reaches(None)
+
+    def reaches(self, action: Action | None) -> None:
+        """Note that ``action`` begins. It lasts until the next call; None ends the last action."""
+        highest = self._highest()
+        if self._allocator:
+            self._allocator.reset_peak_memory_stats(self._device)
+        self._forget_the_dead()
+        self._highest_bytes = self._sum_bytes
+        if self._action is not None and (self._looks or self._allocator):
+            amounts = highest, self._highest(), self._entered_bytes
+            self.levels[self._action] = Level(*(amount + self._more_bytes for amount in amounts))
+        self._action, self._entered_bytes = action, 0.0
+
+    def replays(self) -> None:
+        """Note that the current action starts a replay."""
+        self._entered_bytes = self._entered_bytes or float(self._highest())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        fresh = self._storages_of(outputs)
+        for storage in self._storages_of((args, kwargs)) if fresh else ():
+            fresh.pop(storage, None)
+        if fresh:
+            self._made.update(fresh)
+            self._sum_bytes += sum(fresh.values())
+            if self._sum_bytes > self._highest_bytes:
+                self._forget_the_dead()
+                self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
+        return outputs
+
+    def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
+        """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
+        sizes = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
+        return {storage: size for storage, size in sizes.items() if storage not in self._made}
+
+    def _forget_the_dead(self) -> None:
+        alive = [storage for storage in self._made if not storage.expired()]  # type: ignore[no-untyped-call]  # likewise
+        self._made = {storage: self._made[storage] for storage in alive}
+        self._sum_bytes = sum(self._made.values())
+
+    def _highest(self) -> int:
+        if self._allocator:
+            return int(self._allocator.max_memory_allocated(self._device)) - self._before_bytes
+        return self._highest_bytes
 
 
-def _measured_block(counted: Block, replay: float, scale: float, replays: float, seconds: Block) -> Block:
-    share = replay / replays
-    least = 0.0 if counted.saved_bytes else _SMALL_BYTES
-    return Block(
-        forward_seconds=max(replay * scale, _SHORT_SECONDS),
-        input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
-        weight_grad_seconds=seconds.weight_grad_seconds * share,
-        recompute_seconds=replay,
-        saved_bytes=counted.saved_bytes + least,
-        boundary_bytes=counted.boundary_bytes + least,
-    )
+def _allocator_of(device: torch.device) -> Any:
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    names = "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"
+    return module if all(hasattr(module, name) for name in names) else None

@@ -1,6 +1,4 @@
-"""Meeting: ranks that do not do the same hear of it, before they wait for each other.
-
-Before a collective call, each rank waits for the others to make it, too, and a rank left alone says so.
+"""Meeting: what ranks tell each other, and a collective call that a rank does not make.
 
 A collective that one rank alone enters ends with the timeout of its group, and names nothing. So ranks first say in the
 store of the group which call they make. They take turns, numbered on each rank; a turn is decided once, by whoever is
@@ -29,10 +27,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torchckpt.distributed.private import store_of, timeout_of
 from torchckpt.errors import CheckpointError, ScheduleError
 
-__all__ = ["agree", "all_gather", "broadcast", "check_the_same", "meeting"]
+__all__ = ["all_gather", "broadcast", "check_the_same", "meeting"]
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values ``mine`` of all processes, in the order of ranks. Collective: all processes must call it."""
+    """Return the values ``mine`` of all processes, in the order of ranks. Collective: all processes must call it.
+
+    ``dist.all_gather_object`` needs NumPy, in ``_tensor_to_object`` of ``torch/distributed/distributed_c10d.py``
+    (2.13). This function, and :func:`broadcast`, end when it needs none.
+    """
     data, device, ranks = pickle.dumps(mine), _device_of(group), dist.get_world_size(group)
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.empty_like(size) for _ in range(ranks)]
@@ -49,10 +51,7 @@ def broadcast(mine: Any) -> Any:
     data, device = pickle.dumps(mine), _device_of(None)
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=0)
-    sent = torch.empty(int(size), dtype=torch.uint8)
-    if dist.get_rank() == 0:
-        sent = _tensor_of(data)
-    sent = sent.to(device)
+    sent = _tensor_of(data.ljust(int(size), b"\0")[: int(size)]).to(device)
     dist.broadcast(sent, src=0)
     return _object_of(sent)
 
@@ -97,27 +96,21 @@ def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) ->
         raise _refusal(call, f"{type(error).__name__}: {error}") from error
 
 
-def agree(what: str, key: str, said: str, group: dist.ProcessGroup | None) -> None:
-    """Raise ``ScheduleError`` on every rank of ``group`` unless the ``key`` of all ranks is equal. Collective.
+def check_the_same(what: str, told: Sequence[tuple[str, str]]) -> None:
+    """Raise ``ScheduleError`` unless all ranks have told the same key. Call it on all ranks.
 
     Args:
         what: the name of what has to be the same, for the error.
-        said: the value of this rank, for the error.
+        told: the key of each rank, and how an error shows it.
     """
-    if dist.get_world_size(group) > 1:
-        pairs = all_gather((key, said), group)
-        check_the_same(what, [key for key, _ in pairs], [said for _, said in pairs])
-
-
-def check_the_same(what: str, keys: Sequence[str], said: Sequence[str]) -> None:
-    """Raise ``ScheduleError`` on every rank unless all ``keys``, one for each rank, are equal. ``said`` shows them."""
-    if len(set(keys)) > 1:
-        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
-        raise ScheduleError(
-            f"the ranks do not have the same {what}\n"
-            f"  received: {said[0]} on rank 0, {said[other]} on rank {other}\n"
-            f"  works:    recompute_ahead() with the same arguments on every rank"
-        )
+    key, shown = told[0]
+    for rank, (other, shown_there) in enumerate(told):
+        if other != key:
+            raise ScheduleError(
+                f"the ranks do not have the same {what}\n"
+                f"  received: {shown} on rank 0, {shown_there} on rank {rank}\n"
+                f"  works:    recompute_ahead() with the same arguments on every rank"
+            )
 
 
 def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -137,8 +130,7 @@ def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
         raise _refusal(call, f"{call} on rank {group.rank()}, {late} within {patience.total_seconds():g} s")
     calls = turns.left(turn)
     if len(set(calls)) > 1:
-        received = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(calls))
-        raise _refusal(call, received)
+        raise _refusal(call, ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(calls)))
 
 
 class _Turns:
@@ -174,15 +166,12 @@ class _Turns:
     def left(self, turn: int) -> list[str]:
         """Leave a turn; the call that each rank made in it."""
         calls = [self._store.get(key).decode() for key in self._keys(turn)]
-        if self._store.add(f"{turn}/left", 1) == self._size:  # nobody reads this turn, or one before it, again
-            self._clear(turn)
-        return calls
-
-    def _clear(self, turn: int) -> None:
-        while self._store.check([f"{turn}/verdict"]):
+        is_last = self._store.add(f"{turn}/left", 1) == self._size
+        while is_last and self._store.check([f"{turn}/verdict"]):  # nobody reads this turn, or one before it, again
             for key in (*self._keys(turn), f"{turn}/left", f"{turn}/verdict"):
                 self._store.delete_key(key)
             turn -= 1
+        return calls
 
     def _keys(self, turn: int) -> list[str]:
         return [f"{turn}/{rank}" for rank in range(self._size)]

@@ -1,20 +1,13 @@
-"""Private: every private name of torch's that this folder uses: of pipeline schedules, of FSDP2, of process groups.
-
-:class:`Runtime` is for ``torch/distributed/pipelining/schedules.py``, whose runtime runs lists of actions, but lets no
-one add a kind of action, or see where it is. It ends when the runtime takes a function for an action of the user's.
-"""
+"""Private: the private names of torch's that this folder uses: of pipeline schedules, of FSDP2, of process groups."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
@@ -23,19 +16,19 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
 )
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
-from torchckpt.planning import Action, Kind, Schedule
-from torchckpt.tensors import tensors_in
 
 __all__ = [
+    "OVERLAP",
     "Live",
     "LiveStage",
-    "Runtime",
+    "TorchAction",
     "TorchDispatchMode",
+    "TorchKind",
+    "TorchRuntime",
     "finds_shapes",
     "in_backward",
     "micro_batches_of",
@@ -52,9 +45,11 @@ LiveStage: TypeAlias = Any  # torch's PipelineStage, or another subclass of its 
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+    from torch.distributed.pipelining.schedules import _Action as TorchAction
+    from torch.distributed.pipelining.schedules import _ComputationType as TorchKind
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as TorchRuntime
 
-    _OVERLAP = _ComputationType.OVERLAP_F_B
+    OVERLAP = TorchKind.OVERLAP_F_B
 except (ImportError, AttributeError) as missing:
     raise CheckpointError(
         f"torchckpt.distributed needs something of torchckpt/distributed/private.py that this torch does not have\n"
@@ -62,25 +57,12 @@ except (ImportError, AttributeError) as missing:
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
 
-
-class _Computation(str, Enum):
-    """A member more than torch's ``_ComputationType``; the runtime looks up its function in the same table."""
-
-    RECOMPUTE = "R"
-
-
-_RECOMPUTE: Any = _Computation.RECOMPUTE  # which torch's types know nothing of
-_KINDS = tuple(kind.value for kind in Kind)
-_CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-_OF_FORWARDS = "F", "SEND_F", "RECV_F", "WAIT_SEND_F"
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
-_LEFT_BEHIND = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "_deferred_stages")
-"""What a step that failed leaves. After one that did not, stages may stay gathered: ``finalize_gradients=False``."""
 
 
 def raise_unless_supported(schedule: object) -> None:
-    """Raise ``CheckpointError`` if this torch's runtime lacks what :class:`Runtime` needs of it."""
+    """Raise ``CheckpointError`` if this torch's runtime lacks what ``Runtime`` needs of it."""
     lacking = [name for name in _ATTRIBUTES if not hasattr(schedule, name)]
     lacking += [name for name in _METHODS if not callable(getattr(schedule, name, None))]
     if lacking:
@@ -129,241 +111,6 @@ def order_of(live: Live) -> dict[int, list[Any]]:
     return getattr(live, "pipeline_order", None) or getattr(live, "pipeline_order_with_comms", None) or {}
 
 
-class _Noted(list[Any]):
-    """The actions of a rank; tells ``note`` of each that a loop comes to."""
-
-    def __init__(self, actions: Sequence[Any], note: Callable[[str], None]) -> None:
-        super().__init__(actions)
-        self._note = note
-
-    def __iter__(self) -> Iterator[Any]:
-        for action in super().__iter__():
-            self._note(str(action))
-            yield action
-
-    def __deepcopy__(self, memo: Any) -> list[Any]:
-        return list(super().__iter__())  # what torch prints where a step fails
-
-
-class Runtime(_PipelineScheduleRuntime):
-    """torch's runtime on the stages of ``live``, with recomputes among its actions.
-
-    A subclass says what happens around them. ``step()`` and ``eval()`` are torch's.
-    """
-
-    def __init__(self, live: Live, schedule: Schedule) -> None:
-        name = "_backward_requires_autograd"  # which not every release has
-        options = {name[1:]: getattr(live, name)} if hasattr(live, name) else {}
-        super().__init__(  # type: ignore[no-untyped-call]  # in torch
-            stages=stages_of(live),
-            n_microbatches=live._n_microbatches,
-            loss_fn=live._loss_fn,
-            args_chunk_spec=live._args_chunk_spec,
-            kwargs_chunk_spec=live._kwargs_chunk_spec,
-            output_merge_spec=live._output_merge_spec,
-            scale_grads=live.scale_grads,
-            **options,
-        )
-        raise_unless_supported(self)
-        self._defer_pp_recv = getattr(live, "_defer_pp_recv", False)
-        self._comp_type_to_function_map = dict(getattr(live, "_comp_type_to_function_map", {}))
-        self._comp_type_to_function_map[_RECOMPUTE] = _recompute
-        self.pipeline_order = dict(order_of(live)) or {
-            rank: [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
-            for rank, order in enumerate(schedule.ranks)
-        }
-        prepared = getattr(live, "pipeline_order_with_comms", None)  # which may have been read from a file
-        form: dict[str, Any] = {"format": "compute_comms"} if prepared else {}
-        self._prepare_schedule_with_comms(prepared or self.pipeline_order, **form)
-        self._plain: dict[int, list[Any]] = dict(self.pipeline_order_with_comms)
-        self._given = dict(self.pipeline_order), self._plain
-        self.schedule = self.follow(schedule)
-        """The order that is run, on all ranks."""
-
-    # what a subclass does -------------------------------------------------------------------------------------------
-
-    def running(self) -> AbstractContextManager[None]:
-        """A context around all actions of a step, or of ``eval()``."""
-        raise NotImplementedError
-
-    def reaches(self, action: str) -> None:
-        """Called right before each action, such as ``1F0`` or ``1RECV_B3``."""
-        raise NotImplementedError
-
-    def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
-        """A context around the computation of an action, when its input is there. At the end ``outputs`` has what it
-        returned."""
-        raise NotImplementedError
-
-    def recompute(self, action: Action) -> None:
-        """Replay the regions of the action's stage and micro-batch."""
-        raise NotImplementedError
-
-    # what torch calls -----------------------------------------------------------------------------------------------
-
-    def follow(self, schedule: Schedule) -> Schedule:
-        """From the next step on, recompute where ``schedule`` says.
-
-        Returns:
-            ``schedule`` as it will run: what it has inside a pair that torch runs as one action stands before the pair.
-        """
-        ranks = [list(_with_recomputes(self._plain[rank], order)) for rank, order in enumerate(schedule.ranks)]
-        self._training = ranks[self.rank]
-        return replace(schedule, ranks=tuple(tuple(_computations(actions)) for actions in ranks))
-
-    def reorder(self, schedule: Schedule | None) -> None:
-        """From the next :meth:`follow` on, run the forwards and backwards in the order of ``schedule``, which has the
-        same forwards and backwards on the same ranks. torch puts messages between them anew. None: as at first."""
-        listed, plain = self._given
-        if schedule is None:
-            self.pipeline_order, self._plain = dict(listed), plain
-            self.pipeline_order_with_comms = dict(plain)
-            return
-        pairs = {tuple(_parts(pair)): pair for actions in plain.values() for pair in actions if len(_parts(pair)) > 1}
-        for rank, order in enumerate(schedule.ranks):
-            actions = [_to_torch(action) for action in order if action.kind is not Kind.RECOMPUTE]
-            self.pipeline_order[rank] = list(_paired(actions, pairs))
-        self._prepare_schedule_with_comms({rank: list(order) for rank, order in self.pipeline_order.items()})
-        self._plain = dict(self.pipeline_order_with_comms)
-
-    @property
-    def pairs(self) -> frozenset[tuple[Action, Action]]:
-        """The actions of all ranks that torch runs as one."""
-        each = (list(_computations([action])) for own in self._given[1].values() for action in own)
-        return frozenset((pair[0], pair[1]) for pair in each if len(pair) == 2)
-
-    @property
-    def is_training(self) -> bool:
-        return bool(self._has_backward)
-
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.push(self._forget)
-            stack.enter_context(self.running())
-            actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
-            self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
-            for stage in self._stages:
-                stack.enter_context(self._watched(stage))
-            return super()._step_microbatches(*args, **kwargs)
-
-    def _forget(self, failed: type[BaseException] | None, *_: object) -> None:
-        self.pipeline_order_with_comms[self.rank] = self._training  # and no reference to self, which would be a cycle
-        self._internal_losses.clear()
-        if failed is not None:
-            for name in _LEFT_BEHIND:
-                getattr(self, name, set()).clear()
-
-    @contextmanager
-    def _watched(self, stage: LiveStage) -> Iterator[None]:
-        """Inside the block, the computations of ``stage`` are inside of :meth:`computing`."""
-        index = stage.stage_index
-        plain = [getattr(stage, name) for name in _CHUNKS]
-        places: dict[int, int] = {}  # of the outputs of micro-batches among those that the last stage keeps
-        before = {name: stage.__dict__[name] for name in _CHUNKS if name in stage.__dict__}
-
-        def computed(action: Action, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            outputs: list[Any] = []
-            with self.computing(action, outputs):
-                outputs.append(call(*args, **kwargs))
-            return outputs.pop()
-
-        # With the names of torch's parameters: functions of the user's may call them, too.
-        def forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            places[fwd_chunk_id] = len(stage.output_chunks)
-            return computed(Action(index, Kind.FORWARD, fwd_chunk_id), plain[0], fwd_chunk_id, *args, **kwargs)
-
-        def backward(bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
-            action = Action(index, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id)
-            gradients = computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
-            _let_go(stage, places.pop(bwd_chunk_id, None))
-            return gradients
-
-        def weights(bwd_chunk_id: int, **kwargs: Any) -> Any:
-            return computed(Action(index, Kind.WEIGHT_GRAD, bwd_chunk_id), plain[2], bwd_chunk_id, **kwargs)
-
-        stage.__dict__.update(zip(_CHUNKS, (forward, backward, weights)))
-        try:
-            yield
-        finally:
-            for name in _CHUNKS:
-                del stage.__dict__[name]
-            stage.__dict__.update(before)
-
-
-def _let_go(stage: LiveStage, place: int | None) -> None:
-    """Take the graph off the outputs at ``place`` of those that the last ``stage`` keeps for the end of the step.
-
-    ``backward_one_chunk`` of ``torch/distributed/pipelining/stage.py`` (2.11 to 2.15) detaches them in place, which
-    leaves views and the outputs of the only stage as they are: their graph would hold what the forward saved, after an
-    I until the next step. Ends when torch keeps detached copies.
-    """
-    if place is not None and place < len(stage.output_chunks):
-        kept = stage.output_chunks[place]
-        if any(output.grad_fn is not None for output in tensors_in(kept)):
-            stage.output_chunks[place] = pytree.tree_map_only(Tensor, Tensor.detach, kept)
-
-
-def _recompute(action: Any, context: Any) -> None:
-    """The function that the runtime calls for our kind of action."""
-    context.schedule_ref.recompute(Action(action.stage_index, Kind.RECOMPUTE, action.microbatch_index))
-
-
-def _to_torch(action: Action) -> Any:
-    stage, kind, i = action
-    computation = _RECOMPUTE if kind is Kind.RECOMPUTE else _ComputationType.from_str(kind.value)
-    return _Action(stage, computation, i)
-
-
-def _parts(action: Any) -> list[Any]:
-    return list(action.sub_actions or ()) if action.computation_type is _OVERLAP else [action]
-
-
-def _paired(actions: Sequence[Any], pairs: Mapping[tuple[Any, ...], Any]) -> Iterator[Any]:
-    """``actions``, where one of ``pairs`` stands in place of its two parts."""
-    place = 0
-    while place < len(actions):
-        pair = pairs.get(tuple(actions[place : place + 2]))
-        yield actions[place] if pair is None else pair
-        place += 1 if pair is None else 2
-
-
-def _with_recomputes(actions: Sequence[Any], order: Sequence[Action]) -> Iterator[Any]:
-    """``actions``, with each recompute of ``order`` right before the computation that it precedes there."""
-    pending: list[Action] = []
-    before: dict[tuple[int, str, int], list[Action]] = {}
-    for stage, kind, i in order:
-        if kind is Kind.RECOMPUTE:
-            pending.append(Action(stage, kind, i))
-        else:
-            before[stage, kind.value, i], pending = pending, []
-    for action in actions:
-        for part in _parts(action):
-            due = before.get((part.stage_index, part.computation_type.value, part.microbatch_index), ())
-            yield from map(_to_torch, due)
-        yield action
-
-
-def _computations(actions: Sequence[Any]) -> Iterator[Action]:
-    for part in (part for action in actions for part in _parts(action)):
-        if part.computation_type.value in _KINDS:
-            yield Action(part.stage_index, Kind(part.computation_type.value), part.microbatch_index)
-
-
-def _forwards_of(actions: Sequence[Any]) -> list[Any]:
-    """The actions of ``eval()``: forwards and their messages, with the parameters of each stage gathered meanwhile."""
-    kept = [part for action in actions for part in _parts(action) if part.computation_type.value in _OF_FORWARDS]
-    forwards = [part for part in kept if part.computation_type.value == "F"]
-    first = {part.stage_index: part for part in reversed(forwards)}
-    last = {part.stage_index: part for part in forwards}
-    evaluated = []
-    for part in kept:
-        stage = part.stage_index
-        evaluated += [_Action(stage, _ComputationType.UNSHARD, None)] if part is first[stage] else []
-        evaluated.append(part)
-        evaluated += [_Action(stage, _ComputationType.RESHARD, None)] if part is last[stage] else []
-    return evaluated
-
-
 @contextmanager
 def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Inside the block, FSDP2 takes a forward of ``modules`` for a replay: parameters stay gathered. It knows replays
@@ -391,7 +138,7 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective on ``device`` may take, which no public name of torch says."""
+    """How long a collective on ``device`` may take. Ends when ``torch.distributed`` has a public name for it."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):

@@ -14,18 +14,23 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from torchckpt.distributed.counting import measured_stage
 from torchckpt.distributed.meeting import all_gather
-from torchckpt.planning import Action, Choice, Schedule, Stage, Step, fixed
+from torchckpt.planning import Action, Block, Choice, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.regions.devices import Clock, Stamp
 
-__all__ = ["Gathered", "Record", "gather"]
+__all__ = ["Gathered", "Record", "gather", "measured_stage"]
 
 KEPT_STEPS = 8
 """How many steps are kept, for medians."""
+
+_SHORT_SECONDS, _SMALL_BYTES = 1e-9, 1.0
+"""The least seconds and bytes of a region: used if the clock measures no time, or if the region saves nothing."""
+
+_UNKNOWN = Stage((fixed(),))
+"""A stage whose bytes were not counted yet."""
 
 _Noted: TypeAlias = "tuple[Action, Stamp, Stamp, Stamp]"
 
@@ -48,7 +53,7 @@ class Record:
         self.times_early_replays = False
         """Whether replays inside of actions that recompute are noted, for :meth:`replay_seconds`."""
         self._clock = Clock(device)
-        self._steps: deque[tuple[list[_Noted], list[_Replay]]] = deque(maxlen=KEPT_STEPS)
+        self.steps: deque[tuple[list[_Noted], list[_Replay]]] = deque(maxlen=KEPT_STEPS)
         self._current: list[_Noted] = []
         self._current_replays: list[_Replay] = []
         self._due: Stamp = None
@@ -97,21 +102,13 @@ class Record:
         self._current_replays.append(_Replay(visit, region, start, self._clock.stamp(), self._is_recomputing))
 
     def end(self) -> None:
-        self._steps.append((self._current, self._current_replays))
-
-    def clear(self) -> None:
-        self._steps.clear()
-
-    @property
-    def steps(self) -> int:
-        """How many steps are kept now."""
-        return len(self._steps)
+        self.steps.append((self._current, self._current_replays))
 
     def spans(self) -> list[list[Span]]:
         """The spans of the kept steps, the latest step last."""
         seconds = self._clock.reader()
         spans_of_steps = []
-        for step, replays in self._steps:
+        for step, replays in self.steps:
             spans = [Span(action, seconds(due), seconds(start), seconds(end)) for action, due, start, end in step]
             inside: defaultdict[Visit, float] = defaultdict(float)
             for replay in replays:
@@ -122,11 +119,11 @@ class Record:
 
     def replay_seconds(self) -> dict[int, dict[int, float]]:
         """The medians of the replays of each region, by stage. The first of several steps is warm-up."""
-        seconds, replays = self._clock.reader(), [replays for _, replays in self._steps]
+        seconds, replays = self._clock.reader(), [replays for _, replays in self.steps]
         times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for (stage, _), region, start, end, _ in chain.from_iterable(replays[1:] or replays):
             times[stage][region].append(seconds(end) - seconds(start))
-        return {stage: {at: median(each) for at, each in regions.items()} for stage, regions in times.items()}
+        return {stage: {region: median(each) for region, each in regions.items()} for stage, regions in times.items()}
 
 
 class Gathered(NamedTuple):
@@ -172,32 +169,55 @@ def gather(
     return Gathered(_step(schedule, kept, segments, in_order, spans), spans)
 
 
-_UNKNOWN = Stage((fixed(),))
-"""A stage whose bytes were not counted yet."""
-
-
 def _step(
     schedule: Schedule, kept: Collection[Visit], segments: int | None, counted: Sequence[Stage], spans: Sequence[Spans]
 ) -> Step:
     early = recomputed_early(schedule)
-    each = [_choices_of(len(stage.blocks), segments) for stage in counted]
-    choices = {
-        (stage, i): each[stage][(stage, i) not in early]
-        for stage in range(schedule.stages)
-        for i in range(schedule.micro_batches)
-        if (stage, i) not in kept
-    }
+    choices: dict[Visit, Choice] = {}
+    for stage, blocks in enumerate(tuple(range(len(stage.blocks))) for stage in counted):
+        first = 0 if segments is None else max(0, len(blocks) - segments)  # an R replays the last blocks
+        by_r, by_backward = Choice(early=blocks[first:], late=blocks[:first]), Choice(late=blocks)
+        visits = [(stage, i) for i in range(schedule.micro_batches) if (stage, i) not in kept]
+        choices |= {visit: by_r if visit in early else by_backward for visit in visits}
     step = Step(schedule, tuple(counted), (), choices)
     measured = spans[1:] or spans
     stages = tuple(map(measured_stage, counted, measured_seconds(step, measured)))
     return replace(step, stages=stages, links=measured_links(step, measured))
 
 
-def _choices_of(blocks: int, segments: int | None) -> tuple[Choice, Choice]:
-    """The choices for a visit with an ``R``, which replays the last blocks, and for one whose backward replays all."""
-    every = tuple(range(blocks))
-    first = 0 if segments is None else max(0, blocks - segments)
-    return Choice(early=every[first:], late=every[:first]), Choice(late=every)
+def measured_stage(counted: Stage, seconds: Block) -> Stage:
+    """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
+
+    The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
+
+    Args:
+        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
+            timed, they take equally long.
+        seconds: those of the stage. Its backward must not include recomputation.
+    """
+    blocks, before, after = counted.blocks, counted.before, counted.after
+    if not blocks:
+        halves = seconds.input_grad_seconds, seconds.weight_grad_seconds
+        after = fixed(max(seconds.forward_seconds, _SHORT_SECONDS), *halves, saved_bytes=after.saved_bytes)
+        return Stage((), before, after)
+    equal = seconds.recompute_seconds / len(blocks)
+    replays = [max(block.recompute_seconds or equal, _SHORT_SECONDS) for block in blocks]
+    scale = min(1.0, seconds.forward_seconds / sum(replays))
+    timed = []
+    for block, replay in zip(blocks, replays):
+        share, least = replay / sum(replays), 0.0 if block.saved_bytes else _SMALL_BYTES
+        timed.append(
+            Block(
+                forward_seconds=max(replay * scale, _SHORT_SECONDS),
+                input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
+                weight_grad_seconds=seconds.weight_grad_seconds * share,
+                recompute_seconds=replay,
+                saved_bytes=block.saved_bytes + least,
+                boundary_bytes=block.boundary_bytes + least,
+            )
+        )
+    rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))
+    return Stage(tuple(timed), before, fixed(rest, saved_bytes=after.saved_bytes))
 
 
 def _shifted(span: Span, seconds: float) -> Span:

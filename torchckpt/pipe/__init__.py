@@ -4,9 +4,8 @@
     balance           how many layers each stage gets
     run               one forward and backward
     partition, microbatch    layers into stages; a mini-batch into micro-batches
-    skip, skip_search        tensors that pass over layers; the layer that an error names
-    batchnorm                running statistics of the mini-batch
-    in_place          layers that change the inputs of their stage
+    skip              tensors that pass over layers
+    batchnorm         running statistics of the mini-batch
 """
 from torchckpt.pipe.balance import Balance, balance_by_bytes, balance_by_time
 from torchckpt.pipe.batchnorm import DeferredBatchNorm

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.pipe.partition import Layer, layers_of
+from torchckpt.pipe.partition import Layer, layer_faults, layers_of
 from torchckpt.planning.draw.units import aligned, number, percent
 from torchckpt.planning.order.orders import whole
 from torchckpt.planning.work.partition import balanced, count_faults
@@ -67,7 +67,10 @@ class Balance(list[int]):
             layers = f"{first} to {end - 1}" if end - first > 1 else f"{first}"
             share = percent(cost / all_costs if all_costs else 0.0)
             rows.append((f"stage {stage}", layers, f"{number(cost / size)} {unit}", share))
-        names = ["", *(_in_words(self.names[first:end]) for first, end in self._stages())]
+        names = [""]
+        for first, end in self._stages():
+            counts = [(name, len(list(equal))) for name, equal in groupby(self.names[first:end])]
+            names.append(", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts))
         return "\n".join(f"{row}  {layers}".rstrip() for row, layers in zip(aligned(rows).split("\n"), names))
 
     def _stages(self) -> list[tuple[int, int]]:
@@ -113,8 +116,7 @@ def balance_by_time(
     The method, measuring and then balancing, is torchgpipe's (Kim et al., 2020).
     """
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
-    faults = [*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)]
-    check(faults)
+    check([*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)])
     devices = accelerators_among((sample, list(module.parameters())), kwargs)
 
     def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
@@ -155,10 +157,7 @@ def balance_by_bytes(
             for its gradient, and for the optimizer state 2 with Adam, 1 with momentum, 0 with plain SGD. Default: 4.
 
     Returns:
-        A list of layer counts, with the bytes of each layer in ``costs``, and a printable ``table()``.
-
-    Raises:
-        ArgumentError: an argument is wrong; the message lists every fault. Exceptions of layers pass through unchanged.
+        As :func:`balance_by_time`, which also says what is raised, but with the bytes of each layer in ``costs``.
     """
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
     faults = _faults("balance_by_bytes", partitions, layers, module, sample, kwargs)
@@ -272,21 +271,12 @@ def _names(layers: Sequence[Layer]) -> list[str]:
     return [type(layer.module).__name__ if layer.name.replace(".", "").isdigit() else layer.name for layer in layers]
 
 
-def _in_words(names: Sequence[str]) -> str:
-    counted = [(name, len(list(equal))) for name, equal in groupby(names)]
-    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counted)
-
-
 def _faults(
-    function: str, partitions: Any, listed: Sequence[Layer], module: Any, sample: Any, kwargs: Any
+    function: str, partitions: Any, layers: Sequence[Layer], module: Any, sample: Any, kwargs: Any
 ) -> list[Fault]:
     works = f"{function}(2, nn.Sequential(embedding, *blocks, head), x)"
-    layers = len(listed)
-    faults = []
-    if not layers:
-        received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
-        faults.append(Fault("the module is not an nn.Sequential of at least one layer", received, works))
-    faults += count_faults(partitions, layers) if layers else whole("partitions", partitions)
+    faults = list(layer_faults(module, layers, works))
+    faults += count_faults(partitions, len(layers)) if layers else whole("partitions", partitions)
     if not sample and not kwargs:
         faults.append(Fault("there is no sample, the arguments of the first layer", "none", works))
     return faults

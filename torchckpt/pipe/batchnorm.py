@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -52,14 +52,12 @@ class Statistics:
                 dtype = torch.promote_types(values.dtype, torch.float32)
                 self._origin = values.mean(dims, keepdim=True, dtype=dtype)
             variance, mean = torch.var_mean(values - self._origin, dims, correction=0)
-            self._merge(values.numel() // values.shape[1], mean, variance)
-
-    def _merge(self, count: int, mean: Tensor, variance: Tensor) -> None:
-        total = self.count + count
-        delta = mean - self._mean if self.count else mean
-        self._squares = self._squares + variance * count + delta.square() * (self.count * count / total)
-        self._mean = self._mean + delta * (count / total)
-        self.count = total
+            count = values.numel() // values.shape[1]
+            total = self.count + count
+            delta = mean - self._mean if self.count else mean
+            self._squares = self._squares + variance * count + delta.square() * (self.count * count / total)
+            self._mean = self._mean + delta * (count / total)
+            self.count = total
 
     def mean(self) -> Tensor:
         return self._origin.flatten() + self._mean
@@ -93,8 +91,17 @@ class DeferredBatchNorm(Mixin):
     _torchckpt_setting = "_torchckpt_deferred"
 
     @staticmethod
-    def _torchckpt_call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: bool) -> Any:
-        return _call(plain, args, kwargs)
+    def _torchckpt_call(plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_set: bool) -> Any:
+        """Call the forward ``plain`` of a converted layer."""
+        if torch.compiler.is_dynamo_compiling():
+            return outside(DeferredBatchNorm._torchckpt_call, plain, args, kwargs, is_set)
+        layer = plain.__self__
+        batch = _under_way.get(layer)
+        if batch is None or is_recomputing() or not norms.updates(layer):
+            return plain(*args, **kwargs)
+        # A replay, which is outside the mini-batch, must save the same tensors as this call: another reason for copies.
+        with norms.on_copies(layer), _Watch(layer, batch.statistics):
+            return plain(*args, **kwargs)
 
     @staticmethod
     @called("DeferredBatchNorm.convert")
@@ -112,7 +119,8 @@ class DeferredBatchNorm(Mixin):
             ArgumentError: ``module`` is no module, a lazy layer has not seen its first input, or a layer has its
                 ``forward`` set on the instance.
         """
-        check(_faults(module))
+        check(_module_faults(module))
+        check(_layer_faults(module))
         for _, layer in _layers(module):
             put(layer, DeferredBatchNorm, True)
         return module
@@ -139,7 +147,9 @@ class DeferredBatchNorm(Mixin):
             check(_module_faults(module))
         layers, block = _converted(module), object()
         try:
-            _enter(layers, block)
+            with _lock:
+                for layer in layers:
+                    _under_way.setdefault(layer, _MiniBatch()).blocks.add(block)
             yield
             _commit(_leave(layers, block, completed=True))
         except BaseException:
@@ -161,12 +171,6 @@ class _MiniBatch:
 
 _lock = threading.Lock()
 _under_way: dict[nn.Module, _MiniBatch] = {}
-
-
-def _enter(layers: list[nn.Module], block: object) -> None:
-    with _lock:
-        for layer in layers:
-            _under_way.setdefault(layer, _MiniBatch()).blocks.add(block)
 
 
 def _leave(layers: list[nn.Module], block: object, completed: bool) -> list[tuple[nn.Module, Statistics]]:
@@ -220,22 +224,6 @@ def _write(values: list[tuple[Tensor, Tensor]]) -> None:
         buffer.data.copy_(value)  # .data: BatchNorm does not raise their version counters either
 
 
-# a micro-batch --------------------------------------------------------------------------------------------------------
-
-
-def _call(plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the forward ``plain`` of a converted layer."""
-    if torch.compiler.is_dynamo_compiling():
-        return outside(_call, plain, args, kwargs)
-    layer = plain.__self__
-    batch = _under_way.get(layer)
-    if batch is None or is_recomputing() or not norms.updates(layer):
-        return plain(*args, **kwargs)
-    # A replay, which is outside the mini-batch, must save the same tensors as this call: another reason for copies.
-    with norms.on_copies(layer), _Watch(layer, batch.statistics):
-        return plain(*args, **kwargs)
-
-
 class _Watch(TorchFunctionMode):
     """Adds the values that ``layer`` normalises; in a subclass of BatchNorm they may differ from the layer's input."""
 
@@ -257,7 +245,6 @@ class _Watch(TorchFunctionMode):
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers to convert, with their names."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             continue
@@ -269,23 +256,18 @@ def _converted(module: nn.Module) -> list[nn.Module]:
     return [layer for layer in module.modules() if DeferredBatchNorm._torchckpt_setting in layer.__dict__]
 
 
-def _module_faults(module: object) -> list[Fault]:
-    if isinstance(module, nn.Module):
-        return []
-    return [Fault("the module is not an nn.Module", type(module).__name__, "DeferredBatchNorm.convert(model)")]
-
-
-def _faults(module: object) -> list[Fault]:
+def _module_faults(module: object) -> Iterator[Fault]:
     if not isinstance(module, nn.Module):
-        return _module_faults(module)
-    faults = []
+        yield Fault("the module is not an nn.Module", type(module).__name__, "DeferredBatchNorm.convert(model)")
+
+
+def _layer_faults(module: nn.Module) -> Iterator[Fault]:
     for name, layer in _layers(module):
         received = f"{type(layer).__name__}{f' {name!r}' if name else ''}"
         if isinstance(layer, LazyModuleMixin):
             rule = "a lazy BatchNorm has no parameters yet, and its first call changes its class"
-            faults.append(Fault(rule, received, "model(example) first, then DeferredBatchNorm.convert(model)"))
+            yield Fault(rule, received, "model(example) first, then DeferredBatchNorm.convert(model)")
         elif "forward" in layer.__dict__:
             rule = "the forward is not a method of the layer's class"
             works = "a subclass of BatchNorm with that forward"
-            faults.append(Fault(rule, f"{received}, whose forward is set on the instance", works))
-    return faults
+            yield Fault(rule, f"{received}, whose forward is set on the instance", works)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, check
+from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.tensors import copy_attributes, hides_tensors
 
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
@@ -41,15 +41,15 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int
     evenly as possible. All else, and all values in :class:`NoChunk`, go to each part unchanged."""
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
     tensors = [(pytree.keystr(path), leaf) for path, leaf in paths if isinstance(leaf, Tensor)]
-    hidden = [(pytree.keystr(path), leaf) for path, leaf in paths if hides_tensors(leaf) and type(leaf) is not NoChunk]
-    check([*map(_hidden_fault, hidden), *_faults(tensors, dim)] if hidden else _faults(tensors, dim))
+    check([*_hidden_faults(paths), *_faults(tensors, dim)])
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
     parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # a tensor that is passed twice is split once
-    parts = [parts_of[id(leaf)] if isinstance(leaf, Tensor) else _whole(leaf, m) for _, leaf in paths]
+    wholes = [leaf.value if isinstance(leaf, NoChunk) else leaf for _, leaf in paths]
+    parts = [parts_of[id(leaf)] if isinstance(leaf, Tensor) else [whole] * m for (_, leaf), whole in zip(paths, wholes)]
     sizes = [rows // m + (part < rows % m) for part in range(m)]  # as tensor_split makes them
     calls = [pytree.tree_unflatten(leaves, spec) for leaves in zip(*parts)]
-    return [MicroBatch(one, others, size) for (one, others), size in zip(calls, sizes)]
+    return [MicroBatch(positional, named, size) for (positional, named), size in zip(calls, sizes)]
 
 
 def _parts(tensor: Tensor, m: int, dim: int) -> Sequence[Tensor]:
@@ -58,24 +58,20 @@ def _parts(tensor: Tensor, m: int, dim: int) -> Sequence[Tensor]:
     return [copy_attributes(tensor, part) for part in tensor.tensor_split(m, dim)]
 
 
-def _whole(leaf: Any, m: int) -> Sequence[Any]:
-    return [leaf.value if isinstance(leaf, NoChunk) else leaf] * m
-
-
 def gather(outputs: Sequence[Any], rows: Sequence[int], dim: int = 0, reduce: str | None = None) -> Any:
     """Combine the outputs of all micro-batches into one. Tensors are concatenated along ``dim``. Scalars are combined
     by ``reduce``, a mean being weighted by ``rows``. Other objects must be equal, and the first is returned."""
     flat = [pytree.tree_flatten(output) for output in outputs]
     specs = [spec for _, spec in flat]
-    check(_structure_faults(specs))
+    other = next((spec for spec in specs if spec != specs[0]), None)
+    if other is not None:
+        rule = "the last stage returns another structure for a later micro-batch"
+        raise_fault(Fault(rule, f"{specs[0]}, then {other}", "a last layer that returns a tensor"))
     columns = list(zip(*(leaves for leaves, _ in flat)))
     check([fault for column in columns for fault in _output_faults(column, rows, dim, reduce)])
-    made: dict[tuple[int, ...], Any] = {}  # a tensor that is returned twice is combined once
-    for column in columns:
-        key = tuple(map(id, column))
-        if key not in made:
-            made[key] = _gathered(column, rows, dim, reduce)
-    return pytree.tree_unflatten([made[tuple(map(id, column))] for column in columns], specs[0])
+    unique = {tuple(map(id, column)): column for column in columns}  # a tensor that is returned twice is combined once
+    combined = {key: _gathered(column, rows, dim, reduce) for key, column in unique.items()}
+    return pytree.tree_unflatten([combined[tuple(map(id, column))] for column in columns], specs[0])
 
 
 def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: str | None) -> Any:
@@ -95,11 +91,12 @@ def reduce_faults(reduce: object) -> Iterator[Fault]:
         yield Fault(f"reduce is not one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
 
 
-def _hidden_fault(found: tuple[str, object]) -> Fault:
-    path, leaf = found
+def _hidden_faults(paths: Sequence[tuple[Any, Any]]) -> Iterator[Fault]:
     rule = "tensors to be split are in a container that torch's pytree does not know, unlike list, tuple and dict"
     works = "pipe(dict(batch)), or another such container; NoChunk(batch) if it must not be split"
-    return Fault(rule, f"{_named(path)}, a {type(leaf).__name__} that has tensors", works)
+    for path, leaf in paths:
+        if hides_tensors(leaf) and type(leaf) is not NoChunk:
+            yield Fault(rule, f"{_named(pytree.keystr(path))}, a {type(leaf).__name__} that has tensors", works)
 
 
 def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:
@@ -122,13 +119,6 @@ def _named(path: str) -> str:
         return f"input {number}{rest}"
     name, _, rest = path[5:].partition("']")
     return f"{name}={rest}"
-
-
-def _structure_faults(specs: Sequence[Any]) -> Iterator[Fault]:
-    if any(spec != specs[0] for spec in specs):
-        other = next(spec for spec in specs if spec != specs[0])
-        rule = "the last stage returns another structure for a later micro-batch"
-        yield Fault(rule, f"{specs[0]}, then {other}", "a last layer that returns a tensor")
 
 
 def _output_faults(

@@ -13,18 +13,15 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
-from torchckpt.pipe.in_place import ChangedInputs
 from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
-    Layer,
+    ChangedInputs,
     Stage,
+    argument_faults,
     balance_by_device,
-    balance_faults,
-    device_faults,
     even_balance,
     indexed,
     layers_of,
-    more_than_layers,
     partition,
     placement_faults,
 )
@@ -106,7 +103,7 @@ class Pipe(nn.Module):
         super().__init__()
         layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
         faults = [
-            *_faults(module, layers, balance, devices),
+            *argument_faults(module, layers, balance, devices),
             *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce),
         ]
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
@@ -226,8 +223,7 @@ class Pipe(nn.Module):
         weights = [batch.rows / rows if reduce == "mean" else 1.0 for batch in micro_batches]
         inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
         targets = [batch.args[-1] for batch in micro_batches]
-        recomputes = self.checkpoint != "never"
-        return Step(self.stages, inputs, targets, loss_fn, weights, recomputes, self._options)
+        return Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never", self._options)
 
     def timeline(self) -> Timeline:
         """The measured times of the last :meth:`step`, in the same type as a simulated timeline. Times come from the
@@ -237,10 +233,9 @@ class Pipe(nn.Module):
             ArgumentError: no step has run yet.
         """
         if self._last_step is None:
-            rule = "no step has run yet"
             works = "pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
             with called("Pipe.timeline()"):
-                raise_fault(Fault(rule, "timeline() before step()", works))
+                raise_fault(Fault("no step has run yet", "timeline() before step()", works))
         return self._last_step.timeline()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,8 +246,7 @@ class Pipe(nn.Module):
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         # The options are public attributes: check them again, since they may have been changed.
-        options = self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce
-        check(_option_faults(*options))
+        check(_option_faults(self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce))
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
         m = len(micro_batches)
         if m < self.chunks and m not in self._logged and torch.is_grad_enabled():
@@ -329,32 +323,12 @@ def _described(stage: Stage) -> Iterator[str]:
         yield f"    ({layer.name}): {text}"
 
 
-def _faults(module: Any, layers: Sequence[Layer], balance: Any, devices: Any) -> list[Fault]:
-    faults = []
-    if not layers:
-        received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
-        rule = "the module is not an nn.Sequential of at least one layer"
-        faults.append(Fault(rule, received, "Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])"))
-    if isinstance(module, nn.Sequential) and (own := more_than_layers(module)):
-        received = f"{type(module).__name__} with {', '.join(own)} of its own"
-        works = "nn.Sequential(*layers, Scale()): a layer that does it"
-        faults.append(Fault("the Sequential does more than call its layers", received, works))
-    if balance is not None and layers:
-        faults += balance_faults(balance, len(layers))
-    if devices is not None:
-        stages = len(balance) if isinstance(balance, Sequence) else None
-        faults += device_faults(devices, stages, len(layers))
-    return faults
-
-
 def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any, reduce: Any) -> Iterator[Fault]:
     for name, value in (("chunks", chunks), ("lookahead", lookahead)):
         if type(value) is not int or value < 1:
-            works = f"{name}={8 if name == 'chunks' else 1}"
-            yield Fault(f"{name} is not a positive int", f"{name}={value!r}", works)
+            yield Fault(f"{name} is not a positive int", f"{name}={value!r}", f"{name}={8 if name == 'chunks' else 1}")
     if not isinstance(checkpoint, str) or checkpoint not in _MODES:
-        received = f"checkpoint={checkpoint!r}"
-        yield Fault(f"checkpoint is not one of {_MODES}", received, 'checkpoint="except_last"')
+        yield Fault(f"checkpoint is not one of {_MODES}", f"checkpoint={checkpoint!r}", 'checkpoint="except_last"')
     if type(batch_dim) is not int or batch_dim < 0:
         yield Fault("batch_dim is not an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
     yield from reduce_faults(reduce)
@@ -366,8 +340,7 @@ def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, re
         received = f"{len(args)} positional, {len(kwargs)} by name"
         yield Fault(rule, received, "pipe.step(x, target, loss_fn=loss_fn)")
     if not callable(loss_fn):
-        received = f"loss_fn={loss_fn!r}"
-        yield Fault("loss_fn is not callable", received, "loss_fn=torch.nn.functional.cross_entropy")
+        yield Fault("loss_fn is not callable", f"loss_fn={loss_fn!r}", "loss_fn=torch.nn.functional.cross_entropy")
     if reduce not in REDUCTIONS:
         yield Fault(f"reduce is not one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
 

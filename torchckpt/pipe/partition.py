@@ -1,32 +1,29 @@
 """Partition: divides the layers into stages, and finds the device of each stage."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchckpt.errors import Fault, called, raise_fault
-from torchckpt.pipe.in_place import ChangedInputs, StageInputs
-from torchckpt.pipe.skip import Name, StageSkips
 from torchckpt.regions.devices import accelerator_type
-from torchckpt.regions.state.layout import Modules, NamesModules
+from torchckpt.regions.state.layout import Modules
 
 __all__ = [
+    "ChangedInputs",
     "Layer",
     "Stage",
-    "StageCall",
     "WithDevice",
+    "argument_faults",
     "balance_by_device",
-    "balance_faults",
-    "device_faults",
     "even_balance",
     "indexed",
+    "layer_faults",
     "layers_of",
-    "more_than_layers",
     "partition",
     "placement_faults",
 ]
@@ -67,6 +64,16 @@ class Layer(NamedTuple):
         return f"layer {self.name} ({type(self.module).__name__})"
 
 
+@dataclass
+class ChangedInputs:
+    """The inputs that a stage changes in place, as indices into the tensors that it gets."""
+
+    changed: frozenset[int] | None = None
+    """None until the stage has run once."""
+    now: set[int] = field(default_factory=set)
+    """The changes seen so far in the first run."""
+
+
 class Stage:
     """Consecutive layers on one device. The first takes the arguments, each other the output of the layer before."""
 
@@ -80,51 +87,14 @@ class Stage:
         self.__qualname__ = f"Pipe stage {number} (layers {first} to {first + len(layers) - 1})"  # its name in errors
 
 
-class StageCall(NamesModules):
-    """One stage on one micro-batch, as a function of the arguments. It returns the output and the skips that leave.
-    ``inputs`` handles in-place changes of the inputs; None allows all."""
-
-    def __init__(self, stage: Stage, skips: StageSkips, inputs: StageInputs | None) -> None:
-        self._stage, self._skips, self._inputs = stage, skips, inputs
-        self._is_forward = True
-        self.region_modules = stage.modules
-        self.__qualname__ = stage.__qualname__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
-        is_forward, self._is_forward = self._is_forward, False
-        inputs = self._inputs
-        if inputs is None:
-            return self._skips.run(partial(self._run, args, kwargs, None))
-        args, kwargs = inputs.arguments(args, kwargs, is_forward)
-        try:
-            return self._skips.run(partial(self._run, args, kwargs, inputs if is_forward else None), inputs.tensors)
-        finally:
-            inputs.end()
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: StageInputs | None) -> Any:
-        for layer in self._stage.layers:
-            self._skips.layer = layer
-            args, kwargs = (layer.module(*args, **kwargs),), {}
-            if watch is not None:
-                watch.after(layer)
-        if watch is not None:
-            watch.learn()
-        return args[0]
-
-
-def more_than_layers(sequential: nn.Sequential) -> list[str]:
+def _more_than_layers(sequential: nn.Sequential) -> list[str]:
     """What ``sequential`` has or does besides calling its layers one after the other, in words."""
-    hooks = (
-        sequential._forward_hooks,
-        sequential._forward_pre_hooks,
-        sequential._backward_hooks,
-        sequential._backward_pre_hooks,
-    )
+    forward_hooks = sequential._forward_hooks or sequential._forward_pre_hooks
     has = {
         "a forward": type(sequential).forward is not nn.Sequential.forward or "forward" in sequential.__dict__,
         "parameters": bool(sequential._parameters),
         "buffers": bool(sequential._buffers),
-        "hooks": any(hooks),
+        "hooks": bool(forward_hooks or sequential._backward_hooks or sequential._backward_pre_hooks),
     }
     return [name for name, is_true in has.items() if is_true]
 
@@ -135,7 +105,7 @@ def layers_of(sequential: nn.Module, nested: bool, prefix: str = "") -> list[Lay
     for name, module in sequential._modules.items():
         if module is None:
             continue
-        if nested and type(module) is nn.Sequential and not more_than_layers(module):
+        if nested and type(module) is nn.Sequential and not _more_than_layers(module):
             layers += layers_of(module, nested, f"{prefix}{name}.")
         else:
             layers.append(Layer(prefix + name, module))
@@ -186,32 +156,49 @@ def partition(
     return stages
 
 
-def balance_faults(balance: Any, layers: int) -> list[Fault]:
+def argument_faults(module: object, layers: Sequence[Layer], balance: Any, devices: Any) -> Iterator[Fault]:
+    """The faults of the arguments of ``Pipe`` that say where its stages begin, and where they are."""
+    yield from layer_faults(module, layers, "Pipe(nn.Sequential(embedding, *blocks, head), balance=[4, 4])")
+    if isinstance(module, nn.Sequential) and (besides := _more_than_layers(module)):
+        received = f"{type(module).__name__} with {', '.join(besides)} of its own"
+        works = "nn.Sequential(*layers, Scale()): a layer that does it"
+        yield Fault("the Sequential does more than call its layers", received, works)
+    if balance is not None and layers:
+        yield from _balance_faults(balance, len(layers))
+    if devices is not None:
+        stages = len(balance) if isinstance(balance, Sequence) else None
+        yield from _device_faults(devices, stages, len(layers))
+
+
+def layer_faults(module: object, layers: Sequence[Layer], works: str) -> Iterator[Fault]:
+    if not layers:
+        received = "an empty Sequential" if isinstance(module, nn.Sequential) else type(module).__name__
+        yield Fault("the module is not an nn.Sequential of at least one layer", received, works)
+
+
+def _balance_faults(balance: Any, layers: int) -> Iterator[Fault]:
     works = f"balance={even_balance(layers, min(2, layers))}"
     if not isinstance(balance, Sequence) or not balance or not all(type(n) is int and n > 0 for n in balance):
-        return [Fault("balance is not a list of positive layer counts, one per stage", f"balance={balance!r}", works)]
-    if sum(balance) != layers:
+        yield Fault("balance is not a list of positive layer counts, one per stage", f"balance={balance!r}", works)
+    elif sum(balance) != layers:
         rule = f"balance does not add up to the number of layers, {layers}"
-        return [Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)]
-    return []
+        yield Fault(rule, f"balance={list(balance)}, which adds up to {sum(balance)}", works)
 
 
-def device_faults(devices: Any, stages: int | None, layers: int) -> list[Fault]:
+def _device_faults(devices: Any, stages: int | None, layers: int) -> Iterator[Fault]:
     """The faults of ``devices``. ``stages`` is the number of stages if a balance was given, else None."""
     works = "devices=['cuda:0', 'cuda:1'], or ['cpu', 'cpu'] on a machine without accelerators"
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
-        return [Fault("devices is not a list of devices, one per stage", f"devices={devices!r}", works)]
-    faults = []
+        yield Fault("devices is not a list of devices, one per stage", f"devices={devices!r}", works)
+        return
     for device in devices:
         if (why := _missing(device)) is not None:
-            faults.append(Fault("a device does not exist on this machine", f"{device!r}: {why}", works))
+            yield Fault("a device does not exist on this machine", f"{device!r}: {why}", works)
     if stages is not None and len(devices) != stages:
-        received = f"{len(devices)} devices, {stages} stages"
-        faults.append(Fault("devices and balance differ in length", received, works))
+        yield Fault("devices and balance differ in length", f"{len(devices)} devices, {stages} stages", works)
     if stages is None and 0 < layers < len(devices):
-        rule = "there are fewer layers than stages"
-        faults.append(Fault(rule, f"{len(devices)} devices, {layers} layers", f"at most {layers} devices"))
-    return faults
+        received = f"{len(devices)} devices, {layers} layers"
+        yield Fault("there are fewer layers than stages", received, f"at most {layers} devices")
 
 
 def placement_faults(stages: Iterable[Stage], moved: bool = False) -> list[Fault]:

@@ -13,18 +13,22 @@ that stashes it to the stage that pops it. The idea comes from torchgpipe (Kim e
 """
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.regions.flags import thread
 from torchckpt.regions.state.layout import version_of
 from torchckpt.tensors import tensors_of
 
-__all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
+__all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash", "stasher_behind"]
 
 
 class Namespace:
@@ -44,11 +48,6 @@ class Namespace:
 Name: TypeAlias = "tuple[Namespace | None, str]"
 
 
-class _Holder(Protocol):
-    def stash(self, name: Name, tensor: Tensor) -> None: ...
-    def pop(self, name: Name) -> Tensor: ...
-
-
 def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None:
     """Keep ``tensor`` for the layer that pops ``name``.
 
@@ -56,9 +55,8 @@ def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None
         ArgumentError: ``tensor`` is no tensor, or, in a ``Pipe``, ``name`` is stashed already.
     """
     if not isinstance(tensor, Tensor):
-        works = "stash(name, tensor)"
         with called("stash()"):
-            raise_fault(Fault("a skip is not a tensor", f"{name!r}: {type(tensor).__name__}", works))
+            raise_fault(Fault("a skip is not a tensor", f"{name!r}: {type(tensor).__name__}", "stash(name, tensor)"))
     _holder().stash((namespace, name), tensor)
 
 
@@ -103,10 +101,10 @@ class _Plain:
         return self._kept.pop(name)
 
 
-_current: ContextVar[_Holder | None] = ContextVar("torchckpt skips", default=None)
+_current: ContextVar[_Plain | StageSkips | None] = ContextVar("torchckpt skips", default=None)
 
 
-def _holder() -> _Holder:
+def _holder() -> _Plain | StageSkips:
     holder = _current.get()
     if holder is None:
         holder = _Plain()
@@ -114,17 +112,17 @@ def _holder() -> _Holder:
     return holder
 
 
+@dataclass
 class _Stashed:
     """A stashed skip, until the end of the forward."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
-        self.tensor: Tensor | None = None
-        self.transfer: Any = None
-        self.version: int | None = None
-        self.popped_by: str | None = None
-        self.place: int | None = None
-        """If the skip is also an argument of the next stage: its index among that stage's tensors."""
+    layer: str
+    tensor: Tensor | None = None
+    transfer: Any = None
+    version: int | None = None
+    popped_by: str | None = None
+    place: int | None = None
+    """If the skip is also an argument of the next stage: its index among that stage's tensors."""
 
 
 class Skips:
@@ -169,21 +167,20 @@ class Skips:
 
     def popped(self, name: Name, layer: str) -> Any:
         """Note that ``layer`` pops ``name``, and return the ``transfer`` that was sent."""
-        found = self._stashed.get(name)
-        if found is None:
+        skip = self._stashed.get(name)
+        if skip is None:
             later = self._later(name, layer)
             who = f"{name[1]!r}, popped by {layer}, stashed by {later or 'no layer before it'}"
             works = "the layer that stashes before the layer that pops"
             raise_fault(Fault("a skip is popped before it is stashed", who, works))
-        if found.popped_by is not None:
-            rule = "a skip is popped twice in a forward"
-            works = f"stash({name[1]!r}, ...) under a second name"
-            raise_fault(Fault(rule, f"{name[1]!r}, by {found.popped_by} and by {layer}", works))
-        found.popped_by = layer
-        transfer, tensor, found.transfer, found.tensor = found.transfer, found.tensor, None, None
-        if tensor is not None and version_of(tensor) != found.version:
+        if skip.popped_by is not None:
+            who, works = f"by {skip.popped_by} and by {layer}", f"stash({name[1]!r}, ...) under a second name"
+            raise_fault(Fault("a skip is popped twice in a forward", f"{name[1]!r}, {who}", works))
+        skip.popped_by = layer
+        transfer, tensor, skip.transfer, skip.tensor = skip.transfer, skip.tensor, None, None
+        if tensor is not None and version_of(tensor) != skip.version:
             rule = "a skip was changed in place between the layer that stashes it and the one that pops it"
-            who = f"{name[1]!r}, stashed by {found.layer}, popped by {layer}, changed by a stage between"
+            who = f"{name[1]!r}, stashed by {skip.layer}, popped by {layer}, changed by a stage between"
             works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
             raise_fault(Fault(rule, who, works))
         return transfer
@@ -192,9 +189,9 @@ class Skips:
         """A fault for each skip that no layer popped."""
         for (_, name), stashed in self._stashed.items():
             if stashed.popped_by is None:
-                rule = "a skip is stashed, and popped by no later layer"
+                received = f"{name!r}, stashed by {stashed.layer}, popped by no layer"
                 works = f"pop({name!r}) in a later layer, or no stash"
-                yield Fault(rule, f"{name!r}, stashed by {stashed.layer}, popped by no layer", works)
+                yield Fault("a skip is stashed, and popped by no later layer", received, works)
 
 
 class StageSkips:
@@ -274,3 +271,42 @@ class StageSkips:
                 f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
             )
         return tensor
+
+
+# for errors -----------------------------------------------------------------------------------------------------------
+
+
+def stasher_behind(layers: Sequence[Any], name: Name, popper: str) -> str | None:
+    """The first of ``layers``, from ``popper`` on, whose source code stashes ``name``; None if there is none."""
+    words = [str(layer) for layer in layers]
+    first = words.index(popper) if popper in words else 0
+    for layer in layers[first:]:
+        if any(name[1] in _stashed_by(module) for module in layer.module.modules()):
+            return str(layer)
+    return None
+
+
+def _stashed_by(module: nn.Module) -> Iterator[str]:
+    """The names that the forward of ``module`` stashes, if they are literals or attributes of ``module``."""
+    forward: Any = type(module).forward
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "stash" and node.args:
+            name = _read(node.args[0], module)
+            if name is not None:
+                yield name
+
+
+def _read(node: ast.expr, module: nn.Module) -> str | None:
+    """The value of ``"a"``, of ``self.name``, or of an f-string of these; None for other expressions."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return str(module.__dict__[node.attr]) if node.attr in module.__dict__ else None
+    if isinstance(node, ast.JoinedStr):
+        parts = [_read(part.value if isinstance(part, ast.FormattedValue) else part, module) for part in node.values]
+        return None if None in parts else "".join(map(str, parts))
+    return None

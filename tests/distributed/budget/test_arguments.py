@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.stages import Blocks, schedule_on, stages_of
 from torchckpt.distributed import recompute_ahead, schedule_of
-from torchckpt.distributed.budget.recompute_within import RecomputeWithin
+from torchckpt.distributed.within import RecomputeWithin
 from torchckpt.errors import ArgumentError
 from torchckpt.planning import Block, Stage, gpipe, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline

@@ -4,8 +4,8 @@ from __future__ import annotations
 import torch
 
 from tests.helpers import leaf
-from torchckpt.distributed.budget import live_bytes as module
-from torchckpt.distributed.budget.live_bytes import LiveBytes
+from torchckpt.distributed import counting as module
+from torchckpt.distributed.counting import LiveBytes
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions.saved import storage_of

@@ -1,7 +1,7 @@
 """The plan that all ranks follow."""
 from __future__ import annotations
 
-from torchckpt.distributed.budget.make_plan import digest_of
+from torchckpt.distributed.phases import digest_of
 from torchckpt.planning import Block, Stage, gpipe
 from torchckpt.planning.plan import plan_pipeline
 

@@ -587,6 +587,6 @@ def test_a_planner_that_fails_tells_all_ranks(monkeypatch):
     def fails(*args):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("torchckpt.distributed.budget.make_plan.fitted", fails)
+    monkeypatch.setattr("torchckpt.distributed.phases.fitted", fails)
     with pytest.raises(ArgumentError, match="rank 0 could not make the plan\n  received: MemoryError: no more"):
         step_with({"budget": "1GB"}, 4, "ScheduleGPipe")

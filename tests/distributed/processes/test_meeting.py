@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import Blocks, ahead, batch, step
 from torchckpt.distributed import meeting as module
-from torchckpt.distributed.budget.phases import FIRST_STEPS
 from torchckpt.distributed.meeting import meeting
+from torchckpt.distributed.phases import FIRST_STEPS
 from torchckpt.errors import ArgumentError, ScheduleError
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ everything runs in the caller's thread, in clock order.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -36,24 +36,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, check
-from torchckpt.pipe.in_place import Memory, StageInputs
+from torchckpt.errors import check
 from torchckpt.pipe.microbatch import MicroBatch
-from torchckpt.pipe.partition import Stage, StageCall
+from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, on, wait
+from torchckpt.pipe.run.visit import InFlight, of_caller, visit
 from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, workers
-from torchckpt.pipe.skip import Skips, StageSkips
-from torchckpt.pipe.skip_search import stasher_behind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.private import profiler_is_on
-from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
 
-__all__ = ["InFlight", "clock_cycles", "in_profile", "of_caller", "run_pipeline", "visit"]
+__all__ = ["clock_cycles", "in_profile", "run_pipeline"]
 
 def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
     """The pairs (micro-batch, stage) of each clock tick. The pairs of one tick do not depend on each other.
@@ -114,65 +110,6 @@ def in_profile(action: str, stage: int, i: int) -> AbstractContextManager[Any]:
     return record_function(f"torchckpt::{action}[stage={stage},mb={i}]") if profiler_is_on() else nullcontext()
 
 
-# a visit, of either engine --------------------------------------------------------------------------------------------
-
-
-class InFlight(NamedTuple):
-    """A micro-batch before a stage."""
-
-    transfers: Sequence[Any]
-    """How its tensors come to the stage: ``Transfer`` here, ``CutTensor`` in ``step.py``."""
-    put_back: PutBack
-    """Makes the arguments of the stage, (args, kwargs), from the tensors that have come."""
-    skips: Skips
-    memory: Memory
-
-
-def of_caller(batch: MicroBatch, stages: Sequence[Stage], transfer: Callable[[Tensor], Any]) -> InFlight:
-    """``batch`` before the first of ``stages``. ``transfer`` says how each of its tensors comes there."""
-    tensors, put_back = tensors_of_pair((batch.args, batch.kwargs))
-    skips = Skips(partial(stasher_behind, [layer for stage in stages for layer in stage.layers]))
-    return InFlight(list(map(transfer, tensors)), put_back, skips, Memory.of_caller(tensors))
-
-
-def visit(
-    stage: Stage,
-    batch: InFlight,
-    arrived: tuple[Tensor, ...],
-    frame: Frame | None,
-    fetch: Callable[[Any], Tensor],
-    is_cut: bool,
-    is_last: bool,
-) -> tuple[tuple[Tensor, ...], PutBack, Memory]:
-    """Run ``stage`` on a micro-batch.
-
-    Args:
-        arrived: the tensors of ``batch``, at the stage.
-        frame: the frame of the region; None: the activations are kept.
-        fetch: moves a skip to the stage.
-        is_cut: whether tensors between stages are moved, or their graph ends there. If not, the layers may work on
-            their inputs directly: autograd itself sees their in-place changes.
-
-    Returns:
-        The tensors that leave the stage; a function that makes (output, skips) from as many tensors; their memory.
-    """
-    memory, on_copies = batch.memory, frame is not None or bool(batch.memory.kept)
-    inputs = None
-    if on_copies or is_cut:
-        inputs = StageInputs(stage.__qualname__, stage.in_place if on_copies else None, memory.shared)
-    call = StageCall(stage, StageSkips(batch.skips, fetch), inputs)
-    args, kwargs = batch.put_back(arrived)
-    output, skips = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
-    check(output_faults(stage, output, is_cut and not is_last))
-    tensors, put_back = tensors_of_pair((output, skips))
-    if batch.skips.are_any:
-        leaving = tensors_of(output)[0]
-        memory = memory.on_leaving(leaving, [*skips.values(), *batch.skips.in_flight()], arrived)
-    elif memory.shared or memory.kept or len(tensors) > 1:  # false of most stages
-        memory = memory.on_leaving(tensors, (), arrived)
-    return tensors, put_back, memory
-
-
 # a visit in one graph -------------------------------------------------------------------------------------------------
 
 
@@ -192,9 +129,10 @@ class StageRunner:
             arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
             if frame is not None:
                 arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
-            tensors, put_back, memory = visit(  # [2]
+            visited = visit(  # [2]
                 self._stage, batch, arrived, frame, lambda skip: moved(skip, place)[0], is_cut, self._is_last
             )
+            tensors = visited.tensors
             stream = None if self._is_last else place.side_stream()
             if stream is not None:
                 tensors, due = before(tensors, due), []  # [8]
@@ -204,11 +142,11 @@ class StageRunner:
             rest = self._lane.rest() if last else []  # [5]
             with on(stream):
                 tensors = before(tensors, rest)  # [8]
-        output, skips = put_back(tensors)
-        for name, tensor in skips.items():
-            batch.skips.sent(name, tensor, Transfer((tensor,), place, stream))
-        tensors, put_back = tensors_of_pair(((output,), {}))
-        return InFlight([Transfer(tensors, place, stream)], put_back, batch.skips, memory)
+        return visited.onward(
+            tensors,
+            stash=lambda skip: Transfer((skip,), place, stream),
+            send=lambda output: [Transfer(output, place, stream)],
+        )
 
 
 class Transfer(NamedTuple):
@@ -243,26 +181,3 @@ def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> 
         return inputs, due
     (edges,), due = (due, []) if len(due) == 1 else ([()], due)
     return tuple(checkpoint(frame, x, *edges) if is_inner else x for x, is_inner in zip(inputs, inner)), due
-
-
-def output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
-    """The faults of the ``output`` of ``stage``. ``is_cut``: its tensors are moved, or their graph ends here."""
-    if isinstance(output, Tensor) and output.device == stage.device:
-        return []
-    leaves = pytree.tree_leaves(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    hidden = [type(leaf).__name__ for leaf in leaves if hides_tensors(leaf)] if is_cut else []
-    if hidden:
-        rule = "a stage returns tensors in a container that torch's pytree does not know, unlike list, tuple and dict"
-        works = "a layer that returns a dict; or torch.utils._pytree.register_pytree_node for that class"
-        return [Fault(rule, f"a {hidden[0]} that has tensors, from {stage.__qualname__}", works)]
-    if not tensors:
-        rule = "a stage returns no tensor, and nothing that holds one"
-        works = "a last layer in the stage that returns a tensor"
-        return [Fault(rule, f"{type(output).__name__}, from {stage.__qualname__}", works)]
-    elsewhere = sorted({str(tensor.device) for tensor in tensors if tensor.device != stage.device})
-    if elsewhere:
-        received = f"a tensor on {', '.join(elsewhere)}, from {stage.__qualname__} on {stage.device}"
-        works = "a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
-        return [Fault("the output of a stage is not on its device", received, works)]
-    return []

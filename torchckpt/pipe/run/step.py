@@ -16,7 +16,7 @@ work runs asynchronously; stages wait for each other through their streams.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchckpt.errors import Fault, check
-from torchckpt.pipe.in_place import Memory
+from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, on, wait
-from torchckpt.pipe.run.pipeline import InFlight, in_profile, of_caller, visit
-from torchckpt.pipe.skip import Skips
+from torchckpt.pipe.run.pipeline import in_profile
+from torchckpt.pipe.run.visit import InFlight, Memory, of_caller, visit
 from torchckpt.planning import (
     Action,
     Block,
@@ -52,7 +51,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.devices import Clock, Stamp
-from torchckpt.tensors import tensors_of, tensors_of_pair
+from torchckpt.tensors import tensors_of
 
 __all__ = ["Record", "Step", "schedule_for"]
 
@@ -109,7 +108,6 @@ class AsyncCopy:
 
 
 def _reached(stream: torch.Stream | None) -> torch.Event | None:
-    """An event after all work that is queued on ``stream`` now."""
     return None if stream is None else stream.record_event()
 
 
@@ -177,8 +175,7 @@ class Record(NamedTuple):
         spans = []
         for clock, stamps in zip(self.clocks, self.stamps):
             seconds = clock.reader()
-            times = [(action, seconds(start), seconds(end)) for action, start, end in stamps]
-            spans.append([Span(action, start, start, end) for action, start, end in times])
+            spans.append([Span(action, seconds(start), seconds(start), seconds(end)) for action, start, end in stamps])
         return measured_timeline(step_of(self.schedule, Block(), 0.0), spans)
 
 
@@ -236,28 +233,31 @@ class Step:
         if frame is not None:  # its replay needs them, and the last stage may have no frame
             batch = batch._replace(memory=Memory(batch.memory.shared, frozenset(range(len(arrived)))))
         fetch = partial(self._received_skip, pending.received, j)
-        tensors, put_back, memory = visit(self._stages[j], batch, arrived, frame, fetch, True, is_last)
-        output, skips = put_back(tensors)
-        for name, tensor in skips.items():
-            packed = pending.sent, j, tensor, AsyncCopy(tensor, CopyStreams.at(place))
-            batch.skips.sent(name, tensor, packed)
+        visited = visit(self._stages[j], batch, arrived, frame, fetch, True, is_last)
+        batch = visited.onward(
+            visited.tensors,
+            stash=lambda skip: (pending.sent, j, skip, AsyncCopy(skip, CopyStreams.at(place))),
+            send=lambda output: output if is_last else [self._cut(tensor, j) for tensor in output],
+        )
         if is_last:
-            self._add_loss(i, pending, output, batch.skips)
-            return
-        tensors, put_back = tensors_of_pair(((output,), {}))
-        pending.sent += [self._cut(tensor, j) for tensor in tensors]
-        self._in_flight[i] = InFlight(list(pending.sent), put_back, batch.skips, memory)
+            self._add_loss(i, pending, batch)
+        else:
+            pending.sent += batch.transfers
+            self._in_flight[i] = batch
 
-    def _add_loss(self, i: int, pending: Pending, output: Any, skips: Skips) -> None:
-        check(skips.faults())
+    def _add_loss(self, i: int, pending: Pending, batch: InFlight) -> None:
+        check(batch.skips.faults())
+        (output,), _ = batch.put_back(batch.transfers)
         tensors, put_back = tensors_of(self._targets[i])
         loss = self._loss_fn(output, put_back([_moved(self._places[-1], tensor) for tensor in tensors]))
-        check(_loss_faults(loss))
+        if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
+            received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
+            rule = "loss_fn(output, target) of a micro-batch returns no scalar that requires grad"
+            raise_fault(Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy"))
         pending.loss = loss * self._weights[i]
         self._losses.append(pending.loss.detach())
 
     def _cut(self, tensor: Tensor, j: int) -> CutTensor:
-        """The cut of a tensor of the output of stage ``j``."""
         forth = AsyncCopy(tensor, self._activations[j]).sent(self._activations[j + 1])
         return CutTensor(tensor, forth, (self._gradients[j + 1], self._gradients[j]))
 
@@ -318,10 +318,3 @@ def _moved(place: Place, tensor: Tensor) -> Tensor:
     if tensor.device == place.device:
         return tensor.detach()
     return AsyncCopy(tensor, CopyStreams.at(Place.of(tensor.device))).sent(CopyStreams.at(place)).arrived(place)
-
-
-def _loss_faults(loss: object) -> Iterator[Fault]:
-    if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
-        received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
-        rule = "loss_fn(output, target) of a micro-batch returns no scalar that requires grad"
-        yield Fault(rule, received, "loss_fn=torch.nn.functional.cross_entropy")

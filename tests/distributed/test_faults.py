@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from tests.distributed.stages import Block, Blocks, batch, schedule_on, stages_of, step
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead
-from torchckpt.distributed.plain_regions import plain_regions_refused, raise_without_regions
+from torchckpt.distributed.faults import plain_regions_refused, raise_without_regions
 from torchckpt.errors import RegionError
 
 pytestmark = pytest.mark.usefixtures("quiet")

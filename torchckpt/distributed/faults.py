@@ -1,17 +1,18 @@
-"""Regions that a stage must not have: those of ``torch.utils.checkpoint``, and none at all, as after a trace."""
+"""Faults: what is wrong with the regions of a stage, which must be torchckpt's, and where a step has failed."""
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RegionError
+from torchckpt.errors import Fault, RegionError, ScheduleError
 from torchckpt.modules import is_compiled
 from torchckpt.regions.flags import is_checkpointing
 from torchckpt.regions.private import hooks_in_force
@@ -19,7 +20,9 @@ from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.regions.wrap.module import is_checkpointed
 
 __all__ = [
-    "has_compiled_regions",
+    "GIVEN_SHAPES",
+    "failure_of",
+    "first_cause",
     "plain_regions_refused",
     "raise_without_regions",
     "traced_faults",
@@ -27,6 +30,7 @@ __all__ = [
 ]
 
 _WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
+_COMPILE = "for block in stage_module.layers: torchckpt.checkpoint_module(block); block.compile()"
 
 
 @contextmanager
@@ -43,12 +47,10 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
         if inside and not found and not is_checkpointing():  # one inside of ours is ours to replay
             found.append(f"{type(child).__name__} {names[child]!r}")
 
-    handles = [child.register_forward_pre_hook(look) for child in _uncompiled(module)]
-    try:
+    with ExitStack() as stack:
+        for child in _uncompiled(module):
+            stack.enter_context(child.register_forward_pre_hook(look))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if found and graded:
         raise RegionError(
             f"a region of torch.utils.checkpoint cannot be recomputed early, only one of torchckpt\n"
@@ -74,9 +76,6 @@ def warn_of_compiled_regions(stage: int, module: nn.Module) -> None:
             f"  works:    {_COMPILE}",
             stacklevel=2,
         )
-
-
-_COMPILE = "for block in stage_module.layers: torchckpt.checkpoint_module(block); block.compile()"
 
 
 def _in_graphs(module: nn.Module, name: str) -> Iterator[str]:
@@ -130,14 +129,13 @@ def _traced_works(stage: int, module: nn.Module) -> str:
     )
 
 
-def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether regions of ``module`` are inside of compiled code."""
-    return any(True for _ in _in_graphs(module, ""))
-
-
-def raise_without_regions(stage: int, module: nn.Module, outputs: object) -> NoReturn:
-    """Raise ``RegionError``: the forward of ``stage`` that made ``outputs`` entered no region."""
-    if inside := list(_in_graphs(module, "")):
+def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_planned: bool = False) -> None:
+    """Raise ``RegionError``: the forward of ``stage`` that made ``outputs`` entered no region. A stage that
+    ``is_planned`` may have none, unless they are inside of compiled code."""
+    inside = list(_in_graphs(module, ""))
+    if is_planned and not inside:
+        return
+    if inside:
         received, works = f"stage {stage}, with {inside[0]} inside of compiled code", _COMPILE
     elif any(_is_reentrant(leaf) for leaf in pytree.tree_leaves(outputs)):
         received = f"stage {stage}, with regions of torch.utils.checkpoint(use_reentrant=True)"
@@ -165,3 +163,66 @@ def _is_reentrant(output: object) -> bool:
             return True
         todo += [before for before, _ in node.next_functions]
     return False
+
+
+# a step that failed ---------------------------------------------------------------------------------------------------
+
+GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
+
+_LINES, _LINE = 8, 240  # of the reason that a failed step quotes, and of each line of it
+_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward (inputs)",
+    "W": "backward (weights)",
+    "R": "recompute",
+    "SEND_F": "send of the activation",
+    "RECV_F": "receive of the activation",
+    "SEND_B": "send of the gradient",
+    "RECV_B": "receive of the gradient",
+    "UNSHARD": "gathering of parameters",
+    "RESHARD": "release of gathered parameters",
+    "REDUCE_GRAD": "reduction of gradients",
+    "WAIT_SEND_F": "wait for the end of the send of the activation",
+    "WAIT_SEND_B": "wait for the end of the send of the gradient",
+    "WAIT_REDUCE_GRAD": "wait for the end of the reduction of gradients",
+}
+
+
+def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bool, remedy: str) -> ScheduleError:
+    """The error about a step that failed with ``error``.
+
+    Args:
+        rank: such as ``"0 of 4"``.
+        action: the one that had begun, such as ``"1RECV_B3"``; None before the first.
+        finds_shapes: whether torch was finding the shapes of a stage by running it.
+        remedy: what else may help, at the end of the message.
+    """
+    where, match = "preparing its stages, before the first action", _ACTION.match(action or "")
+    if match is not None:
+        stage, kind, micro_batch = match.groups()
+        of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
+        where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({action})"
+    shapes = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
+    first = first_cause(error)
+    return ScheduleError(
+        f"a step of the pipeline failed on rank {rank}: {where}\n"
+        f"  received: {type(first).__name__}: {_shown(first)}\n"
+        "  works:    the step without that error; if it is one of communication, another rank failed before, and "
+        f"says at what itself{shapes if finds_shapes else ''}{remedy}"
+    )
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that a stage raised, which torch wraps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _shown(error: BaseException) -> str:
+    """The first lines of its message, those behind the first indented; of all of them, ranks would print pages."""
+    lines = [line.rstrip()[:_LINE] for line in str(error).strip().splitlines() if line.strip()]
+    more = [f"({len(lines) - _LINES} more lines in __cause__)"] if len(lines) > _LINES else []
+    return "\n              ".join([*lines[:_LINES], *more])

@@ -1,7 +1,7 @@
 """``RecomputeWithin``: a schedule of torch whose steps stay within so many bytes on each rank.
 
 What to keep where is a plan on paper, and a plan needs costs. So the first steps recompute everything, each region
-inside its backward, and are measured. Steps have two phases (:mod:`torchckpt.distributed.budget.phases`)::
+inside its backward, and are measured. Steps have two phases (:mod:`torchckpt.distributed.phases`)::
 
     measuring   0: warm-up   1: bytes   2, 3: seconds   [1] rank 0 makes the plan, once, and all ranks follow the same
     following   4, 5, ...: [2] a plan says which regions of a forward are kept, and which ones R recomputes; the
@@ -15,7 +15,7 @@ Operators are watched in the steps that count bytes: these, and the second one o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,31 +25,27 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from torchckpt.distributed.ahead import SAME, RecomputeAhead, first_cause
-from torchckpt.distributed.budget.live_bytes import LiveBytes
-from torchckpt.distributed.budget.make_plan import made
-from torchckpt.distributed.budget.phases import FIRST_STEPS, Following, Measuring
+from torchckpt.distributed.ahead import SAME, RecomputeAhead
+from torchckpt.distributed.counting import LiveBytes
+from torchckpt.distributed.faults import first_cause, raise_without_regions
 from torchckpt.distributed.meeting import all_gather, check_the_same
-from torchckpt.distributed.plain_regions import has_compiled_regions, raise_without_regions
+from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.modules import is_compiled
-from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline
+from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.measured import PlannedStep, with_levels
-from torchckpt.planning.step.measured import Span, measured_timeline
-from torchckpt.planning.step.placement import without
+from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import tensors_in
 
 __all__ = ["RecomputeWithin"]
-
-_REMEDY = "if its shapes have changed, recompute_ahead(schedule, budget=...) anew, as a plan is for one shape"
 
 
 class RecomputeWithin(RecomputeAhead):
@@ -58,6 +54,8 @@ class RecomputeWithin(RecomputeAhead):
     Args:
         plan: what is known already: the budget, or a plan.
     """
+
+    _remedy = "; if its shapes have changed, recompute_ahead(schedule, budget=...) anew, as a plan is for one shape"
 
     def __init__(self, live: Live, plain: Schedule, plan: Bytes | PipelinePlan) -> None:
         self._phase: Measuring | Following
@@ -68,8 +66,7 @@ class RecomputeWithin(RecomputeAhead):
         self._input_shapes: tuple[Any, ...] = ()  # of what the forward of a stage was called with
         self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._refusal: CheckpointError | None = None
-        super().__init__(live, plain, None, frozenset(), None, 0.0)
-        self._record.times_early_replays = isinstance(self._phase, Measuring)
+        super().__init__(live, plain, None, frozenset(), is_measuring=False)
         self._run(self._phase.order(FIRST_STEPS))
 
     @property
@@ -163,23 +160,19 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def _noting_inputs(self, stage: int) -> Iterator[None]:
-        """A context around a forward that notes the shapes of its inputs."""
         module, self._input_shapes = self._stage_by_index[stage].submod, ()
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._input_shapes = tuple(map(_shape_of, pytree.tree_leaves((args, kwargs))))
 
         hook = None if is_compiled(module) else module.register_forward_pre_hook(note, with_kwargs=True)
-        try:
+        with hook or nullcontext():  # a handle's context removes it
             yield
-        finally:
-            if hook is not None:
-                hook.remove()
 
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
-        if not scope.regions and has_compiled_regions(module := self._stage_by_index[stage].submod):
-            raise_without_regions(stage, module, outputs)
+        if not scope.regions:
+            raise_without_regions(stage, self._stage_by_index[stage].submod, outputs, is_planned=True)
         seen = scope.regions, self._input_shapes, *map(_shape_of, tensors_in(outputs))
         expected = self._shapes.setdefault(stage, seen)
         if self.plan is not None:
@@ -213,12 +206,9 @@ class RecomputeWithin(RecomputeAhead):
             self._live_bytes = LiveBytes(self._record.device, not self._is_compiled(), made_bytes)
 
     def _run(self, order: Schedule) -> None:
-        """From the next step on, run ``order``."""
-        self._order = order
-        is_moved = without(order).ranks != self._plain_schedule.ranks
-        self.reorder(order if is_moved else None)
-        self.schedule = self.follow(order)
-        self._record.clear()
+        self._order, self.schedule = order, self.follow(order)
+        self._record.times_early_replays = isinstance(self._phase, Measuring)
+        self._record.steps.clear()
 
     def _stepped(self) -> None:
         if self._live_bytes is None or not self._record.steps:  # the first on record is warm-up
@@ -231,34 +221,29 @@ class RecomputeWithin(RecomputeAhead):
             self._live_bytes = None
         if isinstance(self._phase, Measuring) and self._steps == FIRST_STEPS:
             try:
-                self._follow(self._planned(self._phase))  # [1]
+                self._phase, self._steps = self._planned(self._phase), 0  # [1]
             except CheckpointError as error:
                 self._refusal = error
                 raise
+            self._run(self._phase.order(0))
 
     def _planned(self, phase: Measuring) -> Following:
-        """The plan for the budget. Collective: all processes of the job make it."""
+        """The phase of the plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
         for stage, counted in self._counted.items():
-            self._counted[stage] = _with_replays(counted, replays.get(stage, {}))
+            seconds = replays.get(stage, {})
+            blocks = (replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks))
+            self._counted[stage] = replace(counted, blocks=tuple(blocks))
         measured = self._gathered(None)
         with self._record.device_current():
-            return Following(
-                made(self._plain_schedule, phase.budget, measured, phase.counted, self._any_tied, self.pairs)
-            )
-
-    def _follow(self, phase: Following) -> None:
-        self._phase, self._steps = phase, 0
-        self._record.times_early_replays = False
-        self._run(phase.order(0))
+            return phase.planned(measured, self._any_tied, self.pairs)
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""
-        key, text = self._told()
         with self._record.device_current():
-            processes = all_gather((key, text, self._is_tied()))
-        check_the_same(SAME, *zip(*[(key, text) for key, text, _ in processes]))
-        self._any_tied = any(tied for *_, tied in processes)
+            processes = all_gather((self._told(), self._is_tied()))
+        check_the_same(SAME, [told for told, _ in processes])
+        self._any_tied = any(tied for _, tied in processes)
         self._phase = self._phase.agreed(self._any_tied)
 
     def _is_tied(self) -> bool:
@@ -267,7 +252,6 @@ class RecomputeWithin(RecomputeAhead):
         return sum(map(len, each)) > len(set().union(*each))
 
     def _bytes_of_gradients(self) -> float:
-        """The bytes of the gradients that there are now."""
         parameters = {parameter for stage in self._stage_by_index.values() for parameter in stage.submod.parameters()}
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))
@@ -276,25 +260,17 @@ class RecomputeWithin(RecomputeAhead):
         modules = [module for stage in self._stage_by_index.values() for module in stage.submod.modules()]
         return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
 
-    def _failure(self, error: Exception) -> str:
-        return f"{super()._failure(error)}; {_REMEDY}"
-
     def _out_of_memory(self, error: BaseException) -> str:
-        said = "the first steps, which recompute everything, take"
+        steps = "the first steps, which recompute everything, take"
         works = "fewer micro-batches in flight, or smaller ones"
         if isinstance(self._phase, Following):
             fitted = self._phase.fitted
-            said = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
+            steps = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
             works = f"budget={0.9 * min(fitted.budget_bytes):.0f} or less, or {works}"
-        return f"{error}\nrecompute_ahead: {said} more than the device has left\n  works:    {works}"
+        return f"{error}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
 
 
-def _with_replays(stage: Stage, seconds: Mapping[int, float]) -> Stage:
-    blocks = (replace(block, recompute_seconds=seconds.get(at, 0.0)) for at, block in enumerate(stage.blocks))
-    return replace(stage, blocks=tuple(blocks))
-
-
-def _seconds_of(step: Sequence[Sequence[Span]]) -> float:
+def _seconds_of(step: Spans) -> float:
     """The seconds from the begin of the first action to the end of the last, of all ranks."""
     spans = [span for spans_of_rank in step for span in spans_of_rank]
     return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)

@@ -1,0 +1,255 @@
+"""The runtime: torch's, with recomputes among its actions; and what becomes of ``eval()``."""
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import _ComputationType
+
+from tests.distributed.stages import (
+    NAMES,
+    OLD,
+    TWO_STAGES,
+    Blocks,
+    ahead,
+    batch,
+    equal,
+    events_of_step,
+    gradients_of,
+    loss_of,
+    noted,
+    parameters_of,
+    run,
+    schedule_on,
+    stages_of,
+    step,
+)
+from torchckpt.distributed import recompute_ahead, runtime
+from torchckpt.testing import count_recomputes
+
+
+def one_block(stage):
+    return Blocks(stage, count=1)
+
+
+# actions --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+def test_recompute_is_an_action_right_before_the_backward():
+    schedule, stages = ahead("ScheduleInterleaved1F1B", one_block, 2, exempt="none")
+    assert events_of_step(noted(schedule), stages, 2) == [
+        *("0UNSHARD", "1UNSHARD"),
+        *("0F0", "forward 0.0", "1F0", "forward 1.0", "1R0", "replay 1.0", "1B0"),
+        *("0F1", "forward 0.0", "0R0", "replay 0.0", "0B0"),
+        *("1F1", "forward 1.0", "1R1", "replay 1.0", "1B1", "1REDUCE_GRAD", "1RESHARD"),
+        *("0R1", "replay 0.0", "0B1", "0REDUCE_GRAD", "0RESHARD"),
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_recompute_stands_before_a_pair_that_torch_runs_as_one_action():
+    schedule, stages = ahead("ScheduleDualPipeV", one_block, 2, exempt="none")
+    assert [event for event in events_of_step(noted(schedule), stages, 2) if event[0] in "01("] == [
+        *("0UNSHARD", "1UNSHARD", "0F0", "1F0", "0F1", "1R0", "1B0"),
+        *("0R0", "(1F1;0B0)OVERLAP_F_B", "1R1", "1B1", "1REDUCE_GRAD", "1RESHARD"),
+        *("0R1", "0I1", "0W1", "0REDUCE_GRAD", "0RESHARD"),
+    ]
+    order = " ".join(map(str, schedule.schedule.ranks[0]))
+    assert order == "0F0 1F0 0F1 1R0 1B0 0R0 1F1 0B0 1R1 1B1 0R1 0I1 0W1"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", NAMES)
+def test_schedule_is_what_runs(name, tmp_path):
+    stages = stages_of(name, one_block)
+    schedule = recompute_ahead(schedule_on(stages, name, 4, folder=tmp_path), exempt="none")
+    computations = []
+    computing, recompute = schedule.computing, schedule.recompute
+    schedule.computing = lambda action, outputs: (computations.append(action), computing(action, outputs))[1]
+    schedule.recompute = lambda action: (computations.append(action), recompute(action))[1]
+    step(schedule, stages, *batch(4))
+    assert tuple(computations) == schedule.schedule.ranks[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_functions_that_the_caller_registered_run_as_before():
+    stages = stages_of("ScheduleDualPipeV", one_block)
+    plain, called = schedule_on(stages, "ScheduleDualPipeV", 4), []
+    plain.register_custom_function(_ComputationType.REDUCE_GRAD, lambda action, context: called.append(str(action)))
+    schedule = recompute_ahead(plain, exempt="none")
+    step(schedule, stages, *batch(4))
+    assert called == ["1REDUCE_GRAD", "0REDUCE_GRAD"]
+    assert list(plain._comp_type_to_function_map) == [_ComputationType.REDUCE_GRAD]
+
+
+@pytest.mark.usefixtures("alone")
+def test_schedule_of_torch_is_left_as_it_was():
+    stages = stages_of("ScheduleZBVZeroBubble", Blocks)
+    plain = schedule_on(stages, "ScheduleZBVZeroBubble", 4)
+    before = copy.deepcopy(plain.pipeline_order_with_comms)
+    schedule = recompute_ahead(plain)
+    step(schedule, stages, *batch(4))
+    assert plain.pipeline_order_with_comms == before
+    assert type(plain) is schedules.ScheduleZBVZeroBubble
+
+
+def test_noted_actions_are_a_list_that_tells_of_each():
+    seen = []
+    actions = runtime._Noted([1, 2], seen.append)
+    assert list(actions) == [1, 2]
+    assert seen == ["1", "2"]
+    assert type(copy.deepcopy(actions)) is list
+    assert copy.deepcopy(actions) == [1, 2]
+    assert seen == ["1", "2"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_stages_have_nothing_of_ours_afterwards():
+    schedule, stages = ahead("ScheduleZBVZeroBubble")
+    step(schedule, stages, *batch(4))
+    before = [set(vars(stage)) for stage in stages]
+    step(schedule, stages, *batch(4))
+    schedule.eval(batch(4)[0], target=batch(4)[1])
+    assert [set(vars(stage)) for stage in stages] == before
+    assert not any(name.endswith("_one_chunk") for names in before for name in names)
+
+
+def test_runtime_leaves_to_a_subclass_what_happens_around_actions():
+    empty = object.__new__(runtime.Runtime)
+    methods = [(empty.running, ()), (empty.reaches, ("0F0",)), (empty.computing, (0, [])), (empty.recompute, (0,))]
+    for method, args in methods:
+        with pytest.raises(NotImplementedError):
+            method(*args)
+
+
+def sharded(stage, regions):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(Blocks(stage, regions=regions), mesh=init_device_mesh("cpu", (1,)))
+
+
+def two_steps_of_one_gradient(schedule, stages, m):
+    step(schedule, stages, *batch(m), finalize_gradients=False)
+    step(schedule, stages, *batch(m), finalize_gradients=True)
+    return [parameter.grad.full_tensor().clone() for parameter in parameters_of(stages)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
+@pytest.mark.skipif(
+    "finalize_gradients" not in inspect.signature(schedules.PipelineScheduleMulti.step).parameters,
+    reason="this torch has no step(finalize_gradients=False)",
+)
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_gradients_of_several_steps_are_finalized_by_the_last(name):
+    found = (run(name, mode, two_steps_of_one_gradient, sharded) for mode in ({"exempt": "none"}, None))
+    assert equal(*found)
+
+
+# eval -----------------------------------------------------------------------------------------------------------------
+
+
+def eval_changes_nothing(name, before):
+    """Whether steps with ``eval()`` before, between and after are those without, and gradients stay as they are."""
+    def drive(schedule, stages, m):
+        seen = []
+        for number in range(2):
+            if before:
+                evaluated(schedule, stages, m)
+            torch.manual_seed(number)
+            seen += step(schedule, stages, *batch(m))
+        evaluated(schedule, stages, m)
+        return [*seen, *gradients_of(stages)]
+
+    static = {"input_args": batch(1)[0], "output_args": batch(1)[0]}
+    options = static if OLD else {}
+    return equal(run(name, {"exempt": "none"}, drive, **options), run(name, None, without_eval, **options))
+
+
+def without_eval(schedule, stages, m):
+    seen = []
+    for number in range(2):
+        torch.manual_seed(number)
+        seen += step(schedule, stages, *batch(m))
+    return [*seen, *gradients_of(stages)]
+
+
+def evaluated(schedule, stages, m):
+    """What ``eval()`` gave; it must leave the gradients alone."""
+    x, target = batch(m)
+    before = gradients_of(stages)
+    losses = []
+    kwargs = {"target": target, "losses": losses} if any(stage.is_last for stage in stages) else {}
+    inputs = (x,) if any(stage.is_first for stage in stages) else ()
+    torch.manual_seed(5)
+    with count_recomputes() as recomputes:
+        output = schedule.eval(*inputs, **kwargs)
+    after = gradients_of(stages)
+    assert len(after) == len(before)
+    assert all(map(torch.equal, after, before))
+    assert recomputes.total == 0
+    return [*losses, *([] if output is None else [output])]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before, between and after"])
+@pytest.mark.parametrize("name", NAMES)
+def test_eval_changes_no_step(name, before):
+    assert eval_changes_nothing(name, before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_eval_is_the_forward_of_the_stages():
+    def drive(schedule, stages, m):
+        for stage in stages:
+            stage.submod.eval()
+        return evaluated(schedule, stages, m)
+
+    modules = [Blocks(stage, regions="none").eval() for stage in range(2)]
+    for name in TWO_STAGES:
+        *losses, output = run(name, {}, drive)
+        x, target = batch(4)
+        outputs = [modules[1](modules[0](part)) for part in x.chunk(4)]
+        assert equal(losses, [loss_of(one, part) for one, part in zip(outputs, target.chunk(4))])
+        assert torch.equal(output, torch.cat(outputs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_eval_of_torch_itself_divides_gradients():
+    """Why ours takes the reduction of gradients out of an ``eval()``; on one rank torch's V schedules stop in it."""
+
+    def drive(schedule, stages, m):
+        step(schedule, stages, *batch(m))
+        before = gradients_of(stages)
+        x, target = batch(m)
+        schedule.eval(x, target=target)
+        return [before, gradients_of(stages)]
+
+    before, after = run("ScheduleGPipe", None, drive)
+    assert all(torch.equal(one / 4, other) for one, other in zip(before, after))
+    with pytest.raises(AssertionError, match="can't steal_bwd_input"):
+        run("ScheduleZBVZeroBubble", None, drive)
+
+
+# forward only ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", TWO_STAGES)
+def test_without_a_loss_there_are_forwards_only(name):
+    """torch's own schedules stop at their first backward then, where both stages are on one rank."""
+    modules = [Blocks(stage, regions="ours") for stage in range(2)]
+    stages = stages_of(name, modules.__getitem__)
+    schedule = recompute_ahead(schedule_on(stages, name, 4, loss=None))
+    x, _ = batch(4)
+    torch.manual_seed(2)
+    with count_recomputes() as recomputes:
+        output = schedule.step(x)
+    assert output.shape == x.shape
+    assert recomputes.total == 0
+    assert gradients_of(stages) == []

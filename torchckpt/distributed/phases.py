@@ -1,0 +1,237 @@
+"""The two phases of a schedule with a budget: *measuring* its first steps, then *following* the plan made of them.
+
+Each says in which order a step runs, what becomes of the regions of a visit, and in which steps bytes are counted.
+Between them, rank 0 makes the plan from the measurements of all processes, and sends it to all.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
+from torchckpt.distributed.record import Gathered
+from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault
+from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
+from torchckpt.planning.budget import Bytes, bytes_per_rank
+from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.plan.figures import WholeStep
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep
+from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
+from torchckpt.planning.plan.run.gradient_sums import done_whole, summed_as_given
+from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.placement import recomputed_early
+
+__all__ = ["FIRST_STEPS", "Following", "Measuring", "Plan", "digest_of", "plan_for"]
+
+FIRST_STEPS = 4
+"""With a budget: the steps that are measured before the plan is made."""
+
+_COUNTED, _COUNTED_SPLIT = 1, 2
+"""The steps in which bytes are counted: of whole backwards, and of split ones. Of the steps of a plan, the first of the
+two."""
+
+_CALLER = "recompute_ahead()"
+_NO_REGIONS = Fault(
+    "no stage has regions, so nothing can be recomputed to meet the budget",
+    "stages whose forwards entered none",
+    "for block in stage_module.layers: torchckpt.checkpoint_module(block)",
+)
+
+_Levels: TypeAlias = Mapping[Action, Level]
+
+
+class Measuring:
+    """The first steps, in which every region is recomputed.
+
+    A schedule with split backwards does whole ones until ``_COUNTED_SPLIT``. Then it does its own, and recomputes right
+    before them: what a split backward recomputes stays until its end anyway.
+
+    Raises:
+        ArgumentError: ``budget`` is not a valid budget for the ranks of ``schedule``.
+    """
+
+    def __init__(self, schedule: Schedule, budget: Bytes) -> None:
+        self._budget, self._plain, ranks = budget, schedule, len(schedule.ranks)
+        self._key = str([bytes_per_rank(budget, ranks, peak) for peak in (1.0, 2.0)])  # a share differs in the two
+        self._counted: list[tuple[Schedule, _Levels]] = []
+        """For each step in which bytes were counted, its order, and the levels of this rank's actions: the bytes beyond
+        those allocated before the step. The first had whole backwards."""
+        actions = [action for order in schedule.ranks for action in order]
+        self._split = frozenset((stage, i) for stage, kind, i in actions if kind is Kind.INPUT_GRAD)
+        self._is_whole = False
+        self._split_order = with_recompute(schedule, dict.fromkeys(self._split, State.EARLY))
+        self._whole_order = schedule
+
+    def told(self) -> tuple[str, str]:
+        """A key that is equal on all ranks that mean the same, however they write it, and its name in an error."""
+        return self._key, f"budget={self._budget!r}"
+
+    def agreed(self, tied: bool) -> Measuring:
+        """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""
+        self._whole_order = done_whole(self._plain, tied)
+        return self
+
+    def order(self, step: int) -> Schedule:
+        self._is_whole = bool(self._split) and step < _COUNTED_SPLIT
+        return self._whole_order if self._is_whole else self._split_order
+
+    def choice(self, visit: Visit) -> State:
+        return State.EARLY if visit in self._split and not self._is_whole else State.LATE
+
+    def counts(self, step: int) -> bool:
+        return step == _COUNTED or (step == _COUNTED_SPLIT and bool(self._split))
+
+    def count(self, order: Schedule, levels: _Levels) -> None:
+        """Note the levels of a step in which bytes were counted."""
+        self._counted.append((order, levels))
+
+    def planned(self, measured: Gathered, tied: bool, pairs: Collection[tuple[Action, Action]]) -> Following:
+        """Make the plan. Collective: all processes of the job must call it, and all get the same plan.
+
+        Args:
+            measured: the combined records of steps that recomputed all regions.
+            tied: whether stages of some process share parameters.
+            pairs: actions that torch runs as one where the second follows the first.
+
+        Raises:
+            ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
+        """
+        levels_of_processes = all_gather([levels for _, levels in self._counted])
+        outcome = broadcast(None if dist.get_rank() else self._outcome(measured, levels_of_processes, tied, pairs))
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        text, whole_step = outcome
+        plan = PipelinePlan.from_json(text)
+        check_the_same("plan", [(digest, digest) for digest in all_gather(digest_of(plan))])
+        return Following(Fitted(replace(plan, whole_step=whole_step), *whole_step))
+
+    def _outcome(
+        self,
+        measured: Gathered,
+        levels_of_processes: Sequence[Sequence[_Levels]],
+        tied: bool,
+        pairs: Collection[tuple[Action, Action]],
+    ) -> tuple[str, WholeStep] | CheckpointError:
+        """What rank 0 sends to the others, which wait for it: the plan as JSON and its bytes, or why there is none."""
+        stages, links = measured.step.stages, measured.step.links
+        try:
+            orders = [order for order, _ in self._counted]
+            steps = [_measured_step(*step) for step in zip(orders, zip(*levels_of_processes))]
+            with called(_CALLER):
+                check([] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
+                fit = fitted(self._plain, stages, links, self._budget, steps, tied, pairs)
+        except CheckpointError as error:
+            return error
+        except Exception as error:
+            return ArgumentError(
+                f"{_CALLER}: rank 0 could not make the plan\n"
+                f"  received: {type(error).__name__}: {error}\n"
+                "  works:    plan=plan_pipeline(...), made in a process of its own"
+            )
+        return fit.plan.to_json(), WholeStep(fit.budget_bytes, fit.peak_bytes)
+
+
+class Following:
+    """The steps of a plan, whose choices and order they run. The methods are those of :class:`Measuring`."""
+
+    def __init__(self, fitted: Fitted) -> None:
+        self.fitted, self.plan = fitted, fitted.plan
+        self.levels: _Levels = {}
+        """The levels of this rank's actions in a step of the plan; empty until they were counted."""
+
+    @classmethod
+    def of(cls, plan: PipelinePlan) -> Following:
+        """The phase of a ``plan`` that was made before, or in another run."""
+        summed = summed_as_given(plan)
+        return cls(Fitted(summed, *(plan.whole_step or WholeStep(plan.problem.budget_bytes, summed.peak_bytes))))
+
+    def told(self) -> tuple[str, str]:
+        text = f"plan {digest_of(self.plan)}"
+        return text, text
+
+    def agreed(self, tied: bool) -> Following:
+        return Following(replace(self.fitted, plan=summed_as_given(self.plan, tied=True))) if tied else self
+
+    def order(self, step: int) -> Schedule:
+        return self.plan.schedule
+
+    def choice(self, visit: Visit) -> Choice:
+        return self.plan.step.choice(visit)
+
+    def counts(self, step: int) -> bool:
+        return step == _COUNTED
+
+    def count(self, order: Schedule, levels: _Levels) -> None:
+        self.levels = levels
+
+
+def digest_of(plan: PipelinePlan) -> str:
+    """A short text that is equal for equal plans."""
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+
+
+def _measured_step(order: Schedule, levels_of_processes: Sequence[_Levels]) -> MeasuredStep:
+    levels: dict[Action, Level] = {}
+    for levels_of_process in levels_of_processes:
+        levels = {**levels_of_process, **levels}  # the first replica of the pipeline wins
+    return MeasuredStep(order, {**arrival(order), **dict.fromkeys(recomputed_early(order), State.EARLY)}, levels)
+
+
+# a plan that the user gives -------------------------------------------------------------------------------------------
+
+Plan: TypeAlias = "PipelinePlan | str | Path"
+"""A plan, its JSON text (``to_json()``), or the path of a file with that text."""
+
+_WORKS = "plan=plan_pipeline(schedule_of(schedule), stages, budget), or its to_json() text, or a file with that text"
+
+
+def plan_for(plan: Plan, schedule: Schedule) -> PipelinePlan:
+    """Read ``plan`` and check that it is a plan for ``schedule``.
+
+    Raises:
+        ArgumentError: it is no plan, or a plan for another schedule.
+    """
+    if isinstance(plan, (str, Path)):
+        plan = _read(plan)
+    if not isinstance(plan, PipelinePlan):
+        raise_fault(Fault("the plan is neither a PipelinePlan nor its JSON text", type(plan).__name__, _WORKS))
+    check(_schedule_faults(plan.problem.schedule, schedule))
+    return plan
+
+
+def _read(plan: str | Path) -> PipelinePlan:
+    text = str(plan)
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(plan).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # such as a file that is not UTF-8
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            received = f"{text if len(text) <= 80 else text[:77] + '...'!r}: {reason}"
+            raise_fault(Fault("the plan is neither JSON nor a file that can be read", received, _WORKS))
+    return PipelinePlan.from_json(text)
+
+
+def _schedule_faults(planned: Schedule, schedule: Schedule) -> Iterator[Fault]:
+    rule, works = "the plan was made for another schedule", "plan_pipeline(schedule_of(schedule), stages, budget)"
+    sizes = {
+        "stages": (planned.stages, schedule.stages),
+        "micro-batches": (planned.micro_batches, schedule.micro_batches),
+        "ranks": (len(planned.ranks), len(schedule.ranks)),
+    }
+    wrong = [f"{size} {name} for one of {live}" for name, (size, live) in sizes.items() if size != live]
+    if wrong:
+        yield Fault(rule, f"a plan of {', of '.join(wrong)}", works)
+    elif planned.ranks != schedule.ranks:
+        orders = enumerate(zip(planned.ranks, schedule.ranks))
+        rank, pair = next((rank, pair) for rank, pair in orders if pair[0] != pair[1])
+        places = enumerate(zip_longest(*pair))
+        place, (first, second) = next((place, actions) for place, actions in places if actions[0] != actions[1])
+        where = f"action {place} of rank {rank} is {first or 'none'} in the plan, {second or 'none'} in the schedule"
+        yield Fault(rule, f"a plan of another {planned.name!r}: {where}", works)

@@ -1,0 +1,243 @@
+"""Visit: one stage on one micro-batch, for both engines (``pipeline.py``, ``step.py``).
+
+Layers may change an input of their stage in place, such as ``ReLU(inplace=True)`` as the first layer of a stage. But a
+replay must start from the same input as the forward, and the input of the first stage belongs to the caller. So the
+stage works on a copy of that input, made inside the region. The first run of a stage copies all its inputs, and notes
+which of them it changes.
+
+If an input shares memory with another tensor that crosses a cut, a copy would give other results than the plain layers.
+Changing such an input is an error in the forward.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.pipe.microbatch import MicroBatch
+from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.skip import Name, Skips, StageSkips, stasher_behind
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.private import storage_key
+from torchckpt.regions.state.layout import NamesModules
+from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
+
+__all__ = ["InFlight", "Memory", "StageCall", "Visited", "of_caller", "visit"]
+
+
+class InFlight(NamedTuple):
+    """A micro-batch before a stage."""
+
+    transfers: Sequence[Any]
+    """How its tensors come to the stage: ``Transfer`` of ``pipeline.py``, ``CutTensor`` of ``step.py``."""
+    put_back: PutBack
+    """Makes the arguments of the stage, (args, kwargs), from the tensors that have come."""
+    skips: Skips
+    memory: Memory
+
+
+class Visited(NamedTuple):
+    """A micro-batch behind a stage."""
+
+    tensors: tuple[Tensor, ...]
+    """The tensors that leave the stage, in its output or as skips."""
+    put_back: PutBack
+    """Makes (output, skips) from as many tensors."""
+    skips: Skips
+    memory: Memory
+
+    def onward(
+        self,
+        tensors: tuple[Tensor, ...],
+        stash: Callable[[Tensor], Any],
+        send: Callable[[tuple[Tensor, ...]], Sequence[Any]],
+    ) -> InFlight:
+        """The micro-batch before the next stage.
+
+        Args:
+            tensors: those that leave, as the engine has passed them on.
+            stash: says how a skip comes to the stage that pops it.
+            send: says how the tensors of the output come to the next stage.
+        """
+        output, stashed = self.put_back(tensors)
+        for name, tensor in stashed.items():
+            self.skips.sent(name, tensor, stash(tensor))
+        tensors, put_back = tensors_of_pair(((output,), {}))
+        return InFlight(send(tensors), put_back, self.skips, self.memory)
+
+
+def of_caller(batch: MicroBatch, stages: Sequence[Stage], transfer: Callable[[Tensor], Any]) -> InFlight:
+    """``batch`` before the first of ``stages``. ``transfer`` says how each of its tensors comes there."""
+    tensors, put_back = tensors_of_pair((batch.args, batch.kwargs))
+    skips = Skips(partial(stasher_behind, [layer for stage in stages for layer in stage.layers]))
+    return InFlight(list(map(transfer, tensors)), put_back, skips, Memory.of_caller(tensors))
+
+
+def visit(
+    stage: Stage,
+    batch: InFlight,
+    arrived: tuple[Tensor, ...],
+    frame: Frame | None,
+    fetch: Callable[[Any], Tensor],
+    is_cut: bool,
+    is_last: bool,
+) -> Visited:
+    """Run ``stage`` on a micro-batch.
+
+    Args:
+        arrived: the tensors of ``batch``, at the stage.
+        frame: the frame of the region; None: the activations are kept.
+        fetch: moves a skip to the stage.
+        is_cut: whether tensors between stages are moved, or their graph ends there. If not, the layers may work on
+            their inputs directly: autograd itself sees their in-place changes.
+    """
+    memory, on_copies = batch.memory, frame is not None or bool(batch.memory.kept)
+    shared = memory.shared if on_copies or is_cut else None
+    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared)
+    args, kwargs = batch.put_back(arrived)
+    output, stashed = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
+    check(_output_faults(stage, output, is_cut and not is_last))
+    tensors, put_back = tensors_of_pair((output, stashed))
+    if batch.skips.are_any:
+        leaving = tensors_of(output)[0]
+        memory = memory.on_leaving(leaving, [*stashed.values(), *batch.skips.in_flight()], arrived)
+    elif memory.shared or memory.kept or len(tensors) > 1:  # false of most stages
+        memory = memory.on_leaving(tensors, (), arrived)
+    return Visited(tensors, put_back, batch.skips, memory)
+
+
+def _output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
+    """The faults of the ``output`` of ``stage``. ``is_cut``: its tensors are moved, or their graph ends here."""
+    if isinstance(output, Tensor) and output.device == stage.device:
+        return []
+    leaves = pytree.tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    hidden = [type(leaf).__name__ for leaf in leaves if hides_tensors(leaf)] if is_cut else []
+    if hidden:
+        rule = "a stage returns tensors in a container that torch's pytree does not know, unlike list, tuple and dict"
+        works = "a layer that returns a dict; or torch.utils._pytree.register_pytree_node for that class"
+        return [Fault(rule, f"a {hidden[0]} that has tensors, from {stage.__qualname__}", works)]
+    if not tensors:
+        rule = "a stage returns no tensor, and nothing that holds one"
+        works = "a last layer in the stage that returns a tensor"
+        return [Fault(rule, f"{type(output).__name__}, from {stage.__qualname__}", works)]
+    elsewhere = sorted({str(tensor.device) for tensor in tensors if tensor.device != stage.device})
+    if elsewhere:
+        received = f"a tensor on {', '.join(elsewhere)}, from {stage.__qualname__} on {stage.device}"
+        works = "a layer that makes its tensors on the device of its input: torch.zeros(n, device=x.device)"
+        return [Fault("the output of a stage is not on its device", received, works)]
+    return []
+
+
+# in place -------------------------------------------------------------------------------------------------------------
+
+_Watched: TypeAlias = list[tuple[int, Tensor, int]]
+"""The inputs of a forward that were not changed yet: the index, the tensor, its version."""
+
+
+class StageCall(NamesModules):
+    """One stage on one micro-batch, as a function of the arguments, in its forward and in its replays. It returns the
+    output, and the skips that leave.
+
+    Args:
+        on_copies: whether the layers work on copies of the inputs that they change.
+        shared: the indices of inputs that share memory with other tensors that cross a cut; None: all changes are
+            allowed.
+    """
+
+    def __init__(self, stage: Stage, skips: StageSkips, on_copies: bool, shared: Collection[int] | None) -> None:
+        self._stage, self._skips, self._shared = stage, skips, shared
+        self._known = stage.in_place if on_copies else None
+        self._copied = frozenset() if self._known is None else self._known.changed  # None: all
+        self._is_forward = True
+        self.region_modules = stage.modules
+        self.__qualname__ = stage.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
+        is_forward, self._is_forward = self._is_forward, False
+        if self._shared is None:
+            return self._skips.run(partial(self._run, args, kwargs, None))
+        tensors, put_back = tensors_of_pair((args, kwargs))
+        places = range(len(tensors)) if self._copied is None else self._copied.intersection(range(len(tensors)))
+        # A leaf that requires grad cannot be changed in place.
+        copied = {place for place in places if not (tensors[place].requires_grad and tensors[place].is_leaf)}
+        if copied:
+            tensors = tuple(tensor.clone() if n in copied else tensor for n, tensor in enumerate(tensors))
+            args, kwargs = put_back(tensors)
+        watched = [(n, x, x._version) for n, x in enumerate(tensors) if not x.is_inference()] if is_forward else None
+        return self._skips.run(partial(self._run, args, kwargs, watched), tensors)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watched: _Watched | None) -> Any:
+        for layer in self._stage.layers:
+            self._skips.layer = layer
+            args, kwargs = (layer.module(*args, **kwargs),), {}
+            if watched:
+                self._note_changes(watched, layer)
+        if watched is not None and self._known is not None and self._copied is None:
+            self._known.changed = frozenset(self._known.now)
+        return args[0]
+
+    def _note_changes(self, watched: _Watched, layer: object) -> None:
+        """Note which inputs ``layer`` has changed, or raise."""
+        for entry in tuple(watched):
+            place, tensor, version = entry
+            if tensor._version == version:
+                continue
+            watched.remove(entry)
+            if place in (self._shared or ()):
+                self._refuse(place, layer, "it shares memory with another tensor or with a skip")
+            if self._known is not None:
+                self._known.now.add(place)
+                if self._copied is not None and place not in self._copied:
+                    self._known.changed = self._copied | {place}
+                    self._refuse(place, layer, "the first run of the stage did not change it")
+
+    def _refuse(self, place: int, layer: object, why: str) -> NoReturn:
+        rule = "a stage changes an input in place that something else may read"
+        received = f"tensor {place} of {self._stage.__qualname__}, changed by {layer}: {why}"
+        works = "the operation out of place, such as ReLU(inplace=False) or x = x + 1"
+        with called("Pipe"):
+            raise_fault(Fault(rule, received, works))
+
+
+def shared_places(leaving: Sequence[Tensor], others: Iterable[Tensor] = ()) -> frozenset[int]:
+    """The indices of the tensors in ``leaving`` that share memory with each other or with ``others``."""
+    homes: dict[int | None, list[int]] = {}
+    for place, tensor in [*enumerate(leaving), *((-1, other) for other in others)]:
+        homes.setdefault(storage_key(tensor), []).append(place)
+    homes.pop(None, None)
+    return frozenset(place for places in homes.values() if len(places) > 1 for place in places if place >= 0)
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class Memory(NamedTuple):
+    """What is known of the memory of the tensors that go from one stage to the next, as indices of these tensors."""
+
+    shared: frozenset[int] = _NONE
+    """Tensors that share memory with others that cross a cut, or with skips."""
+    kept: frozenset[int] = _NONE
+    """Tensors in the memory of the caller's tensors, or of inputs that an earlier region still needs for its replay."""
+
+    @classmethod
+    def of_caller(cls, tensors: Sequence[Tensor]) -> Memory:
+        shared = shared_places(tensors) if len(tensors) > 1 else _NONE
+        return cls(shared, frozenset(range(len(tensors))))
+
+    def on_leaving(
+        self, leaving: Sequence[Tensor], in_flight: Sequence[Tensor], arrived: Sequence[Tensor]
+    ) -> Memory:
+        """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
+        is_alone = len(leaving) < 2 and not in_flight and not self.shared
+        if is_alone and not self.kept:
+            return self
+        others = [*in_flight, *(arrived[place] for place in self.shared)]
+        shared = _NONE if is_alone else shared_places(leaving, others)
+        homes = [storage_key(arrived[place]) for place in self.kept]
+        stays = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
+        return Memory(shared, frozenset(stays))
