@@ -3,7 +3,7 @@
     fit, balance      one model: a plan within a byte budget; its layers cut into stages
     plan, costs       a pipeline within a byte budget; the costs of its stages, and the options of a model
     simulate          one step of a schedule, with ways to recompute side by side
-    target, chain     what ``module:function`` names; modules that run one after the other
+    target            what ``module:function`` names
     shared            the parser, its types, options of a schedule, and errors of one line
 """
 from __future__ import annotations

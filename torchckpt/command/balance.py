@@ -5,7 +5,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Parser, Unusable, add_command, count, line, say, say_json, shape
-from torchckpt.command.target import CONTRACT, Made, layers_at
+from torchckpt.command.target import CONTRACT, Target, layers_at
 from torchckpt.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -48,43 +48,44 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    found = _balanced(layers_at(options.module), options)
+    balance = _balance(layers_at(options.module), options)
     if options.json:
-        layers = [{"name": name, found.unit: cost} for name, cost in zip(found.names, found.costs)]
-        say_json({"balance": found, "layers": layers, "stages": found.stage_costs})
+        layers = [{"name": name, balance.unit: cost} for name, cost in zip(balance.names, balance.costs)]
+        say_json({"balance": balance, "layers": layers, "stages": balance.stage_costs})
         return
-    say(f"{options.module}: {len(found)} stages, {len(found.costs)} layers\n\n{found.table()}\n\nbalance={found}")
+    counts = f"{len(balance)} stages, {len(balance.costs)} layers"
+    say(f"{options.module}: {counts}\n\n{balance.table()}\n\nbalance={balance}")
 
 
-def _balanced(made: Made, options: argparse.Namespace) -> Balance:
+def _balance(target: Target, options: argparse.Namespace) -> Balance:
     from torchckpt.pipe import balance_by_bytes, balance_by_time
 
     balance_by = {"time": balance_by_time, "bytes": balance_by_bytes}[options.by]
     try:
-        return balance_by(options.stages, made.model, *_inputs(made, options))
+        return balance_by(options.stages, target.model, *_inputs(target, options))
     except Unusable:
         raise
     except ArgumentError as error:
-        said = line(error).replace("partitions=", "--stages ")
-        raise Unusable(f"cannot balance {options.module}: {said}") from error
+        reason = line(error).replace("partitions=", "--stages ")
+        raise Unusable(f"cannot balance {options.module}: {reason}") from error
     except Exception as error:  # of the user's code
         what = "its example" if options.input is None else "these inputs"
         raise Unusable(f"{options.module} does not run on {what}: {type(error).__name__}: {error}") from error
 
 
-def _inputs(made: Made, options: argparse.Namespace) -> tuple[Any, ...]:
+def _inputs(target: Target, options: argparse.Namespace) -> tuple[Any, ...]:
     import torch
 
     if options.input is None:
         if options.dtype is not None:
             asked = f"--dtype {options.dtype}"
             raise Unusable(f"--dtype is given without --input; received: {asked}; works: --input 8,128 {asked}")
-        if not made.has_example:
+        if not target.has_example:
             received = f"{options.module}, without an example"
             works = "--input 8,128, or: return layers, tokens"
             raise Unusable(f"balance has no inputs; received: {received}; works: {works}")
-        return made.inputs
+        return target.inputs
     dtype = getattr(torch, options.dtype or "float32")
     make = torch.randn if dtype.is_floating_point else torch.zeros
-    device = next((parameter.device for parameter in made.model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in target.model.parameters()), torch.device("cpu"))
     return tuple(make(shape, dtype=dtype, device=device) for shape in options.input)

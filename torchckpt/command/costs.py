@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["add_model", "model_costs", "model_faults"]
 
-_DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64")
-_KERNELS = ("accelerator", "cpu")
 _OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels")
-_OF_BLOCKS = ("forward", "backward", "weight_grad", "recompute", "saved", "boundary")
-_OF_NUMBERS = ("stages", "blocks", *_OF_BLOCKS, "first", "last")
+_OF_NUMBERS = (
+    "stages", "blocks", "forward", "backward", "weight_grad", "recompute", "saved", "boundary", "first", "last",
+)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments."""
+    """Add the target, and what its costs depend on."""
     parser.add_argument(
         "target",
         nargs="?",
@@ -36,7 +35,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--efficiency", type=_efficiency, metavar="SHARE", help="of its peak of FLOPs; default: 0.5")
     group.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=("bf16", "fp16", "fp32", "tf32", "fp64"),
         metavar="NAME",
         help="torch's default while the stages are made: bf16, fp16, fp32, tf32, fp64; default: as the function makes "
         "them",
@@ -58,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="a second; default: inside a node")
     group.add_argument(
         "--kernels",
-        choices=_KERNELS,
+        choices=("accelerator", "cpu"),
         metavar="NAME",
         help="accelerator: dropout, norms and attention keep what they keep there (default); cpu: what a CPU keeps",
     )
@@ -90,14 +89,9 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """The costs of the stages that ``target`` makes."""
     from torchckpt.costs import pipeline_costs
 
-    given = {
-        "efficiency": options.efficiency,
-        "dtype": options.dtype,
-        "optimizer_bytes": options.optimizer_bytes,
-        "link_bytes_per_second": options.link_bandwidth,
-        "kernels": options.kernels,
-    }
-    chosen = {name: one for name, one in given.items() if one is not None}
+    given = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels")}
+    given["link_bytes_per_second"] = options.link_bandwidth
+    chosen = {name: value for name, value in given.items() if value is not None}
     build = _holding(stages_at(options.target), options)
     try:
         return pipeline_costs(build, options.device, **chosen)
@@ -110,17 +104,17 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
     from torchckpt.costs.parts import static_of
 
     def built() -> Any:
-        made = build()
-        for at, stage in enumerate(made[0]):
+        model = build()
+        for number, stage in enumerate(model[0]):
             static = sum(static_of(stage, options.optimizer_bytes).values())
             if static >= options.device_memory:
                 raise Unusable(
                     "the device is too small: parameters, gradients and optimizer state leave no memory; "
-                    f"received: {options.device_memory:.12g} bytes, of which those of stage {at} take {static:.12g}; "
-                    "works: more stages; state that is sharded, such as --optimizer-bytes 12/64; or --budget 60GB, to "
-                    "plan activations alone"
+                    f"received: {options.device_memory:.12g} bytes, of which those of stage {number} take "
+                    f"{static:.12g}; works: more stages; state that is sharded, such as --optimizer-bytes 12/64; or "
+                    "--budget 60GB, to plan activations alone"
                 )
-        return made
+        return model
 
     return build if options.device_memory is None else built
 

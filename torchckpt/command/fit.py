@@ -59,8 +59,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    model, example = model_at(options.module)
-    inputs = example if isinstance(example, tuple) else (example,)
+    model, inputs, unpacked = model_at(options.module)
     plan, curve = _planned(model, inputs, options)
     explained = None if options.explain is None else plan.explain(options.explain)
     if options.plan is not None:
@@ -69,11 +68,13 @@ def run(options: argparse.Namespace) -> None:
         write(options.svg, plan.draw(title=f"Memory of one training step: {options.module}"))
     if options.frontier is not None:
         write(options.frontier, curve)
-    line = _line(inputs is example, options)
+    arguments = ["model", "*example" if unpacked else "example"]
+    arguments += [f"{name}={value if value is True else json.dumps(value)}" for name, value in _chosen(options).items()]
+    call = f"graph.rematerialize({', '.join(arguments)})"
     if options.json:
-        say_json({**_numbers(plan), **({"explain": explained} if explained else {}), "call": line})
+        say_json({**_numbers(plan), **({"explain": explained} if explained else {}), "call": call})
         return
-    say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, line])))
+    say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, call])))
 
 
 def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -> tuple[Plan, str]:
@@ -95,16 +96,9 @@ def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     """The keywords of :func:`~torchckpt.graph.rematerialize` that are not as they are by default."""
-    given = {"budget": options.budget, "keep": options.keep, "exact": options.exact or None}
-    named = {"costs": (options.costs, "roofline"), "rng": (options.rng, "keep")}
-    changed = {name: value for name, (value, default) in named.items() if value != default}
-    return {**{name: value for name, value in given.items() if value is not None}, **changed}
-
-
-def _line(unpacked: bool, options: argparse.Namespace) -> str:
-    """To paste."""
-    keywords = [f"{name}={value if value is True else json.dumps(value)}" for name, value in _chosen(options).items()]
-    return f"graph.rematerialize({', '.join(['model', '*example' if unpacked else 'example', *keywords])})"
+    defaults = {"budget": None, "keep": None, "exact": False, "costs": "roofline", "rng": "keep"}
+    values = {name: getattr(options, name) for name in defaults}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:

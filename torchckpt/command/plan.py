@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torchckpt.command.costs import add_model, model_costs, model_faults
@@ -41,7 +42,7 @@ __all__ = ["add", "run"]
 
 _MOST = 1_000_000
 _LEAST_SAVED = 1000
-"""A block that saves less is not in bytes."""
+"""A block that saves less is not given in bytes."""
 _DEFAULTS = {
     "forward": [1.0],
     "backward": [2.0],
@@ -82,7 +83,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     short = "what to keep and what to recompute in a pipeline, under a byte budget"
     description = "Plan what a pipeline keeps, what it recomputes, and when, under a byte budget."
     plan = add_command(commands, "plan", short, description, _EXAMPLES)
-    group = add_schedule(plan, _schedule_name, "; all: each that fits, and the table")
+    group = add_schedule(
+        plan, lambda text: text if text == _ALL else schedule_name(text), "; all: each that fits, and the table"
+    )
     group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
     _add_stages(plan)
     add_model(plan)
@@ -117,9 +120,9 @@ def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:
         return ""
     device, units = device_named(options.device), units_of_bytes(max(plan.problem.budget_bytes))
     memory = options.device_memory or device.memory_bytes
-    held = [static + peak for static, peak in zip(plan.static_bytes, plan.peak_bytes)]
-    rank = max(range(len(held)), key=held.__getitem__)
-    if held[rank] <= memory:
+    totals = [static + peak for static, peak in zip(plan.static_bytes, plan.peak_bytes)]
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    if totals[rank] <= memory:
         return ""
     static, peak = units.of_memory(plan.static_bytes[rank]), units.of_memory(plan.peak_bytes[rank])
     return (
@@ -143,7 +146,7 @@ def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
         "plan": json.loads(plan.to_json()),
     }
     if compared is not None:
-        found["schedules"] = [_row_as_json(one, compared) for one in compared.plans]
+        found["schedules"] = [_row_as_json(row, compared) for row in compared.plans]
         found["too_small_for"] = list(compared.too_small)
     return found
 
@@ -154,7 +157,7 @@ def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
     asked = plan.asked or plan.problem
     stages = asked.stages
     every = sum(stage.recompute_seconds for stage in stages)
-    redone = sum(block.recompute_seconds for stage in stages for block in stage.blocks[: rule.blocks])
+    recomputed = sum(block.recompute_seconds for stage in stages for block in stage.blocks[: rule.blocks])
     return {
         "blocks": rule.blocks,
         "step": rule.step_seconds if fits else None,
@@ -162,7 +165,7 @@ def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
         "keep_all": plan.keep_all_seconds,
         "budget_bytes": list(plan.problem.budget_bytes),
         "peak_bytes": list(rule.peak_bytes) if fits else None,
-        "recomputed_share": redone / every if every else 0.0,
+        "recomputed_share": recomputed / every if every else 0.0,
         "balance": [len(stage.blocks) for stage in stages],
     }
 
@@ -182,7 +185,7 @@ def _row_as_json(plan: PipelinePlan, compared: Comparison) -> dict[str, Any]:
 
 
 def _asked(options: argparse.Namespace, counted: Sequence[Stage] | None) -> tuple[Schedule | None, Sequence[Stage]]:
-    """No schedule: every one. ``counted`` are the stages of a model."""
+    """The schedule, None for every one, and its stages; ``counted`` are the stages of a model."""
     if counted is not None and options.csv is None:
         options.stages = len(counted)
     schedule = schedule_of_csv(options, "ranks", _MOST)
@@ -249,7 +252,7 @@ def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
 
 
 def _fixed(parts: Sequence[float], weight_share: float) -> Block:
-    """Forward, backward, bytes. What comes first has no input that needs a gradient."""
+    """A part of a stage beside its blocks: forward, backward, bytes. The first has no input that needs a gradient."""
     forward, backward, saved = parts
     return fixed(forward, backward * (1 - weight_share), backward * weight_share, saved)
 
@@ -279,18 +282,6 @@ def _amount_of(text: str, options: argparse.Namespace) -> str | float:
         return text
 
 
-def _schedule_name(text: str) -> str:
-    return text if text == _ALL else schedule_name(text)
-
-
-def _amounts(text: str) -> list[float]:
-    return _listed(text, amount)
-
-
-def _positives(text: str) -> list[float]:
-    return _listed(text, positive)
-
-
 def _listed(text: str, each: Callable[[str], float]) -> list[float]:
     try:
         return [each(part) for part in text.split(",")]
@@ -307,21 +298,22 @@ def _counts(text: str) -> list[float]:
 
 
 def _three(text: str) -> list[float]:
-    found = _amounts(text)
-    if len(found) != 3:
+    amounts = _listed(text, amount)
+    if len(amounts) != 3:
         raise argparse.ArgumentTypeError(f"not forward, backward and bytes, such as 1,2,2; received: {text}")
-    return found
+    return amounts
 
 
 def _add_stages(parser: argparse.ArgumentParser) -> None:
+    amounts, positives = partial(_listed, each=amount), partial(_listed, each=positive)
     group = parser.add_argument_group("stages", "one number, or a list with one for each stage; of one block:")
     group.add_argument("--blocks", type=_counts, metavar="N", help="of a stage")
-    group.add_argument("--forward", type=_positives, metavar="TIME", help="default: 1")
-    group.add_argument("--backward", type=_positives, metavar="TIME", help="default: 2")
-    group.add_argument("--weight-grad", type=_amounts, metavar="TIME", help="of it, default: 1")
-    group.add_argument("--recompute", type=_positives, metavar="TIME", help="default: 1")
-    group.add_argument("--saved", type=_positives, metavar="BYTES", help="default: 1")
-    group.add_argument("--boundary", type=_amounts, metavar="BYTES", help="its input; default: 0")
+    group.add_argument("--forward", type=positives, metavar="TIME", help="default: 1")
+    group.add_argument("--backward", type=positives, metavar="TIME", help="default: 2")
+    group.add_argument("--weight-grad", type=amounts, metavar="TIME", help="of it, default: 1")
+    group.add_argument("--recompute", type=positives, metavar="TIME", help="default: 1")
+    group.add_argument("--saved", type=positives, metavar="BYTES", help="default: 1")
+    group.add_argument("--boundary", type=amounts, metavar="BYTES", help="its input; default: 0")
     for name, what in (("--first", "before all blocks: an embedding"), ("--last", "after them: a head, a loss")):
         text = f"never recomputed, {what}"
         group.add_argument(name, type=_three, metavar="F,B,BYTES", help=text)

@@ -20,8 +20,8 @@ from torchckpt.planning.order.schedules import NAMES, named_schedule
 
 __all__ = [
     "Parser", "Unusable", "add_command", "add_schedule", "amount", "check_apart", "comma_list", "count",
-    "file_to_write", "in_options", "kind_of", "line", "positive", "say", "say_json", "schedule_name",
-    "schedule_of_csv", "shape", "size", "state_bytes", "with_unit", "write",
+    "file_to_write", "in_options", "line", "positive", "say", "say_json", "schedule_name", "schedule_of_csv", "shape",
+    "size", "state_bytes", "with_unit", "write",
 ]
 
 _LARGEST = 1e12
@@ -42,30 +42,30 @@ _MODULE = "python -m torchckpt"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line. Examples are shown with the name by which it was called."""
+    """A parser whose errors are one line, and whose examples have the name by which it was called."""
 
     def format_help(self) -> str:
         name = "torchckpt" if self.prog.startswith("torchckpt") else _MODULE
         return super().format_help().replace(_MODULE, name)
 
     def error(self, message: str) -> NoReturn:
-        one = " ".join(message.split())
-        if re.search(r" (is|are) required\b", one) and self.epilog:
-            one += f"; works: {_first_example(self.format_help())}"
-        self.exit(2, f"{self.prog}: error: {one}\n")
+        text = " ".join(message.split())
+        if re.search(r" (is|are) required\b", text) and self.epilog:
+            text += f"; works: {_first_example(self.format_help())}"
+        self.exit(2, f"{self.prog}: error: {text}\n")
 
 
 def _first_example(text: str) -> str:
     """The first call that ``text`` shows below "examples:", in one line."""
     lines = iter(text.partition("examples:\n")[2].splitlines())
-    found = next(lines, "").strip()
-    while found.endswith("\\"):
-        found = f"{found[:-1].strip()} {next(lines, '').strip()}"
-    return found
+    call = next(lines, "").strip()
+    while call.endswith("\\"):
+        call = f"{call[:-1].strip()} {next(lines, '').strip()}"
+    return call
 
 
 class Unusable(CheckpointError):
-    """The one line that says why."""
+    """The input of a command is bad; the message is the one line that it prints."""
 
 
 def line(error: Exception) -> str:
@@ -75,17 +75,12 @@ def line(error: Exception) -> str:
 
 
 def in_options(text: str) -> str:
-    """With what the arguments of functions are called on the command line."""
+    """``text`` with the command's options in place of the arguments of functions."""
     for pattern, option in _OPTIONS:
         text = re.sub(pattern, option, text)
     return text
 
 
-def kind_of(found: Any) -> str:
-    """The class of a value in words, such as ``(Linear, Tensor)``."""
-    if isinstance(found, tuple):
-        return f"({', '.join(type(one).__name__ for one in found)})"
-    return type(found).__name__
 
 
 def add_command(
@@ -158,7 +153,7 @@ def say_json(numbers: Mapping[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """Print it. What cannot be printed is an error; where nobody reads on, nothing more is printed."""
+    """Print ``text``. What cannot be printed is an error; where nobody reads on, nothing more is printed."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -266,12 +261,12 @@ def with_unit(text: str) -> str | float:
 def size(text: str) -> float:
     """Bytes, such as ``80GB``."""
     try:
-        found = read(with_unit(text))
+        amount_read = read(with_unit(text))
     except Unusable as error:
         raise argparse.ArgumentTypeError(f"not a size such as 80GB or 60GiB; received: {error}") from None
-    if found is None or found.is_share:
+    if amount_read is None or amount_read.is_share:
         raise argparse.ArgumentTypeError(f"not a size such as 80GB or 60GiB; received: {text}")
-    return float(found.number)
+    return float(amount_read.number)
 
 
 def state_bytes(text: str) -> float:

@@ -74,13 +74,14 @@ def run(options: argparse.Namespace) -> None:
     schedule = _schedule(options)
     half = options.backward / 2
     block = Block(options.forward, half, half, options.recompute, 1.0, options.boundary)
-    found = report(schedule, block, options.link, options.compare)
-    _write_pictures(found, options)
+    comparison = report(schedule, block, options.link, options.compare)
+    _write_pictures(comparison, options)
     if options.json:
-        say_json({**found.as_json(), "costs": _costs(options)})
+        say_json({**comparison.as_json(), "costs": _costs(options)})
         return
-    say(f"{found.schedule.name}: {_described(found.schedule, _costs(options))}\n\n{found.table()}")
-    for row in found.rows if options.gantt else ():
+    schedule = comparison.schedule
+    say(f"{schedule.name}: {_described(schedule, _costs(options))}\n\n{comparison.table()}")
+    for row in comparison.rows if options.gantt else ():
         say(f"\n{row.name}\n{gantt(row.timeline)}")
 
 
@@ -108,14 +109,14 @@ def _described(schedule: Schedule, costs: Mapping[str, float]) -> str:
     return f"{counted}; {', '.join(f'{name} {number(value)}' for name, value in costs.items())}"
 
 
-def _write_pictures(found: Report, options: argparse.Namespace) -> None:
-    timelines = [row.timeline for row in found.rows]
+def _write_pictures(comparison: Report, options: argparse.Namespace) -> None:
     if options.svg is not None:
-        described = _described(found.schedule, {name: cost for name, cost in _costs(options).items() if cost})
-        subtitle = f"{found.schedule.name} on paper: {described}"
-        write(options.svg, found.draw(budget_bytes=options.budget, subtitle=subtitle))
+        costs = {name: cost for name, cost in _costs(options).items() if cost}
+        subtitle = f"{comparison.schedule.name} on paper: {_described(comparison.schedule, costs)}"
+        write(options.svg, comparison.draw(budget_bytes=options.budget, subtitle=subtitle))
     if options.trace is not None:
-        write(options.trace, trace(*timelines, names=[row.name for row in found.rows]))
+        timelines = [row.timeline for row in comparison.rows]
+        write(options.trace, trace(*timelines, names=[row.name for row in comparison.rows]))
 
 
 def _policies(text: str) -> list[str]:

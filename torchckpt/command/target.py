@@ -22,14 +22,14 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from torchckpt.command.shared import Unusable, kind_of
+from torchckpt.command.shared import Unusable
 
-__all__ = ["CONTRACT", "Made", "built", "layers_at", "model_at", "stages_at"]
+__all__ = ["CONTRACT", "Target", "built", "layers_at", "model_at", "stages_at"]
 
 CONTRACT = """\
 MODULE:FUNCTION is a function without arguments that returns what to train, and an example of a call: a tensor, or a
@@ -47,13 +47,16 @@ _WORKS = {
 
 
 @dataclass(frozen=True)
-class Made:
-    """What the function returned, checked."""
+class Target:
+    """What the function returned, checked.
+
+    Args:
+        modules: the listed modules; None where there is one module, which is no list of others.
+        model: the one module, or the nn.Sequential; None where the function returned a list.
+    """
 
     modules: list[Any] | None
-    """None where there is one module, which is no list of others."""
     model: Any
-    """The one module, or the nn.Sequential; None of a list."""
     example: Any = None
     loss: Callable[[Any], Any] | None = None
     has_example: bool = False
@@ -63,42 +66,56 @@ class Made:
         return self.example if isinstance(self.example, tuple) else (self.example,)
 
 
-def built(place: str, command: str) -> Made:
+def built(place: str, command: str) -> Target:
     """What the function at ``place`` returns."""
-    found = _called(place, _attribute_at(place), command)
-    what, *others = found if isinstance(found, tuple) and 2 <= len(found) <= 3 else (found,)
-    modules = _modules_of(what)
+    result = _called(place, _attribute_at(place), command)
+    what, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
+    listed = isinstance(what, (list, tuple)) or _is("nn.Sequential", what) or _is("nn.ModuleList", what)
+    modules = list(what) if listed and len(what) and all(_is("nn.Module", module) for module in what) else None
     if modules is None and not _is("nn.Module", what):
-        raise _unfit(place, command, found)
+        raise _unfit(place, command, result)
     loss = others[1] if len(others) == 2 else None
     if loss is not None and (not callable(loss) or _is("Tensor", loss)):
         rule = "the loss, the third value of the target, is no function; several arguments of a call are a tuple"
-        raise _unfit(place, command, found, rule)
-    return Made(modules, what if _is("nn.Module", what) else None, others[0] if others else None, loss, bool(others))
+        raise _unfit(place, command, result, rule)
+    return Target(modules, what if _is("nn.Module", what) else None, others[0] if others else None, loss, bool(others))
 
 
-def model_at(place: str) -> tuple[Any, Any]:
-    """For ``fit``: a model and its example."""
-    made = built(place, "fit")
-    if not made.has_example:
-        raise _unfit(place, "fit", made.model or made.modules, "the target returns no example of a call")
-    if made.model is not None and not _is("nn.ModuleList", made.model):
-        return made.model, made.example
-    from torchckpt.command.chain import Chain
-
-    return Chain(*(made.modules or ())), made.example
+def model_at(place: str) -> tuple[Any, tuple[Any, ...], bool]:
+    """For ``fit``: a model, the arguments of a call, and whether the example was a tuple of them."""
+    target = built(place, "fit")
+    if not target.has_example:
+        raise _unfit(place, "fit", target.model or target.modules, "the target returns no example of a call")
+    chained = target.model is None or _is("nn.ModuleList", target.model)
+    return _chain(target.modules or ()) if chained else target.model, target.inputs, isinstance(target.example, tuple)
 
 
-def layers_at(place: str) -> Made:
+def _chain(modules: Sequence[Any]) -> Any:
+    """A module that calls ``modules`` one after the other, each on what the one before returns.
+
+    A tuple or a list that one returns is the arguments of the next, as in a pipeline.
+    """
+    from torch import nn
+
+    class Chain(nn.Sequential):
+        def forward(self, *inputs: Any) -> Any:
+            outputs: Any = inputs
+            for module in self:
+                outputs = module(*outputs) if isinstance(outputs, (tuple, list)) else module(outputs)
+            return outputs
+
+    return Chain(*modules)
+
+
+def layers_at(place: str) -> Target:
     """For ``balance``: the model is an nn.Sequential."""
     from torch import nn
 
-    made = built(place, "balance")
-    if not made.modules:
-        raise _unfit(place, "balance", made.model, "the target returns no layers, in an nn.Sequential or a list")
-    if isinstance(made.model, nn.Sequential):
-        return made
-    return Made(made.modules, nn.Sequential(*made.modules), made.example, made.loss, made.has_example)
+    target = built(place, "balance")
+    if not target.modules:
+        raise _unfit(place, "balance", target.model, "the target returns no layers, in an nn.Sequential or a list")
+    model = target.model if isinstance(target.model, nn.Sequential) else nn.Sequential(*target.modules)
+    return replace(target, model=model)
 
 
 def stages_at(place: str) -> Callable[[], Any]:
@@ -106,11 +123,12 @@ def stages_at(place: str) -> Callable[[], Any]:
     _attribute_at(place)
 
     def build() -> Any:
-        made = built(place, "plan")
-        if not made.has_example:
-            raise _unfit(place, "plan", made.model or made.modules, "the target returns no example of a micro-batch")
-        stages = [made.model] if made.modules is None else made.modules
-        return (stages, made.example) if made.loss is None else (stages, made.example, made.loss)
+        target = built(place, "plan")
+        if not target.has_example:
+            what = target.model or target.modules
+            raise _unfit(place, "plan", what, "the target returns no example of a micro-batch")
+        stages = [target.model] if target.modules is None else target.modules
+        return (stages, target.example) if target.loss is None else (stages, target.example, target.loss)
 
     return build
 
@@ -122,60 +140,47 @@ def _attribute_at(place: str) -> Any:
         works = f"{module}:{attribute}" if attribute and name else "my_package.model:gpt"
         raise Unusable(f"the target is not written module:function; received: {place}; works: {works}")
     try:
-        _with_folder()
-        found: Any = importlib.import_module(name)
+        folder = os.getcwd()  # modules in it are found, as by python -m; a script does not find them
+        if not getattr(sys.flags, "safe_path", False) and "" not in sys.path and folder not in sys.path:
+            sys.path.insert(0, folder)
+        value: Any = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # of the user's code
         raise _unmade(place, error) from error
     for part in attribute.split("."):
-        inside, found = found, getattr(found, part, None)
-        if found is None:
-            raise Unusable(f"cannot make {place}: {name} has no {attribute}; works: {name}:{_nearest(part, inside)}")
-    return found
+        inside, value = value, getattr(value, part, None)
+        if value is None:
+            names = [key for key, member in vars(inside).items() if not key.startswith("_") and callable(member)]
+            nearest = difflib.get_close_matches(part, names, 1, 0.4) or ["function, one that is there"]
+            raise Unusable(f"cannot make {place}: {name} has no {attribute}; works: {name}:{nearest[0]}")
+    return value
 
 
-def _with_folder() -> None:
-    """Modules are found in the current folder, as ``python -m`` finds them, and a script does not."""
-    here = os.getcwd()
-    if not getattr(sys.flags, "safe_path", False) and "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)
-
-
-def _nearest(wanted: str, inside: Any) -> str:
-    """The name nearest to ``wanted`` of the public functions and modules that there are."""
-    names = [name for name, one in vars(inside).items() if not name.startswith("_") and callable(one)]
-    close = difflib.get_close_matches(wanted, names, 1, 0.4)
-    return close[0] if close else "function, one that is there"
-
-
-def _called(place: str, found: Any, command: str) -> Any:
-    if _is("nn.Module", found):
-        return found
-    if not callable(found):
-        raise _unfit(place, command, found, "the target is not a function")
+def _called(place: str, function: Any, command: str) -> Any:
+    if _is("nn.Module", function):
+        return function
+    if not callable(function):
+        raise _unfit(place, command, function, "the target is not a function")
     try:
-        return found()
+        return function()
     except (Exception, SystemExit) as error:  # of the user's code
         if command == "plan" and type(error).__module__.startswith("torch"):
             raise  # it says that a value was asked for
         raise _unmade(place, error) from error
 
 
-def _modules_of(what: Any) -> list[Any] | None:
-    listed = isinstance(what, (list, tuple)) or _is("nn.Sequential", what) or _is("nn.ModuleList", what)
-    return list(what) if listed and len(what) and all(_is("nn.Module", one) for one in what) else None
-
-
-def _is(name: str, found: Any) -> bool:
-    """Whether ``found`` is of the class of torch with this name. Imports torch."""
+def _is(name: str, value: Any) -> bool:
+    """Whether ``value`` is of the class of torch with this name. Imports torch."""
     import torch
 
-    return isinstance(found, attrgetter(name)(torch))
+    return isinstance(value, attrgetter(name)(torch))
 
 
 def _unfit(
-    place: str, command: str, found: Any, rule: str = "the target returns no module, and no list of modules"
+    place: str, command: str, value: Any, rule: str = "the target returns no module, and no list of modules"
 ) -> Unusable:
-    return Unusable(f"{rule}; received: {place}, {kind_of(found)}; works: {_WORKS[command]}")
+    is_tuple = isinstance(value, tuple)
+    kind = f"({', '.join(type(part).__name__ for part in value)})" if is_tuple else type(value).__name__
+    return Unusable(f"{rule}; received: {place}, {kind}; works: {_WORKS[command]}")
 
 
 def _unmade(place: str, error: BaseException) -> Unusable:

@@ -9,7 +9,7 @@
     derive            derivatives as graphs
     choose            from a budget or names to a schedule
     trace, step       a call as a graph; a graph as a dataflow
-    annotate          marks, regions, names
+    annotations       marks, regions, names
     progress, private    one line for people; private names of torch
 
 A user begins with :func:`rematerialize`. A reader of the code begins with ``joint``, then reads
@@ -17,9 +17,8 @@ A user begins with :func:`rematerialize`. A reader of the code begins with ``joi
 """
 from __future__ import annotations
 
-from torchckpt.graph.annotate.marks import mark, region, sequential
-from torchckpt.graph.derive.gradient import gradient
-from torchckpt.graph.derive.gradients import gradients
+from torchckpt.graph.annotations import mark, region, sequential
+from torchckpt.graph.derive.gradient import gradient, gradients
 from torchckpt.graph.derive.inspect import separators, simulate
 from torchckpt.graph.derive.simplify import simplify
 from torchckpt.graph.frontier import Frontier, frontier

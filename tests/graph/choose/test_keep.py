@@ -11,7 +11,7 @@ from tests.graph.traced import joint_of, plan_of
 from tests.helpers import leaf
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
-from torchckpt.graph.choose.keep import POLICIES, check_keep, kept_by, schedule_of
+from torchckpt.graph.choose.keep import POLICIES, Values, check_keep, kept_by, schedule_of
 from torchckpt.planning.remat.flow.memory import simulate
 
 
@@ -65,20 +65,20 @@ PRODUCTS, GELUS = ["addmm", "addmm_1", "addmm_2", "addmm_3"], ["gelu", "gelu_1",
 )
 def test_kept(joint, keep, names):
     """A name as it is comes before a pattern, and a pattern before a part of names."""
-    assert named(joint, kept_by(keep, joint)) == names
+    assert named(joint, kept_by(keep, Values(joint))) == names
 
 
 def test_schedule_brings_back_what_is_dropped(joint):
     flow = joint.flow
     for keep in (None, "speed", "collection", ["out_1"]):
-        schedule = schedule_of(joint, keep)
+        schedule = schedule_of(keep, Values(joint))
         saved = named(joint, simulate(flow, schedule).saved)
-        assert set(named(joint, kept_by(keep, joint))) & set(PRODUCTS) <= set(saved)
+        assert set(named(joint, kept_by(keep, Values(joint)))) & set(PRODUCTS) <= set(saved)
         assert simulate(flow, schedule).peak_bytes <= simulate(flow, flow.eager).peak_bytes
 
 
 def test_speed_recomputes_no_product(joint):
-    flow, schedule = joint.flow, schedule_of(joint, "speed")
+    flow, schedule = joint.flow, schedule_of("speed", Values(joint))
     again = {flow.operations[index].name for place, index in enumerate(schedule) if index in schedule[:place]}
     assert again
     assert not again & {*PRODUCTS}
@@ -129,7 +129,7 @@ def test_what_is_a_keep(keep):
 
 
 def test_names_that_are_unknown_are_all_listed(joint):
-    text = said(kept_by, ["out_1", "layer.0", "attention"], joint)
+    text = said(kept_by, ["out_1", "layer.0", "attention"], Values(joint))
     assert text.startswith("2 faults\n")
     rule = "a name in keep is that of no module or mark of the traced call"
     assert f"{rule}\n  received: 'layer.0'\n  works:    keep=['" in text
@@ -139,7 +139,7 @@ def test_names_that_are_unknown_are_all_listed(joint):
 
 def test_names_where_there_are_none():
     joint = joint_of(lambda x: x.sin().sum(), leaf(3))
-    assert said(kept_by, ["h"], joint).endswith('works:    graph.mark(h, "h") in the model, then keep=["h"]')
+    assert said(kept_by, ["h"], Values(joint)).endswith('works:    graph.mark(h, "h") in the model, then keep=["h"]')
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_names_where_there_are_none():
 def test_nothing_to_keep(keep, received, works):
     joint = joint_of(lambda x: x.sin().exp().sum(), leaf(3))
     rule = "keep selects no value"
-    assert said(kept_by, keep, joint) == f"{rule}\n  received: {received}\n  works:    {works}"
+    assert said(kept_by, keep, Values(joint)) == f"{rule}\n  received: {received}\n  works:    {works}"
 
 
 def test_faults_of_a_traced_call_reach_the_caller():

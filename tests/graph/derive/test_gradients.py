@@ -12,7 +12,7 @@ from tests.graph.allocations import live_bytes
 from tests.helpers import assert_equal
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.graph import mark, region
-from torchckpt.graph.derive.gradients import gradients
+from torchckpt.graph.derive.gradient import gradients
 
 
 @pytest.fixture

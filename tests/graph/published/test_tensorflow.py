@@ -15,8 +15,7 @@ from tests.graph.executed import repeats, saved
 from tests.helpers import assert_equal
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
-from torchckpt.graph.derive.gradient import gradient
-from torchckpt.graph.derive.gradients import gradients
+from torchckpt.graph.derive.gradient import gradient, gradients
 from torchckpt.graph.derive.inspect import simulate
 
 MEGABYTE = 1_000_000

@@ -15,7 +15,7 @@ from tests.helpers import assert_equal, leaf
 from tests.models import MODELS
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
-from torchckpt.graph.annotate.annotations import mark_of, module_of, regions_of
+from torchckpt.graph.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.run.backend import Backend, backend
 from torchckpt.planning.remat.flow.late import late

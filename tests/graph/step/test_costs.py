@@ -7,8 +7,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
-from torchckpt.graph.step.costs import Cost, cost_of, flops_of, given, roofline
-from torchckpt.graph.step.measure import Measure
+from torchckpt.graph.step.costs import Cost, Measure, cost_of, flops_of, given, roofline
 
 
 def node_of(name, function, *inputs):

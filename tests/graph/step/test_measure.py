@@ -12,8 +12,8 @@ from tests.graph.eager import measured_peak
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt import graph
-from torchckpt.graph.step import measure
-from torchckpt.graph.step.measure import Measure, Measured
+from torchckpt.graph.step import costs
+from torchckpt.graph.step.costs import Measure, Measured
 
 aten = torch.ops.aten
 
@@ -188,5 +188,5 @@ def test_any_accelerator_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(len(ran)))
     ran = []
-    measure._timed(lambda: ran.append("operation"))
+    costs._timed(lambda: ran.append("operation"))
     assert waits == [1]

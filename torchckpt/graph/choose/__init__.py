@@ -1,6 +1,6 @@
 """From what a user asks for to a schedule.
 
     planner           a budget; what its error says
-    keep              names, marks, policies
+    keep              values by the names that users know; policies
 """
 __all__: list[str] = []

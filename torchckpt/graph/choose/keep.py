@@ -1,22 +1,161 @@
-"""Keep: turn the option ``keep`` into the storages to keep, and into a schedule that recomputes the others."""
+"""Keep: the storages that a forward makes, by names that users know, and those that the option ``keep`` selects."""
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from typing import TypeAlias
 
+import torch
+
 from torchckpt.errors import Fault, check, raise_fault
+from torchckpt.graph.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.step.joint import Joint
-from torchckpt.graph.step.values import Value, Values
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
-from torchckpt.planning.remat.flow.late import late, separating_storages
+from torchckpt.planning.remat.flow.late import Home, Region, late, separating_storages
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.improve import remove_repeats
 from torchckpt.planning.remat.search.planner import least
 from torchckpt.planning.remat.search.select import every_sqrt
 
-__all__ = ["POLICIES", "Keep", "check_keep", "kept_by", "schedule_of"]
+__all__ = ["POLICIES", "Keep", "Value", "Values", "check_keep", "kept_by", "schedule_of"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor that the forward makes, as it is passed to the function in ``keep=function``.
+
+    Args:
+        name: of its node in the traced graph.
+        module: the qualified name of the innermost module that made it; empty for what the root makes itself.
+        marks: names of the marks that were put on it.
+        operator: such as ``aten.addmm``.
+        shape, dtype: of the tensor.
+        bytes: of its storage.
+        flops: of the operation that made it.
+    """
+
+    name: str
+    module: str
+    marks: tuple[str, ...]
+    operator: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    flops: int
+
+
+class Values:
+    """The storages that a forward makes, with their modules, marks and regions."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint, self.flow = joint, joint.flow
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """Storages that the forward writes, in order, without the results of the step, which are always kept."""
+        forward = self.flow.operations[: self.flow.forward]
+        free = self._tensors - self.flow.results
+        return tuple(storage for operation in forward for storage in operation.writes if storage in free)
+
+    @cached_property
+    def marks(self) -> dict[str, frozenset[int]]:
+        """By name of a mark, the storages of the tensors with that mark."""
+        found: dict[str, frozenset[int]] = {}
+        for node in self._joint.storages:
+            name = mark_of(node)
+            if name is not None and node.target is torch.ops.aten.alias.default:
+                found[name] = found.get(name, frozenset()) | (self._joint.storages[node] & frozenset(self.made))
+        return found
+
+    @cached_property
+    def modules(self) -> dict[str, frozenset[int]]:
+        """By qualified name of a module, the storages that it makes and that operations outside of it read."""
+        found: dict[str, set[int]] = {}
+        for storage, (writer, readers) in self._uses.items():
+            module = self.paths[writer]
+            while module:
+                outside = [reader for reader in readers if not _is_inside(self.paths[reader], module)]
+                if outside or not readers:
+                    found.setdefault(module, set()).add(storage)
+                module = module.rpartition(".")[0]
+        return {name: frozenset(storages) for name, storages in found.items()}
+
+    @cached_property
+    def depths(self) -> dict[int, int]:
+        """By storage, the number of nested regions that drop it; 0 if none does.
+
+        A storage that enters a region is not dropped by that region, only by the regions around it.
+        """
+        found = {}
+        for storage, (writer, readers) in self._uses.items():
+            path, others = self.regions[writer], [self.regions[reader] for reader in readers]
+            entered = [other for other in others if other != path[: len(other)]]
+            found[storage] = min([len(path), *(_common(path, other) for other in entered)])
+        return found
+
+    @cached_property
+    def homes(self) -> dict[int, Home]:
+        """The regions of each storage that two or more nested regions drop."""
+        found = {}
+        for storage, depth in self.depths.items():
+            if depth > 1:
+                writer, readers = self._uses[storage]
+                inside = self.regions[writer][:depth]
+                around = min([depth, *(_common(inside, self.regions[reader]) for reader in readers)])
+                found[storage] = Home(inside, inside[:around])
+        return found
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """For each operation, the regions that it is in."""
+        return tuple(() if node is None else regions_of(node) for node in self._joint.nodes)
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """For each operation, the qualified name of its module; empty for the root module."""
+        return tuple("" if node is None else module_of(node) for node in self._joint.nodes)
+
+    def value(self, storage: int) -> Value:
+        index = self.flow.writer[storage]
+        operation, storages = self.flow.operations[index], self._joint.storages
+        node = next(node for node in storages if node not in self._joint.views and storage in storages[node])
+        like = node.meta["val"]
+        marks = tuple(name for name, storages in self.marks.items() if storage in storages)
+        operator = str(self._joint.nodes[index].target).removesuffix(".default")  # type: ignore[union-attr]
+        size, shape = self.flow.sizes_bytes[storage], tuple(like.shape)
+        return Value(node.name, self.paths[index], marks, operator, shape, like.dtype, size, operation.flops)
+
+    @cached_property
+    def _uses(self) -> dict[int, tuple[int, list[int]]]:
+        """By storage that the forward makes: the forward operation that writes it, and those that read it."""
+        found: dict[int, tuple[int, list[int]]] = {}
+        for index, operation in enumerate(self.flow.operations[: self.flow.forward]):
+            for storage in operation.reads:
+                if storage in found:
+                    found[storage][1].append(index)
+            for storage in operation.writes:
+                if storage in self._tensors:
+                    found[storage] = index, []
+        return found
+
+    @cached_property
+    def _tensors(self) -> frozenset[int]:
+        """All storages of tensors: without the tokens that keep operations in order."""
+        return frozenset[int]().union(*self._joint.storages.values())
+
+
+def _is_inside(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(f"{outer}.")
+
+
+def _common(path: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """The number of outermost regions that both paths share."""
+    pairs = enumerate(zip(path, other))
+    return next((depth for depth, (region, also) in pairs if region != also), min(len(path), len(other)))
+
 
 Keep: TypeAlias = str | Sequence[str] | Callable[[Value], bool] | None
 """The name of a policy; names or patterns of modules and marks; or a function of a value that returns a bool."""
@@ -34,32 +173,29 @@ def check_keep(keep: Keep) -> None:
         raise_fault(Fault("keep is not a policy, a list of names, or a function", repr(keep), 'keep="memory"'))
 
 
-def kept_by(keep: Keep, joint: Joint) -> frozenset[int]:
+def kept_by(keep: Keep, values: Values) -> frozenset[int]:
     """The storages to keep. Results of the step, and values that cannot be recomputed, are always kept too.
 
     Raises:
-        ArgumentError: a policy or a name is unknown, or ``keep`` selects nothing.
+        ArgumentError: a name is unknown, or ``keep`` selects nothing.
     """
-    check_keep(keep)
-    values = Values(joint)
     if keep is None:
         return frozenset(storage for storage, depth in values.depths.items() if depth == 0)
     if isinstance(keep, str):
-        return POLICIES[keep](joint, values)
+        return POLICIES[keep](values)
     if callable(keep):
         wanted = frozenset(s for s in values.made if keep(values.value(s)))
         return _some(wanted, "a function that returns False for every value", "keep=lambda value: value.flops > 0")
     return _named(keep, values)
 
 
-def schedule_of(joint: Joint, keep: Keep) -> Schedule:
+def schedule_of(keep: Keep, values: Values) -> Schedule:
     """The schedule that drops all other values and recomputes each right before its first use in the backward.
 
     With ``keep=None``, regions alone decide which values are dropped; marked values inside them are kept. Otherwise a
     value is not dropped where that would not lower the peak, such as a value that the backward needs first.
     """
-    flow, values = joint.flow, Values(joint)
-    kept = kept_by(keep, joint)
+    flow, kept = values.flow, kept_by(keep, values)
     if keep == "memory" and not kept:
         return least(flow).schedule
     if keep is None:
@@ -68,28 +204,28 @@ def schedule_of(joint: Joint, keep: Keep) -> Schedule:
     return remove_repeats(flow, schedule, simulate(flow, schedule).peak_bytes)
 
 
-def _collection(joint: Joint, values: Values) -> frozenset[int]:
+def _collection(values: Values) -> frozenset[int]:
     return _some(_marked(values), 'keep="collection", but no value is marked', 'h = graph.mark(h, "h") in the model')
 
 
-def _speed(joint: Joint, values: Values) -> frozenset[int]:
+def _speed(values: Values) -> frozenset[int]:
     """Outputs of convolutions and matrix products, which take the most time to recompute."""
-    operations, writer = joint.flow.operations, joint.flow.writer
+    operations, writer = values.flow.operations, values.flow.writer
     found = frozenset(storage for storage in values.made if operations[writer[storage]].flops)
     return _some(found, 'keep="speed", but there is no convolution and no product', 'keep="memory"')
 
 
-def _memory(joint: Joint, values: Values) -> frozenset[int]:
+def _memory(values: Values) -> frozenset[int]:
     """About the square root of the values that separate inputs from outputs; empty if no value separates them."""
-    flow = joint.flow
-    shared = _shared(flow)
-    found = every_sqrt(flow, separating_storages(flow, shared))
+    shared = _shared(values.flow)
+    found = every_sqrt(values.flow, separating_storages(values.flow, shared))
     return found | shared if found else found
 
 
 def _shared(flow: Dataflow) -> frozenset[int]:
     """Small values that are read throughout, such as an attention mask. If they are kept, other values can separate."""
-    last = {storage: index for index, one in enumerate(flow.operations[: flow.forward]) for storage in one.reads}
+    forward = enumerate(flow.operations[: flow.forward])
+    last = {storage: index for index, operation in forward for storage in operation.reads}
     throughout = {s for s, index in last.items() if s in flow.writer and index - flow.writer[s] > flow.forward // 2}
     size = sum(flow.sizes_bytes[storage] for storage in throughout)
     tokens = {storage for storage, size in enumerate(flow.sizes_bytes) if not size}
@@ -97,7 +233,7 @@ def _shared(flow: Dataflow) -> frozenset[int]:
     return frozenset(tokens | throughout) if is_small else frozenset(tokens)
 
 
-POLICIES: dict[str, Callable[[Joint, Values], frozenset[int]]] = {
+POLICIES: dict[str, Callable[[Values], frozenset[int]]] = {
     "collection": _collection,
     "speed": _speed,
     "memory": _memory,
@@ -113,7 +249,7 @@ def _named(names: Sequence[str], values: Values) -> frozenset[int]:
     known = {**values.modules, **values.marks}
     found, faults = frozenset[int](), []
     for name in names:
-        matches = [name] if name in known else fnmatch.filter(known, name) or [one for one in known if name in one]
+        matches = [name] if name in known else fnmatch.filter(known, name) or [key for key in known if name in key]
         found = found.union(*(known[match] for match in matches))
         if not matches:
             near = get_close_matches(name, known, 3, 0.3) or sorted(known)[:3]

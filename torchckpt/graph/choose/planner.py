@@ -6,81 +6,19 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from torch import fx
 
 from torchckpt.errors import BudgetInfeasible, Fault, check, raise_fault
-from torchckpt.graph.choose.keep import Keep, check_keep, kept_by, schedule_of
+from torchckpt.graph.choose.keep import Keep, Values, check_keep, kept_by, schedule_of
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.progress import Watch
-from torchckpt.graph.step.costs import Cost, Costs, cost_of
+from torchckpt.graph.step.costs import Cost, Costs, Measure, cost_of
 from torchckpt.graph.step.joint import Joint
-from torchckpt.graph.step.measure import Measure
-from torchckpt.graph.step.values import Values
 from torchckpt.planning.budget import Budget, check_budget, typed, written
 from torchckpt.planning.budget import budget_bytes as in_bytes
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
-from torchckpt.planning.remat.flow.memory import Breakdown, at_end, at_peak, simulate
+from torchckpt.planning.remat.flow.memory import at_end, at_peak, simulate
 from torchckpt.planning.remat.plan import Plan
 from torchckpt.planning.remat.search.planner import fit
 
-__all__ = ["Costs", "GraphPlanner", "infeasible", "kinds_of"]
-
-OF_PARAMETERS, OF_INPUTS, OUTPUTS = "gradients of parameters", "gradients of inputs", "outputs"
-
-
-def kinds_of(joint: Joint, inputs: Collection[int]) -> dict[int, str]:
-    """By storage, the kind of each result of a joint graph; ``inputs`` are the places of inputs, not parameters."""
-    placeholders = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
-    kinds: dict[int, str] = {}
-    for node, gradient in zip(placeholders, joint.outputs[joint.forward_outputs :]):
-        kind = OF_INPUTS if input_place(node) in inputs else OF_PARAMETERS
-        kinds.update(dict.fromkeys(joint.storages.get(gradient, ()), kind))
-    for output in joint.outputs[: joint.forward_outputs]:
-        kinds.update(dict.fromkeys(joint.storages.get(output, ()), OUTPUTS))
-    return kinds
-
-
-def infeasible(
-    budget: Budget | None, budget_bytes: int, plan: Plan, kinds: Mapping[int, str], reserved_bytes: int
-) -> BudgetInfeasible:
-    """The error for a budget below ``plan``, the plan with the least bytes found. Every figure includes the bytes
-    reserved for the caller's loss, so that each figure is a possible budget.
-
-    Args:
-        budget: the budget as the user wrote it.
-        kinds: by storage, the kind of each result.
-        reserved_bytes: bytes reserved for the loss.
-    """
-    sizes = [size + reserved_bytes for size in (plan.peak_bytes, plan.lower_bound, plan.eager_peak_bytes)]
-    least, lower, eager = map(written, sizes)
-    asked = written(budget_bytes) if budget is None else typed(budget)
-    asked += "" if asked == written(budget_bytes) else f", which is {written(budget_bytes)}"
-    is_of_first = budget is not None and budget_bytes != in_bytes(budget, sizes[2])
-    asked += " since the first plan" if is_of_first else ""
-    peak = at_peak(plan.flow, plan.schedule, kinds)
-    there = sum(plan.flow.sizes_bytes[storage] for storage in plan.flow.given)
-    received = (
-        f"{asked}; no schedule needs less than {lower}, eager {eager}",
-        f"nobody can free, at the end of the step: {_listed(at_end(plan.flow, kinds))}",
-        f"nobody can free, at the peak of the least: {_listed(_parts(peak, plan.paths[peak.index]))}",
-        f"beside that, at that peak, {written(peak.kept_bytes)} is kept for operations that follow",
-        f"parameters, buffers and inputs, {written(there)}, are there before the step and count for nothing",
-    )
-    works = f'budget="{least}" or more'
-    works += " (nothing can be below the lower bound: a smaller batch can)" if budget_bytes < sizes[1] else ""
-    rule = f"the budget is too small: the least found is {least}"
-    return BudgetInfeasible(str(Fault(rule, "\n            ".join(received), works)), sizes[0], plan)
-
-
-def _parts(peak: Breakdown, path: str) -> dict[str, int]:
-    """By purpose, the bytes at the peak that every other schedule needs at this operation, too."""
-    operation = f"{peak.name} of {path}" if path else peak.name
-    touched, workspace = f"what {operation} reads and writes", "its workspace"
-    return {**peak.results_bytes, touched: peak.touched_bytes, workspace: peak.workspace_bytes}
-
-
-def _listed(parts: Mapping[str, int]) -> str:
-    """The parts as text, the largest first."""
-    order = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"
-
+__all__ = ["Costs", "GraphPlanner"]
 
 _RESERVED_BYTES = 64
 """Reserved for a loss outside of the call and its gradient: two scalars, alive during the step."""
@@ -126,23 +64,22 @@ class GraphPlanner:
         if budget is None and self._budget is not None:
             budget = in_bytes(self._budget, eager_peak_bytes)
         with self.watch.planning(len(flow.operations)) as tell:
-            schedule = tuple(self._schedule(joint, budget, tell))
-        names = {name: tuple(sorted(found)) for name, found in {**values.modules, **values.marks}.items()}
+            schedule = tuple(self._schedule(values, budget, tell))
+        names = {name: tuple(sorted(storages)) for name, storages in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
-            kinds = kinds_of(joint, self.inputs)
-            raise infeasible(self._budget, budget, self.plan, kinds, _RESERVED_BYTES)
+            raise self._infeasible(joint, budget)
         if budget is not None:
             self._shares.setdefault(self.program, budget)
         return schedule
 
-    def _schedule(self, joint: Joint, budget: int | None, tell: Callable[[str], None]) -> Schedule:
-        flow = joint.flow
+    def _schedule(self, values: Values, budget: int | None, tell: Callable[[str], None]) -> Schedule:
+        flow = values.flow
         if isinstance(self._keep, Plan):
             return _planned(self._keep.whole or self._keep, flow)
         if budget is None:
-            return schedule_of(joint, self._keep)
-        pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, joint)
+            return schedule_of(self._keep, values)
+        pinned = frozenset[int]() if self._keep is None else kept_by(self._keep, values)
         room = budget - _RESERVED_BYTES
         solution = fit(flow, room, pinned, tell)
         if not self._exact:
@@ -154,6 +91,51 @@ class GraphPlanner:
             return optimum(flow, room, hint=solution.schedule, pinned=pinned).schedule
         except Infeasible:
             return solution.schedule
+
+    def _infeasible(self, joint: Joint, budget_bytes: int) -> BudgetInfeasible:
+        """The error for a budget below the plan with the least bytes found. Every figure includes the bytes reserved
+        for the caller's loss, so that each figure is a possible budget."""
+        plan = self.plan
+        sizes = [size + _RESERVED_BYTES for size in (plan.peak_bytes, plan.lower_bound, plan.eager_peak_bytes)]
+        least, lower, eager = map(written, sizes)
+        asked = written(budget_bytes) if self._budget is None else typed(self._budget)
+        asked += "" if asked == written(budget_bytes) else f", which is {written(budget_bytes)}"
+        is_of_first = self._budget is not None and budget_bytes != in_bytes(self._budget, sizes[2])
+        asked += " since the first plan" if is_of_first else ""
+        kinds = self._kinds(joint)
+        peak = at_peak(plan.flow, plan.schedule, kinds)
+        path = plan.paths[peak.index]
+        touched = f"what {peak.name} of {path} reads and writes" if path else f"what {peak.name} reads and writes"
+        parts = {**peak.results_bytes, touched: peak.touched_bytes, "its workspace": peak.workspace_bytes}
+        before = sum(plan.flow.sizes_bytes[storage] for storage in plan.flow.given)
+        received = (
+            f"{asked}; no schedule needs less than {lower}, eager {eager}",
+            f"nobody can free, at the end of the step: {_listed(at_end(plan.flow, kinds))}",
+            f"nobody can free, at the peak of the least: {_listed(parts)}",
+            f"beside that, at that peak, {written(peak.kept_bytes)} is kept for operations that follow",
+            f"parameters, buffers and inputs, {written(before)}, are there before the step and count for nothing",
+        )
+        works = f'budget="{least}" or more'
+        works += " (nothing can be below the lower bound: a smaller batch can)" if budget_bytes < sizes[1] else ""
+        rule = f"the budget is too small: the least found is {least}"
+        return BudgetInfeasible(str(Fault(rule, "\n            ".join(received), works)), sizes[0], plan)
+
+    def _kinds(self, joint: Joint) -> dict[int, str]:
+        """By storage, the kind of each result of a joint graph."""
+        placeholders = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
+        kinds: dict[int, str] = {}
+        for node, gradient in zip(placeholders, joint.outputs[joint.forward_outputs :]):
+            kind = "gradients of inputs" if input_place(node) in self.inputs else "gradients of parameters"
+            kinds.update(dict.fromkeys(joint.storages.get(gradient, ()), kind))
+        for output in joint.outputs[: joint.forward_outputs]:
+            kinds.update(dict.fromkeys(joint.storages.get(output, ()), "outputs"))
+        return kinds
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    """The parts as text, the largest first."""
+    order = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"
 
 
 def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:

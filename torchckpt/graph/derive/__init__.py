@@ -1,8 +1,8 @@
 """Derivatives as graphs, to look at and to change.
 
-    gradient, gradients    what users call
-    adjoint, derivative    the graph of a derivative; how it is traced
-    primal            what is differentiated: a function or a module, its inputs, its state
+    gradient          what users call: ``gradient``, ``gradients``
+    adjoint           the graph of a derivative
+    derivative        what is differentiated, and how it is traced
     inspect, simplify    separators and simulation; fewer operations for the same values
 """
 __all__: list[str] = []

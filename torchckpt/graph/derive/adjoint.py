@@ -71,14 +71,10 @@ def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True)
 
 def _without_outputs(joint: Joint, count: int) -> Joint:
     """Treat the outputs as intermediate values, which are freed after their last use, since they are not returned."""
-    lasting = joint.outputs[count:]
-    ending = _storages(joint, joint.outputs[:count]) - _storages(joint, lasting)
-    return replace(joint, flow=replace(joint.flow, results=joint.flow.results - ending))
-
-
-def _storages(joint: Joint, nodes: Sequence[Any]) -> frozenset[int]:
     none = frozenset[int]()
-    return none.union(*(joint.storages.get(node, none) for node in nodes if isinstance(node, fx.Node)))
+    storages = [joint.storages.get(node, none) for node in joint.outputs]
+    ending = none.union(*storages[:count]).difference(*storages[count:])
+    return replace(joint, flow=replace(joint.flow, results=joint.flow.results - ending))
 
 
 @contextmanager
@@ -93,9 +89,14 @@ def _errors_name_checkpoints() -> Iterator[None]:
 def _write_buffers(graph: fx.Graph, derivative: Derivative) -> None:
     output = graph.output_node()
     values = cast(Sequence[Any], output.args[0])[derivative.outputs : derivative.forward_outputs]
+    buffers = {str(node.target): node for node in graph.find_nodes(op="get_attr")}
     with graph.inserting_before(output):
         for name, value in zip(derivative.buffers, values):
-            _copy_into(graph, name, value)
+            if name not in buffers:
+                buffers[name] = graph.get_attr(name)
+                buffers[name].meta["val"] = value.meta["val"]
+            copy = graph.call_function(torch.ops.aten.copy_.default, (buffers[name], value))
+            copy.meta["val"] = buffers[name].meta["val"]
 
 
 def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.TreeSpec | None:
@@ -108,7 +109,7 @@ def _return(graph: fx.Graph, derivative: Derivative, outputs: bool) -> pytree.Tr
         graph.eliminate_dead_code()
         return None
     if _is_plain(derivative.structure):
-        output.args = ((derivative.structured(tensors), gradients),)
+        output.args = ((pytree.tree_unflatten(derivative.filled(tensors), derivative.structure), gradients),)
         return None
     output.args = ((*derivative.filled(tensors), *gradients),)
     return derivative.structure
@@ -195,13 +196,6 @@ def _is_plain(structure: pytree.TreeSpec) -> bool:
     return structure.type in (tuple, list, dict) and all(map(_is_plain, structure.children()))
 
 
-def _copy_into(graph: fx.Graph, name: str, value: fx.Node) -> None:
-    buffer = next((node for node in graph.find_nodes(op="get_attr") if node.target == name), None)
-    if buffer is None:
-        buffer = graph.get_attr(name)
-        buffer.meta["val"] = value.meta["val"]
-    copied = graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
-    copied.meta["val"] = buffer.meta["val"]
 
 
 def _renew(graph: fx.Graph) -> None:
@@ -211,18 +205,18 @@ def _renew(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         read: dict[int, Tensor] = {}
-        there: set[int] = set()
+        originals: set[int] = set()
         for source in node.all_input_nodes:
             read.update(copies.get(source, {}))
-            there.update(map(storage_of, _strided(source.meta.get("val"))))
+            originals.update(map(storage_of, _strided(source.meta.get("val"))))
         parts = {storage_of(part): part for part in _strided(value)}
-        again = known - there if node.op == "call_function" else set()
-        moved = {key: part for key, part in parts.items() if key in read or key in again}
-        made = {key: read[key] if key in read else _fresh(part) for key, part in moved.items()}
+        repeated = known - originals if node.op == "call_function" else set()
+        moved = {key: part for key, part in parts.items() if key in read or key in repeated}
+        storages = {key: read[key] if key in read else _fresh(part) for key, part in moved.items()}
         known.update(parts)
-        if made:
-            copies[node] = made
-            node.meta["val"] = pytree.tree_map_only(Tensor, partial(_moved, made), value)
+        if storages:
+            copies[node] = storages
+            node.meta["val"] = pytree.tree_map_only(Tensor, partial(_moved, storages), value)
 
 
 def _strided(value: Any) -> list[Tensor]:

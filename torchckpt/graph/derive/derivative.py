@@ -1,45 +1,162 @@
-"""Derivative: a call and its gradients, traced as one functional graph."""
+"""Derivative: a function or module of tensors, and a call of it with its gradients, traced as one functional graph."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import inspect
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, Fault
+from torchckpt.errors import CaptureError, Fault, brief, check
 from torchckpt.features import GRAPH
-from torchckpt.graph.derive.primal import Marks, Primal
-from torchckpt.graph.private.functional import Functional, backward_of, functional
+from torchckpt.graph.annotations import Tracing, mark_of, named_modules
+from torchckpt.graph.private.functional import backward_of, functional
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.trace.capture import explained
+from torchckpt.graph.trace.reason import check_bare
+from torchckpt.graph.trace.side_effects import restoring_modules
 
-__all__ = ["Ask", "Derivative", "Traced", "derivative_of", "gradients_of"]
+__all__ = ["Ask", "Derivative", "Marks", "Primal", "derivative_of", "gradients_of", "is_real"]
+
+Ask = Callable[[list[Any], dict[str, Tensor], Sequence[Tensor]], Sequence["Tensor | None"]]
+"""``ask(leaves, tensors, more)`` computes the gradients of a call that is being traced, after its forward. It takes the
+leaves of the return value, of which some may be constants; inputs and state by name; and further tensors."""
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A call that is being traced, after its forward and before its gradients.
+def is_real(value: object) -> bool:
+    """Whether ``value`` is a tensor with a real floating dtype, which can have a real gradient."""
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+class Marks(Tracing):
+    """Records, while a call is traced, which tensors each mark was put on.
 
     Args:
-        leaves: leaves of the returned value; a leaf that is not a tensor is a constant.
-        inputs, state, marked: tensors by name; several tensors may have the same mark.
-        more: see :func:`derivative_of`.
+        wanted: names of marks whose gradients are asked for. A tensor with such a mark requires a gradient from there.
     """
 
-    leaves: Sequence[Any]
-    inputs: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    marked: Mapping[str, Sequence[Tensor]]
-    more: Sequence[Tensor]
+    def __init__(self, wanted: Set[str] = frozenset()) -> None:
+        super().__init__()
+        self.wanted = wanted
+        self.found: dict[str, list[Tensor]] = {}
+        self._made_by: list[tuple[str, Tensor, Any]] = []  # name, tensor, and its grad_fn when marked
+
+    def mark(self, tensor: Tensor, name: str) -> Tensor:
+        is_leaf = name in self.wanted and is_real(tensor) and not tensor.requires_grad
+        is_outside = type(tensor) in (Tensor, nn.Parameter)  # a tensor that the function closes over is not changed
+        if is_leaf and not is_outside:
+            tensor.requires_grad_()
+        alias = super().mark(tensor, name)
+        noted = alias.requires_grad_() if is_leaf and is_outside else tensor
+        self.found.setdefault(name, []).append(noted)
+        self._made_by.append((name, noted, noted.grad_fn))
+        return alias
+
+    def changed(self) -> list[str]:
+        """The wanted marks whose tensors were changed in place after the mark: their gradients would be wrong."""
+        names = [name for name, noted, made_by in self._made_by if noted.grad_fn is not made_by]
+        return [name for name in dict.fromkeys(names) if name in self.wanted]
+
+    def forget(self) -> None:
+        """Drop the tensors of the last trace."""
+        self.found.clear()
+        self._made_by.clear()
+        super().forget()
 
 
-Ask = Callable[[Traced], Sequence["Tensor | None"]]
-"""Computes the gradients of a call that is being traced."""
+class Primal:
+    """A function or module of tensors, which can be called with other inputs and state in place of its own.
+
+    Args:
+        function: takes positional tensors. The parameters and buffers of a module, or of a
+            :class:`torch.fx.GraphModule`, are ``state``.
+        example: its inputs.
+
+    Raises:
+        ArgumentError: ``function`` is not callable, or an input is not a tensor.
+    """
+
+    def __init__(self, function: Callable[..., Any], example: Sequence[Any]) -> None:
+        faults = []
+        if not callable(function):
+            rule = "the first argument is neither a function nor a module"
+            faults.append(Fault(rule, brief(function), "graph.gradient(fn, x)"))
+        for place, value in enumerate(example):
+            if not isinstance(value, Tensor):
+                works = "lambda x: fn(x, 3), which closes over the value that is not a tensor"
+                if isinstance(value, (tuple, list, dict)):
+                    works = "lambda a, b: fn((a, b)), with each tensor as an input of its own"
+                faults.append(Fault("an input is not a tensor", f"input {place}: {brief(value)}", works))
+        check(faults)
+        self._function = function
+        self.inputs: dict[str, Tensor] = dict(zip(_names(function, len(example)), example))
+        self.state: dict[str, Tensor] = {}
+        if isinstance(function, nn.Module):
+            check_bare(function)
+            self.state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
+
+    @property
+    def name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    def left_as_it_is(self) -> AbstractContextManager[None]:
+        """Trace calls inside this context: at its end, a module's attributes are as they were before."""
+        return restoring_modules(self._function) if isinstance(self._function, nn.Module) else nullcontext()
+
+    def __call__(self, inputs: Sequence[Tensor], state: dict[str, Tensor], marks: Marks) -> Any:
+        """Call the function on ``inputs``, with ``state`` in place of its parameters and buffers."""
+        if not isinstance(self._function, nn.Module):
+            return self._function(*inputs)
+        with named_modules(self._function):
+            if not isinstance(self._function, fx.GraphModule):
+                return torch.func.functional_call(self._function, state, tuple(inputs))
+            within = {f"module.{name}": tensor for name, tensor in state.items()}
+            return torch.func.functional_call(_Interpreted(self._function, marks), within, tuple(inputs))
+
+
+class _Interpreted(nn.Module):
+    """A graph module that runs node by node: the trace gets the notes of each node, and a node's name is a mark."""
+
+    def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
+        super().__init__()
+        self.module, self._marks = module, marks
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return _Interpreter(self.module, self._marks).run(*inputs)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
+        super().__init__(module)
+        self._marks = marks
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        for name in {node.name, mark_of(node) or node.name}:
+            if isinstance(result, Tensor) and node.op != "placeholder" and name in self._marks.wanted:
+                result = self._marks.mark(result, name)
+        return result
+
+
+def _names(function: Callable[..., Any], count: int) -> list[str]:
+    """The function's own names of its first ``count`` positional arguments."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # a function written in C
+        signature = inspect.Signature()
+    parameters = signature.parameters.values()
+    names = [part.name for part in parameters if part.kind in (part.POSITIONAL_ONLY, part.POSITIONAL_OR_KEYWORD)]
+    rest = next((part.name for part in parameters if part.kind is part.VAR_POSITIONAL), "input")
+    return [*names, *(f"{rest}_{place}" for place in range(count))][:count]
+
+
+# the graph ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,10 +175,6 @@ class Derivative:
     @property
     def forward_outputs(self) -> int:
         return self.outputs + len(self.buffers)
-
-    def structured(self, tensors: Sequence[Any]) -> Any:
-        """``tensors`` in the structure of the call's return value."""
-        return pytree.tree_unflatten(self.filled(tensors), self.structure)
 
     def filled(self, tensors: Sequence[Any]) -> list[Any]:
         """The leaves of the call's return value: ``tensors`` and constants, in order."""
@@ -94,7 +207,7 @@ def derivative_of(
             leaves, structure = pytree.tree_flatten(primal(list(inputs.values()), state, marks))
             leaves = [marks.unmarked(leaf) for leaf in leaves]
         returned[:] = leaves, structure
-        gradients = ask(Traced(leaves, inputs, state, marks.found, tensors[len(names) :]))
+        gradients = ask(leaves, {**state, **inputs}, tensors[len(names) :])
         return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *gradients]
 
     known = {**primal.state, **primal.inputs}
@@ -106,8 +219,13 @@ def derivative_of(
     returned.clear()
     marks.forget()
     traced.witness.refuse_left()
-    _refuse_mutated(names, primal, traced)
     buffers = tuple(names[place] for place in traced.mutated)
+    changed = [name for name in buffers if name in primal.inputs]
+    if changed:
+        raise CaptureError(str(Fault(
+            "the call changes an input in place, so it cannot be differentiated", f"{changed[0]} is changed in place",
+            "x = x + 1 in place of x.add_(1); or x = x.clone() first",
+        )))
     outputs = constants.count(Tensor)
     return Derivative(_lifted(traced.module, primal, outputs, len(buffers)), buffers, outputs, constants, structure)
 
@@ -122,17 +240,8 @@ def gradients_of(
         return [None] * len(tensors)
     roots, starts = zip(*pairs)
     with backward_of(roots), without_autocast():  # as in a backward after the autocast context
-        made = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
-    return [next(made) if tensor.requires_grad else None for tensor in tensors]
-
-
-def _refuse_mutated(names: Sequence[str], primal: Primal, traced: Functional) -> None:
-    changed = [names[place] for place in traced.mutated if names[place] in primal.inputs]
-    if changed:
-        raise CaptureError(str(Fault(
-            "the call changes an input in place, so it cannot be differentiated", f"{changed[0]} is changed in place",
-            "x = x + 1 in place of x.add_(1); or x = x.clone() first",
-        )))
+        gradients = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
+    return [next(gradients) if tensor.requires_grad else None for tensor in tensors]
 
 
 def _lifted(module: fx.GraphModule, primal: Primal, outputs: int, buffers: int) -> fx.GraphModule:

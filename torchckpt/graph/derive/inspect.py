@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -11,9 +10,8 @@ from torch import fx
 
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.graph.derive.adjoint import FORWARD_OUTPUTS
-from torchckpt.graph.step.costs import cost_of, roofline
+from torchckpt.graph.step.costs import Measure, cost_of, roofline
 from torchckpt.graph.step.joint import joint_of, needed
-from torchckpt.graph.step.measure import Measure
 from torchckpt.planning.remat.flow.late import separators as separating_nodes
 from torchckpt.planning.remat.flow.memory import Memory
 from torchckpt.planning.remat.flow.memory import simulate as run_on_paper
@@ -42,7 +40,11 @@ def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     Raises:
         ArgumentError: a node has no ``meta["val"]``.
     """
-    _require_values(gm)
+    operations = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    bare = [node.name for node in operations if node.users and "val" not in node.meta]
+    if bare:
+        works = "make_fx(function, tracing_mode='fake')(*inputs)"
+        raise_fault(Fault("a node has no meta['val'], which says what it makes", f"none of {bare[0]}", works))
     returned, forward = _returned(gm)
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(gm.graph, nodes)
@@ -64,7 +66,9 @@ def separators(gm: fx.GraphModule) -> list[fx.Node]:
     outputs: dict[fx.Node, tuple[int, fx.Node]] = {}  # by node: its operation's number, and the output node
     reads: list[list[int]] = []
     read: dict[int, fx.Node | None] = {}  # by operation: the one output that is read; None if several are
-    for node in _forward(gm):
+    returned, forward = _returned(gm)
+    wanted = needed(returned[:forward]) if forward < len(returned) else set(gm.graph.nodes)
+    for node in [node for node in gm.graph.nodes if node.op == "call_function" and node in wanted]:
         sources = [outputs[source] for source in node.all_input_nodes if source in outputs]
         if node.target is operator.getitem or _is_view(node.target):
             if sources:
@@ -78,13 +82,6 @@ def separators(gm: fx.GraphModule) -> list[fx.Node]:
     return [output for output in found if output is not None]
 
 
-def _forward(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The called nodes of the forward; all of them in a graph without gradients."""
-    returned, forward = _returned(gm)
-    wanted = needed(returned[:forward]) if forward < len(returned) else None
-    return (node for node in gm.graph.nodes if node.op == "call_function" and (wanted is None or node in wanted))
-
-
 def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
     """The values that ``gm`` returns or copies into buffers, those of the forward first, and the number of those."""
     returned: list[fx.Node] = []
@@ -95,16 +92,8 @@ def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
     return [*returned[:forward], *values, *returned[forward:]], forward + len(values)
 
 
-def _require_values(gm: fx.GraphModule) -> None:
-    called = [node for node in gm.graph.nodes if node.op.startswith("call_")]
-    bare = [node.name for node in called if node.users and "val" not in node.meta]
-    if bare:
-        works = "make_fx(function, tracing_mode='fake')(*inputs)"
-        raise_fault(Fault("a node has no meta['val'], which says what it makes", f"none of {bare[0]}", works))
-
-
 @cache
 def _is_view(target: Any) -> bool:
     """Whether an operator returns a view, which shares the storage of its first argument."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -93,28 +93,29 @@ class _Simplifier:
     """Tries the rules on every node, last first, until none applies; an attempt that is refused is undone."""
 
     def __init__(self, graph: fx.Graph, exact: bool) -> None:
-        self.graph, self.exact, self.turns = graph, exact, False
+        self.graph, self.exact = graph, exact
         self.mode = _mode_of(graph)
         self.made: list[fx.Node] = []
 
     def run(self) -> None:
-        self._run()  # a turned product must not read a transpose that is about to be cancelled
-        self.turns = not self.exact
-        self._run()
-
-    def _run(self) -> None:
-        while sum(map(self._rewrite, reversed(list(self.graph.nodes)))):
-            pass
+        for turns in (False,) if self.exact else (False, True):
+            self.turns = turns  # a turned product must not read a transpose that is about to be cancelled
+            while sum(map(self._rewrite, reversed(list(self.graph.nodes)))):
+                pass
 
     def _rewrite(self, node: fx.Node) -> bool:
         if not node.users:
             return False
         self.made = []
-        new, values = self._attempt(node)
+        try:
+            new = self._replacement(node)
+            values = None if new is None else self._relaid(node, _value(new))
+        except (RuntimeError, ValueError):  # an operator refuses the new strides
+            new = values = None
         dead = set() if new is None else _dead_without(node, new)
         if new is None or values is None or _swaps(self.made) > _swaps(dead):
-            for made in reversed(self.made):
-                self.graph.erase_node(made)
+            for addition in reversed(self.made):
+                self.graph.erase_node(addition)
             return False
         node.replace_all_uses_with(new)
         for reader, value in values.items():
@@ -124,13 +125,6 @@ class _Simplifier:
             self.graph.erase_node(gone)
         return True
 
-    def _attempt(self, node: fx.Node) -> tuple[fx.Node | None, dict[fx.Node, Any] | None]:
-        """A node that may replace ``node``, and the values that change with it; None where there is no replacement."""
-        try:
-            new = self._replacement(node)
-            return new, None if new is None else self._relaid(node, _value(new))
-        except (RuntimeError, ValueError):  # an operator refuses the new strides
-            return None, None
 
     # the rules --------------------------------------------------------------------------------------------------------
 
@@ -144,11 +138,9 @@ class _Simplifier:
     def _without_swap(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
         """``T(node)`` made from existing nodes; None if that would need a new transpose of ``node``."""
         way = self._way(node, before)
-        swapped = way.swapped
-        if swapped is None:
-            if not self._may_turn(way):
-                return None
-            swapped = self._turned(way.core)
+        if way.swapped is None and not self._may_turn(way):
+            return None
+        swapped = way.swapped or self._turned(way.core)
         for view in reversed(way.views):
             swapped = self._view(view, swapped, before)
         return swapped
@@ -170,13 +162,13 @@ class _Simplifier:
 
     def _taken(self, product: fx.Node) -> int:
         """How many transposes the operands of a turned product add; negative where some are cancelled."""
-        return sum(self._taken_by(operand, product) for operand in set(_operands(product) or ()))
-
-    def _taken_by(self, operand: fx.Node, product: fx.Node) -> int:
-        way = self._way(operand, product)
-        if way.swapped is not None:
-            return -1 if way.alone and _swap_operand(way.core) is not None else 0
-        return self._taken(way.core) if self._may_turn(way) else 1
+        count = 0
+        for way in [self._way(operand, product) for operand in set(_operands(product) or ())]:
+            if way.swapped is None:
+                count += self._taken(way.core) if self._may_turn(way) else 1
+            elif way.alone and _swap_operand(way.core) is not None:
+                count -= 1
+        return count
 
     def _turned(self, product: fx.Node) -> fx.Node:
         """``T(a @ b)`` as ``T(b) @ T(a)``, inserted before ``a @ b``."""
@@ -188,11 +180,9 @@ class _Simplifier:
 
     def _swapped(self, node: fx.Node, before: fx.Node) -> fx.Node:
         swapped = self._without_swap(node, before)
-        if swapped is not None:
-            return swapped
-        if _value(node).dim() == 2:
+        if swapped is None and _value(node).dim() == 2:
             return self._call(torch.ops.aten.t.default, (node,), before, before)
-        return self._call(torch.ops.aten.transpose.int, (node, -2, -1), before, before)
+        return swapped or self._call(torch.ops.aten.transpose.int, (node, -2, -1), before, before)
 
     def _view(self, view: fx.Node, source: fx.Node, before: fx.Node) -> fx.Node:
         """``view`` applied to the batch dimensions of ``source``, whose last two dimensions are swapped."""
@@ -351,11 +341,9 @@ def _mode_of(graph: fx.Graph) -> Any:
     values = (tensor for node in graph.nodes for tensor in tensors_in(node.meta.get("val")))
     modes = {id(mode): mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None}
     if len(modes) != 1:
-        raise_fault(Fault(
-            "meta['val'] of the nodes are not fake tensors of one mode",
-            f"fake tensors of {len(modes)} modes",
-            "simplify(make_fx(function, tracing_mode='fake')(*inputs)), or a graph that AOTAutograd has traced",
-        ))
+        rule = "meta['val'] of the nodes are not fake tensors of one mode"
+        works = "simplify(make_fx(function, tracing_mode='fake')(*inputs)), or a graph that AOTAutograd has traced"
+        raise_fault(Fault(rule, f"fake tensors of {len(modes)} modes", works))
     return next(iter(modes.values()))
 
 

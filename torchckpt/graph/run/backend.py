@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, called, raise_fault
 from torchckpt.features import GRAPH, INDUCTOR
-from torchckpt.graph.annotate.annotations import hide_marks, restore_marks
+from torchckpt.graph.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
@@ -27,12 +27,11 @@ from torchckpt.graph.private.inductor import by_inductor
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import log, stopwatch
+from torchckpt.graph.step.compiled import Fusion, Updates
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.emit import emit
-from torchckpt.graph.step.fusion import Fusion
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.repeat import under_autograd
-from torchckpt.graph.step.updates import Updates
 from torchckpt.graph.trace.capture import Halves, explained
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.flow.memory import simulate

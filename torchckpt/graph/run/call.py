@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.annotate.annotations import named_modules
+from torchckpt.graph.annotations import named_modules
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.progress import log_unread
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.run.narrowed import narrowed
-from torchckpt.graph.step.unused_outputs import Unread
+from torchckpt.graph.step.partial import Unread
 from torchckpt.graph.trace.capture import Capture, Halves
 from torchckpt.graph.trace.guard import argument_names, places_of
 from torchckpt.graph.trace.side_effects import restoring_modules

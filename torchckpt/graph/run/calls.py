@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CheckpointError, Fault, brief, called, raise_fault
-from torchckpt.graph.annotate.annotations import is_tracing
+from torchckpt.graph.annotations import is_tracing
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import log, stopwatch

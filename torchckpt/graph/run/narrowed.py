@@ -11,8 +11,7 @@ from dataclasses import replace
 from torch import fx
 
 from torchckpt.graph.step.joint import Joint
-from torchckpt.graph.step.partial import Absent
-from torchckpt.graph.step.unused_outputs import Unread
+from torchckpt.graph.step.partial import Absent, Unread
 from torchckpt.planning.remat.flow.dataflow import Operation
 from torchckpt.planning.remat.plan import Plan
 

@@ -64,7 +64,7 @@ def rematerialize(
             convolutions and products of matrices. ``"memory"``: about the square root of the values that separate
             inputs from outputs (Chen 2016; Gruslys's and Bulatov's heuristics for TensorFlow). Names of modules and
             marks: in full, as patterns (``"layers.*.mlp"``), or a part of the name. A function that takes a
-            :class:`~torchckpt.graph.step.values.Value` and returns whether to keep it. An earlier plan. Default: all
+            :class:`~torchckpt.graph.choose.keep.Value` and returns whether to keep it. An earlier plan. Default: all
             values outside of a :func:`region`; with a budget, the values that the planner chooses.
         budget: bytes that a forward and its backward may allocate beyond the memory in use before them: activations and
             gradients. A loss outside of the model is not included: let the model return its loss. ``"6GiB"``; a

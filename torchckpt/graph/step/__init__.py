@@ -1,10 +1,9 @@
 """One traced training step: its dataflow, what it costs, and the code that runs a schedule of it.
 
-    partial, unused_outputs     a backward that some gradients do not reach
-    emit, fusion, values        a schedule as a graph; groups that Inductor fuses; values by the names users know
-    sums              gradients that are added in place
+    partial           a backward that some gradients do not reach
+    emit, compiled    a schedule as a graph; fused operations and updates of buffers, as Inductor has them
     joint             forward and backward as operations on storages
-    costs, measure    FLOPs and bytes of an operation
-    repeat, rng, updates        what a repeat runs in an operation's place; random numbers; buffers
+    costs             seconds, FLOPs and bytes of an operation
+    repeat            what a repeat runs in an operation's place; random numbers
 """
 __all__: list[str] = []

@@ -6,7 +6,7 @@ of an older copy would keep the older copy alive.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -29,28 +29,25 @@ def emit(joint: Joint, schedule: Schedule, boundary: int) -> tuple[fx.GraphModul
     """
     forward = forward_of(joint, schedule[:boundary])
     backward = Emitter(joint, joint.tangents, before=forward)
-    for step in range(boundary, len(schedule)):
-        backward.run(schedule[step])
+    backward.run(schedule[boundary:])
     outputs, gradients = joint.outputs[: joint.forward_outputs], joint.outputs[joint.forward_outputs :]
-    made = backward.finish(backward.resolved(gradients), "Backward")
-    return forward.finish([*forward.resolved(outputs), *backward.crossing.values()], "Forward"), made
+    second = backward.finish(backward.resolve(gradients), "Backward")
+    return forward.finish([*forward.resolve(outputs), *backward.crossing.values()], "Forward"), second
 
 
 def forward_of(joint: Joint, schedule: Schedule) -> Emitter:
     """An emitter that has emitted these steps. Its graph takes the joint graph's inputs without output gradients."""
     inputs = [node for node in joint.module.graph.find_nodes(op="placeholder") if node not in joint.tangents]
     forward = Emitter(joint, inputs)
-    for index in schedule:
-        forward.run(index)
+    forward.run(schedule)
     return forward
 
 
 def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
     """All of ``schedule`` as one graph with the outputs of the joint graph."""
     emitter = Emitter(joint, joint.module.graph.find_nodes(op="placeholder"))
-    for index in schedule:
-        emitter.run(index)
-    return emitter.finish(emitter.resolved(joint.outputs), "Adjoint")
+    emitter.run(schedule)
+    return emitter.finish(emitter.resolve(joint.outputs), "Adjoint")
 
 
 class Emitter:
@@ -69,37 +66,40 @@ class Emitter:
         self._views: dict[tuple[fx.Node, ...], fx.Node] = {}
         self._ran: set[int] = set() if before is None else before._ran
         for node in inputs:
-            self._newest[node] = self._copy(node, node.args)
+            self._newest[node] = self._copy(node)
 
-    def run(self, index: int) -> None:
+    def run(self, schedule: Schedule) -> None:
+        for index in schedule:
+            self._run(index)
+
+    def _run(self, index: int) -> None:
         node = self.joint.nodes[index]
         first = index not in self._ran
         self._ran.add(index)
         if node is None:
             return
-        again = None if first else self.joint.repeats.get(index)
-        if again is not None:
-            made = dict(zip(again.writes, again.emit(self.graph, self.resolve)))
+        repeat = None if first else self.joint.repeats.get(index)
+        if repeat is not None:
+            copies = dict(zip(repeat.writes, repeat.emit(self.graph, self.resolve)))
         else:
-            called = self._copy(node, node.args)
-            parts = outputs_of(node)
-            made = {part: self._part(called, place, part) for place, part in parts.items()} if parts else {node: called}
-        results = self.joint.flow.results
+            called, parts = self._copy(node), outputs_of(node)
+            copies = {part: self._part(called, place, part) for place, part in parts.items()} or {node: called}
+        results, storages = self.joint.flow.results, self.joint.storages
         self._newest.update(
-            (old, new) for old, new in made.items() if first or not self.joint.storages.get(old, set()) & results
+            (old, new) for old, new in copies.items() if first or not storages.get(old, set()) & results
         )
 
     def resolve(self, argument: Any) -> Any:
         """An argument of a node of the joint graph, with the joint graph's nodes replaced by this graph's."""
         return fx.node.map_arg(argument, self._node)
 
-    def resolved(self, arguments: Iterable[Any]) -> list[Any]:
-        return [self.resolve(argument) for argument in arguments]
-
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code(self._is_needed)
-        self._forget_unread()
+        # Saved values that only dead code read would stay alive until the end: nothing reads them last.
+        for placeholder in [placeholder for placeholder in self.crossing if not placeholder.users]:
+            del self.crossing[placeholder]
+            self.graph.erase_node(placeholder)
         self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph, name)
 
@@ -107,39 +107,32 @@ class Emitter:
         """Whether ``node`` is kept although nothing reads its result, because it has a side effect."""
         return node.is_impure()
 
-    def _forget_unread(self) -> None:
-        """Remove saved values that only dead code read: without a reader, they would stay alive until the end."""
-        for placeholder in [placeholder for placeholder in self.crossing if not placeholder.users]:
-            del self.crossing[placeholder]
-            self.graph.erase_node(placeholder)
-
     def _node(self, node: fx.Node) -> fx.Node:
         if node in self.joint.views:
             sources = [self._node(source) for source in node.all_input_nodes]
             key = (node, *sources)
             if key not in self._views:
-                made = dict(zip(node.all_input_nodes, sources))
-                self._views[key] = self.graph.node_copy(node, made.__getitem__)
+                self._views[key] = self.graph.node_copy(node, dict(zip(node.all_input_nodes, sources)).__getitem__)
             return self._views[key]
         if node not in self._newest:
-            self._newest[node] = self._copy(node, ()) if node.op == "get_attr" else self._cross(node)
+            self._newest[node] = self._copy(node) if node.op == "get_attr" else self._cross(node)
         return self._newest[node]
 
     def _cross(self, node: fx.Node) -> fx.Node:
         before = cast(Emitter, self.before)  # a forward reads nothing that it has not made
         last = next(reversed(self.crossing), None)
         with self.graph.inserting_before(None) if last is None else self.graph.inserting_after(last):
-            made = self.graph.placeholder(f"saved_{node.name}")
-        made.meta = dict(node.meta)
-        self.crossing[made] = before._lasting(node)
-        return made
+            saved = self.graph.placeholder(f"saved_{node.name}")
+        saved.meta = dict(node.meta)
+        self.crossing[saved] = before._lasting(node)
+        return saved
 
     def _lasting(self, node: fx.Node) -> fx.Node:
         """The node to save for the backward: a copy, if ``node`` is an input that the forward changes."""
-        made = self._node(node)
+        newest = self._node(node)
         if node not in self.joint.changed:
-            return made
-        copy = self.graph.call_function(torch.ops.aten.clone.default, (made,))
+            return newest
+        copy = self.graph.call_function(torch.ops.aten.clone.default, (newest,))
         copy.meta = dict(node.meta)
         return copy
 
@@ -148,18 +141,18 @@ class Emitter:
         return self.joint.sums.get(node)
 
     def _part(self, called: fx.Node, place: int, part: fx.Node) -> fx.Node:
-        made = self.graph.call_function(operator.getitem, (called, place))
-        made.meta = dict(part.meta)
-        return made
+        copy = self.graph.call_function(operator.getitem, (called, place))
+        copy.meta = dict(part.meta)
+        return copy
 
-    def _copy(self, node: fx.Node, arguments: tuple[Any, ...]) -> fx.Node:
+    def _copy(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
-            made = self.graph.placeholder(node.name)
+            copy = self.graph.placeholder(node.name)
         else:
-            target, part = node.target, self._overwritten(node)
+            target, arguments, part = node.target, node.args, self._overwritten(node)
             if part is not None:
                 target, arguments = torch.ops.aten.add_.Tensor, (part, *(one for one in arguments if one is not part))
             arguments, named = self.resolve(arguments), self.resolve(node.kwargs)
-            made = self.graph.create_node(node.op, target, arguments, named, name=node.name)
-        made.meta = dict(node.meta)
-        return made
+            copy = self.graph.create_node(node.op, target, arguments, named, name=node.name)
+        copy.meta = dict(node.meta)
+        return copy

@@ -8,6 +8,7 @@ an operation. :class:`~torchckpt.planning.remat.flow.dataflow.Dataflow` describe
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -19,14 +20,22 @@ from torchckpt.graph.private.operators import note_branches
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_inputs, uncompiled
 from torchckpt.graph.step.costs import Cost, CostOf
-from torchckpt.graph.step.repeat import Repeat, as_eager_runs, forget_statistics, repeat_of, runs_once
-from torchckpt.graph.step.rng import record_states, refuse_generators
+from torchckpt.graph.step.repeat import (
+    Repeat,
+    as_eager_runs,
+    forget_statistics,
+    nodes_in,
+    record_states,
+    refuse_generators,
+    repeat_of,
+    runs_once,
+)
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Joint", "is_sum", "joint_of", "needed", "reached"]
+__all__ = ["Joint", "added_in_place", "copied", "is_sum", "joint_of", "needed", "reached"]
 
-TANGENTS = "tangents"
+_TANGENTS = "tangents"
 _CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator gives whole blocks
 
 
@@ -74,66 +83,66 @@ def joint_of(module: fx.GraphModule, forward_outputs: int, cost: CostOf, replay:
     module.graph.eliminate_dead_code()
     if replay:
         record_states(module.graph)
-    builder = _Builder(module.graph, forward_outputs, cost)
-    flow, repeats = builder.flow()
-    return Joint(module, forward_outputs, flow, builder.order, repeats, builder.storages, frozenset(builder.views),
-                 tuple(builder.tangents), frozenset(builder.changed))
+    return _Builder(module.graph, forward_outputs, cost).joint(module)
 
 
 class _Builder:
+    """Numbers the storages of a graph, and lists its operations: the forward's, the arrival of gradients, the rest."""
+
     def __init__(self, graph: fx.Graph, forward_outputs: int, cost: CostOf) -> None:
         self._cost, self._costs = cost, dict[fx.Node, Cost]()
-        self.sizes: list[int] = []
-        self.storages: dict[fx.Node, frozenset[int]] = {}
-        self.writes: dict[fx.Node, tuple[int, ...]] = {}  # of each operation
-        self.views: set[fx.Node] = set()
+        self._sizes: list[int] = []
+        self._storages: dict[fx.Node, frozenset[int]] = {}
+        self._writes: dict[fx.Node, tuple[int, ...]] = {}  # of each operation
+        self._views: set[fx.Node] = set()
         self._known: dict[int, int] = {}
-        self.tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
+        self._tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(_TANGENTS)]
         outputs = list(cast(Iterable[Any], graph.output_node().args[0]))
         mutated = mutated_inputs(graph.output_node())
-        self.new_values = [outputs[place] for place in mutated if place < forward_outputs]
-        self.changed = [node for node in graph.find_nodes(op="placeholder") if input_place(node) in mutated.values()]
-        self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+        self._new_values = [outputs[place] for place in mutated if place < forward_outputs]
+        self._changed = [node for node in graph.find_nodes(op="placeholder") if input_place(node) in mutated.values()]
+        self._outputs, self._gradients = outputs[:forward_outputs], outputs[forward_outputs:]
         for node in graph.nodes:
             self._add(node)
-        after = reached(self.tangents)
-        forward = needed([*_nodes(self.outputs), *(n for n in self.writes if self._runs_once(n) and n not in after)])
-        first = [node for node in self.writes if node in forward]
-        arrival = [None] if self.tangents else []
-        self.forward = len(first)
-        self.order: tuple[fx.Node | None, ...] = (*first, *arrival, *(n for n in self.writes if n not in forward))
+        once = {node for node in self._writes if self._runs_once(node)} - reached(self._tangents)
+        forward = needed([*nodes_in(self._outputs), *once])
+        first = [node for node in self._writes if node in forward]
+        arrival = [None] if self._tangents else []
+        self._forward = len(first)
+        self._order: tuple[fx.Node | None, ...] = (*first, *arrival, *(n for n in self._writes if n not in forward))
 
-    def flow(self) -> tuple[Dataflow, dict[int, Repeat]]:
-        repeats = {index: repeat for index, node in enumerate(self.order) if node and (repeat := repeat_of(node))}
-        operations = [self._operation(node, repeats.get(index)) for index, node in enumerate(self.order)]
+    def joint(self, module: fx.GraphModule) -> Joint:
+        repeats = {index: repeat for index, node in enumerate(self._order) if node and (repeat := repeat_of(node))}
+        operations = [self._operation(node, repeats.get(index)) for index, node in enumerate(self._order)]
         self._keep_order(operations)
-        there = [node for node in self.storages if node.op in ("placeholder", "get_attr")]
-        given = self._roots_of(there) - self._roots_of(self.tangents)
-        passing = self._roots_of(self.new_values) - given
-        lasting = [output for output in self.outputs if output not in self.new_values]
-        staying = self.tangents if GRADIENTS_STAY else []
-        results = self._roots_of([*lasting, *self.gradients, *staying]) - given
-        sizes = tuple(self.sizes)
-        return Dataflow(tuple(operations), sizes, self.forward, given, results, passing - results), repeats
+        sources = [node for node in self._storages if node.op in ("placeholder", "get_attr")]
+        given = self._roots_of(sources) - self._roots_of(self._tangents)
+        passing = self._roots_of(self._new_values) - given
+        lasting = [output for output in self._outputs if output not in self._new_values]
+        staying = self._tangents if GRADIENTS_STAY else []
+        results = self._roots_of([*lasting, *self._gradients, *staying]) - given
+        flow = Dataflow(tuple(operations), tuple(self._sizes), self._forward, given, results, passing - results)
+        return Joint(module, len(self._outputs), flow, self._order, repeats, self._storages, frozenset(self._views),
+                     tuple(self._tangents), frozenset(self._changed))
 
     def _keep_order(self, operations: list[Operation]) -> None:
         """Let each operation that runs once read a token of the one before: so they keep their order."""
         before: tuple[int, ...] = ()
-        for index, node in enumerate(self.order):
+        for index, node in enumerate(self._order):
             if node is not None and self._runs_once(node):
-                operation, token = operations[index], len(self.sizes)
-                self.sizes.append(0)
+                operation, token = operations[index], len(self._sizes)
+                self._sizes.append(0)
                 reads, writes = (*operation.reads, *before), (*operation.writes, token)
                 operations[index] = replace(operation, reads=reads, writes=writes)
                 before = (token,)
 
     def _operation(self, node: fx.Node | None, repeat: Repeat | None) -> Operation:
         if node is None:
-            return Operation(TANGENTS, (), self._reads_of(self.tangents), 0.0, repeatable=False)
+            return Operation(_TANGENTS, (), self._reads_of(self._tangents), 0.0, repeatable=False)
         cost = self._costs[node]
-        reads, writes = self._reads_of(node.all_input_nodes), self.writes[node]
+        reads, writes = self._reads_of(node.all_input_nodes), self._writes[node]
         substitute = None if repeat is None else self._substitute(node.name, repeat)
-        changed = self._roots_of(self.changed).intersection(reads if substitute is None else substitute.reads)
+        changed = self._roots_of(self._changed).intersection(reads if substitute is None else substitute.reads)
         # A changed input has a new value afterwards, so its readers cannot be repeated.
         once = bool(changed) or (self._runs_once(node) and repeat is None)
         return Operation(node.name, reads, writes, cost.seconds, cost.flops, cost.workspace_bytes, not once, substitute)
@@ -143,20 +152,13 @@ class _Builder:
 
     def _substitute(self, name: str, repeat: Repeat) -> Operation:
         """``repeat`` as an operation, with the costs of the nodes that it emits. Intermediate values are workspace."""
-        graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
-
-        def resolve(argument: Any) -> Any:
-            return fx.node.map_arg(argument, given)
-
-        def given(node: fx.Node) -> fx.Node:
-            if node not in inputs:
-                inputs[node] = graph.placeholder(node.name)
-                inputs[node].meta["val"] = node.meta["val"]
-            return inputs[node]
-
-        repeat.emit(graph, resolve)
-        made = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-        costs = [self._cost(node) for node in made]
+        graph = fx.Graph()
+        inputs = {node: graph.placeholder(node.name) for node in repeat.reads}
+        for node, placeholder in inputs.items():
+            placeholder.meta["val"] = node.meta["val"]
+        repeat.emit(graph, lambda argument: fx.node.map_arg(argument, inputs.__getitem__))
+        emitted = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+        costs = [self._cost(node) for node in emitted]
         seconds, flops = sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
         reads, writes = self._reads_of(repeat.reads), self._reads_of(repeat.writes)
         return Operation(name, reads, writes, seconds, flops, max(cost.workspace_bytes for cost in costs))
@@ -165,29 +167,30 @@ class _Builder:
         value = node.meta.get("val")
         if node.op == "output" or (value is None and node.op != "call_function"):
             return
-        if self._is_made_of_others(node):
-            self.storages[node] = self._roots_of(node.all_input_nodes)
-            self.views.add(node)
+        is_called = node.op == "call_function"
+        if is_called and _is_sparse(value) and not sum(self._cost(node).made_bytes):  # made of others without a copy
+            self._storages[node] = self._roots_of(node.all_input_nodes)
+            self._views.add(node)
             return
         parts = tensors_in(value)
         keys = [storage_of(part) for part in parts]
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
-        is_called = node.op == "call_function" and not self._is_part(node)
-        if is_called and (fresh or not parts):
+        is_part = node.target is operator.getitem and node.all_input_nodes[0] not in self._views
+        if is_called and not is_part and (fresh or not parts):
             self._costs[node] = self._cost(node)
         unread = self._unread_copies(node, keys)
-        first = len(self.sizes)
+        first = len(self._sizes)
         for key in fresh:
-            self._known[key] = len(self.sizes)
+            self._known[key] = len(self._sizes)
             places = [place for place, other in enumerate(keys) if other == key and place not in unread]
-            self.sizes.append(self._allocated_bytes(node, parts, places))
-        self.sizes += [self._allocated_bytes(node, parts, [place]) for place in unread]
+            self._sizes.append(self._allocated_bytes(node, parts, places))
+        self._sizes += [self._allocated_bytes(node, parts, [place]) for place in unread]
         if isinstance(value, Tensor):
-            self.storages[node] = frozenset({self._known[keys[0]]})
+            self._storages[node] = frozenset({self._known[keys[0]]})
         if node in self._costs:
-            self.writes[node] = tuple(range(first, len(self.sizes)))
-        elif is_called:
-            self.views.add(node)
+            self._writes[node] = tuple(range(first, len(self._sizes)))
+        elif is_called and not is_part:
+            self._views.add(node)
 
     def _unread_copies(self, node: fx.Node, keys: list[int]) -> list[int]:
         """Places of unread outputs that share a storage with another output in the trace, but not in a run.
@@ -208,44 +211,67 @@ class _Builder:
         The two may differ: in a run a loss may be a view of a larger tensor, and the trace may merge two tensors.
         """
         part = parts[places[0]]
-        seen = self._costs[node].made_bytes if node in self._costs else ()
+        made_bytes = self._costs[node].made_bytes if node in self._costs else ()
         if _is_sparse(part):  # 0 for an input
-            return sum(seen)
-        size = sum(seen[place] for place in places) if len(seen) == len(parts) else 0
+            return sum(made_bytes)
+        size = sum(made_bytes[place] for place in places) if len(made_bytes) == len(parts) else 0
         size = size or part.untyped_storage().nbytes()
         return size if part.device.type == "cpu" else -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
-
-    def _is_made_of_others(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a sparse tensor made of existing tensors, its indices and values, without a copy."""
-        is_called = _is_sparse(node.meta.get("val")) and node.op == "call_function"
-        return is_called and not sum(self._cost(node).made_bytes)
-
-    def _is_part(self, node: fx.Node) -> bool:
-        """Whether ``node`` is one of the outputs of an operation."""
-        return node.target is operator.getitem and node.all_input_nodes[0] not in self.views
 
     def _reads_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         return tuple(sorted(self._roots_of(nodes)))
 
     def _roots_of(self, nodes: Iterable[Any]) -> frozenset[int]:
-        none: frozenset[int] = frozenset()
-        return none.union(*(self.storages.get(node, none) for node in _nodes(nodes)))
+        none = frozenset[int]()
+        return none.union(*(self._storages.get(node, none) for node in nodes_in(nodes)))
+
+
+def added_in_place(joint: Joint) -> Joint:
+    """``joint`` with sums of gradients that overwrite one of their operands, as autograd adds. Each runs only once.
+
+    A backward that adds out of place holds three tensors where autograd holds two. An operand is overwritten if an
+    operator of torch makes it in the backward, in a storage of its own that fits it and the sum alike, and the sum
+    alone reads it.
+    """
+    flow, operations = joint.flow, list(joint.flow.operations)
+    backward = reached(joint.tangents)
+    tensors = Counter(storage for storages in joint.storages.values() for storage in storages)
+    alone = {storage for storage, count in tensors.items() if count == 1} - flow.results - flow.given
+    sums: dict[fx.Node, fx.Node] = {}
+    for index in range(flow.forward, len(operations)):
+        node = joint.nodes[index]
+        if node is None or node not in backward or not is_sum(node):
+            continue
+        (size,) = (flow.sizes_bytes[storage] for storage in operations[index].writes)
+        for part in node.all_input_nodes:
+            fits = joint.storages[part] <= alone and [flow.sizes_bytes[s] for s in joint.storages[part]] == [size]
+            if fits and part in backward and _is_free(part, node):
+                sums[node] = part
+                less = operations[index].workspace_bytes - size
+                operations[index] = replace(operations[index], workspace_bytes=less, repeatable=False)
+                break
+    return replace(joint, flow=replace(flow, operations=tuple(operations)), sums=sums)
+
+
+def _is_free(part: fx.Node, node: fx.Node) -> bool:
+    """Whether ``node`` alone reads ``part``, which an operator of torch has made with the layout of ``node``."""
+    maker = part.args[0] if part.target is operator.getitem else part
+    value = part.meta["val"]
+    is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    is_torch = getattr(getattr(maker, "target", None), "namespace", "") == "aten"
+    return is_torch and is_whole and value.stride() == node.meta["val"].stride() and set(part.users) == {node}
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of ``graph`` that shares only the values in ``meta``."""
-    made, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        nodes[node] = made.node_copy(node, nodes.__getitem__)
-    return made
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+    return copy
 
 
 def _is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout != torch.strided
-
-
-def _nodes(values: Iterable[Any]) -> list[fx.Node]:
-    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def is_sum(node: fx.Node) -> bool:

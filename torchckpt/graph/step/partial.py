@@ -1,25 +1,92 @@
-"""Partial: backwards for missing gradients of outputs, which no loss reads.
+"""Partial: which gradients of outputs are missing in a backward, and the backward that runs without them.
 
-Autograd skips the operations that depend only on the missing gradients. Zeros in place of those gradients would cost
-time, and would give NaN where a derivative is infinite. So the backward of the plan is emitted again without these
-operations. The other operations keep their order.
+AOTAutograd replaces missing gradients, of outputs that no loss reads, by zeros. Eager skips the operations that depend
+only on them: a parameter that no loss depends on has the gradient None, and an optimizer applies no weight decay to it.
+Zeros would also cost time, and give NaN where a derivative is infinite. So the backward of the plan is emitted again
+without these operations. The other operations keep their order.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
+from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.runtime import is_freed, lasting
+from torchckpt.graph.private.trace import backward_node, output_places, retainable, tangent_places
 from torchckpt.graph.step.emit import Emitter, forward_of
 from torchckpt.graph.step.joint import Joint, is_sum, reached
 from torchckpt.planning.remat.flow.dataflow import Schedule
 
-__all__ = ["Absent", "Backward", "PartialBackwards"]
+__all__ = ["Absent", "Backward", "PartialBackwards", "Unread", "UnusedOutputs"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
+
+_Storages: TypeAlias = Mapping[int, Any]
+"""By place of an output of the forward: a weak reference to the storage that the caller got."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What a backward went without.
+
+    Args:
+        missing: the placeholders of the gradients of outputs that did not arrive.
+        released: storages of outputs without a gradient that the caller held no more.
+    """
+
+    missing: frozenset[fx.Node] = frozenset()
+    released: frozenset[int] = frozenset()
+
+
+class UnusedOutputs:
+    """Finds out, for each backward, which gradients of outputs are missing."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._places = tangent_places(joint.module.graph)
+        self._gradients = len(joint.outputs) - joint.forward_outputs
+        self._outputs = output_places(joint.module.graph)
+        self._roots = [joint.storages.get(node, frozenset[int]()) for node in joint.outputs[: joint.forward_outputs]]
+        self._arrived: dict[int, tuple[set[int], _Storages]] = {}  # by thread: autograd has one for each device
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Record at each backward which gradients of ``outputs`` arrive. Also allow ``retain_graph=True``."""
+        tensors = {number: output for number, output in enumerate(outputs) if isinstance(output, Tensor)}
+        nodes = {backward_node(tensor, self._gradients) for tensor in tensors.values()} - {None}
+        places = self._outputs.items() if nodes else ()
+        storages = {place: lasting(tensors[number]) for place, number in places if number in tensors}
+        for node in nodes:
+            retainable(node)
+            node.register_prehook(partial(self._arrive, storages))
+
+    def missing(self) -> tuple[frozenset[fx.Node], _Storages]:
+        """The placeholders of output gradients that are missing in this thread's present backward; and its outputs."""
+        if get_ident() not in self._arrived:
+            return frozenset(), {}
+        arrived, storages = self._arrived.pop(get_ident())
+        return frozenset(tangent for tangent, place in self._places.items() if place not in arrived), storages
+
+    def released(self, missing: Set[fx.Node], storages: _Storages) -> frozenset[int]:
+        """The storages of outputs that have no gradient, and that nobody holds any more."""
+        read = {place for tangent, place in self._places.items() if tangent not in missing}
+        freed = [place for place, storage in storages.items() if place not in read and is_freed(storage)]
+        none = frozenset[int]()
+        return none.union(*map(self._roots.__getitem__, freed)).difference(*map(self._roots.__getitem__, read))
+
+    def _arrive(self, storages: _Storages, gradients: Sequence[Any]) -> None:
+        # Not a post-hook: autograd would keep all arrived gradients alive for it.
+        if torch.is_grad_enabled():
+            rule = "the backward of a traced call cannot be differentiated"
+            works = "the original model for second derivatives, with torchckpt.checkpoint inside it to save memory"
+            raise CaptureError(str(Fault(rule, "a backward with create_graph=True", works)))
+        arrived = {place for place, gradient in enumerate(gradients) if gradient is not None}
+        self._arrived[get_ident()] = arrived, storages
 
 
 class PartialBackwards:
@@ -32,7 +99,7 @@ class PartialBackwards:
     def __init__(self, joint: Joint, schedule: Schedule, boundary: int, whole: fx.GraphModule) -> None:
         self._joint, self._schedule, self._boundary = joint, schedule, boundary
         self._takes = [str(node.target) for node in whole.graph.find_nodes(op="placeholder")]
-        self._made: dict[frozenset[fx.Node], Backward | None] = {}
+        self._known: dict[frozenset[fx.Node], Backward | None] = {}
 
     def without(self, missing: Set[fx.Node]) -> Backward | None:
         """The backward without these gradients of outputs. It takes the same list as the whole backward.
@@ -40,17 +107,16 @@ class PartialBackwards:
         None, if it would need values that are not in that list: the whole backward then gets zeros.
         """
         key = frozenset(missing)
-        if key not in self._made:
-            self._made[key] = self._emitted(key)
-        return self._made[key]
+        if key not in self._known:
+            self._known[key] = self._emitted(key)
+        return self._known[key]
 
     def _emitted(self, missing: frozenset[fx.Node]) -> Backward | None:
         forward = forward_of(self._joint, self._schedule[: self._boundary])
         emitter = _Without(self._joint, forward, Absent(self._joint, missing))
-        for index in self._schedule[self._boundary :]:
-            emitter.run(index)
+        emitter.run(self._schedule[self._boundary :])
         gradients = self._joint.outputs[self._joint.forward_outputs :]
-        module = emitter.finish(emitter.resolved(gradients), "PartialBackward")
+        module = emitter.finish(emitter.resolve(gradients), "PartialBackward")
         takes = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         if not set(takes) <= set(self._takes):  # a value that the whole backward does not get
             return None
@@ -97,17 +163,17 @@ class _Without(Emitter):
         super().__init__(joint, [node for node in joint.tangents if node not in absent.nodes], before)
         self._absent = absent
 
-    def run(self, index: int) -> None:
+    def _run(self, index: int) -> None:
         node = self.joint.nodes[index]
         if node is None or not (node in self._absent.nodes or node in self._absent.same):
-            super().run(index)
+            super()._run(index)
         elif self._absent.is_copied(node):
             part = self.resolve(self._absent.same[node])
             self._newest[node] = self.graph.call_function(torch.ops.aten.clone.default, (part,))
 
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
         gradients = self.joint.outputs[self.joint.forward_outputs :]
-        present = [None if node in self._absent.nodes else made for node, made in zip(gradients, outputs)]
+        present = [None if node in self._absent.nodes else output for node, output in zip(gradients, outputs)]
         return super().finish(present, name)
 
     def _node(self, node: fx.Node) -> fx.Node:
@@ -126,13 +192,15 @@ class _Without(Emitter):
         return None if part in self._absent.same else part
 
     def _zeros(self, like: Tensor) -> fx.Node:
-        storage = like.untyped_storage().nbytes() // like.element_size()
-        arguments = storage, like.shape, like.stride(), like.storage_offset(), like.dtype, like.device
+        size = like.untyped_storage().nbytes() // like.element_size()
+        arguments = size, like.shape, like.stride(), like.storage_offset(), like.dtype, like.device
         return self.graph.call_function(_zeros, arguments)
 
 
+
+
 def _zeros(
-    storage: int, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
+    size: int, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Zeros with the strides of the gradient that they replace, which may be an expanded scalar."""
-    return torch.zeros(storage, dtype=dtype, device=device).as_strided(shape, stride, offset)
+    return torch.zeros(size, dtype=dtype, device=device).as_strided(shape, stride, offset)

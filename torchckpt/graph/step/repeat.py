@@ -1,35 +1,41 @@
 """Repeat: what runs when an operation is repeated, where it must not run a second time as it is.
 
 A repeated dropout multiplies by the mask that it saved. A repeated batch norm does not update its running statistics
-again. Other random operations run once, unless the generator's state was saved: a second draw gives other numbers.
+again. Other random operations run once, or again from a saved state of their generator, which is put back afterwards.
 Collectives run once: the other processes would not take part in a second one.
 """
 from __future__ import annotations
 
 import operator
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.operators import (
     BATCH_NORM,
     BATCH_NORM_AGAIN,
     BATCH_NORM_BACKWARD,
     BATCH_NORM_BY_STATISTICS,
     FUSED_LSTM,
+    argument_of,
     branches_of,
     has_effect,
     is_collective,
     is_mutable,
+    is_random,
 )
 from torchckpt.graph.private.runtime import without_modes
-from torchckpt.graph.step.rng import draws, generator_state, replayed, state_of
+from torchckpt.tensors import tensors_in
 
-__all__ = ["Repeat", "as_eager_runs", "forget_statistics", "repeat_of", "runs_once", "under_autograd"]
+__all__ = [
+    "Repeat", "as_eager_runs", "forget_statistics", "generator_state", "nodes_in", "outputs_of", "record_states",
+    "refuse_generators", "repeat_of", "replayed", "runs_once", "under_autograd",
+]
 
 Resolve = Callable[[Any], Any]
 """Maps an argument in the joint graph to the same argument in the emitted graph."""
@@ -52,9 +58,9 @@ def runs_once(node: fx.Node) -> bool:
     target = node.target
     if target is _DROPOUT:
         return node.args[2] is not False
-    if any(runs_once(inner) for branch in branches_of(node) for inner in branch.graph.nodes):
+    if target is generator_state or has_effect(target) or is_collective(target) or is_mutable(target):
         return True
-    return target is generator_state or has_effect(target) or draws(node) or is_collective(target) or is_mutable(target)
+    return _draws(node) or any(runs_once(inner) for branch in branches_of(node) for inner in branch.graph.nodes)
 
 
 def repeat_of(node: fx.Node) -> Repeat | None:
@@ -62,9 +68,8 @@ def repeat_of(node: fx.Node) -> Repeat | None:
     outputs = outputs_of(node)
     if node.target is BATCH_NORM and node.args[5]:
         return _batch_norm(node, outputs)
-    state = state_of(node)
-    if state is not None:
-        return _draw(node, state, outputs)
+    if node.prev.op == "call_function" and node.prev.target is generator_state:
+        return _draw(node, node.prev, outputs)
     if node.target is _DROPOUT and runs_once(node) and len(outputs) == 2:
         return _dropout(node, outputs[0], outputs[1])
     return None
@@ -106,26 +111,26 @@ def as_eager_runs(graph: fx.Graph) -> None:
 def under_autograd(target: Any, /, *args: Any) -> Any:
     """Run ``target`` on detached tensors with autograd enabled: the kernel acts as in training, no graph is built."""
     with torch.enable_grad():
-        return target(*(part.detach() if isinstance(part, torch.Tensor) else part for part in args))
+        return target(*(part.detach() if isinstance(part, Tensor) else part for part in args))
 
 
 def _has_gaps(node: fx.Node) -> bool:
     """Whether the traced result is on a CPU, and neither contiguous nor channels last."""
-    made = node.meta["val"][0]
+    traced = node.meta["val"][0]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    formatted = made.is_contiguous(memory_format=formats.get(made.dim(), torch.contiguous_format))
-    return made.device.type == "cpu" and not (made.is_contiguous() or formatted)
+    formatted = traced.is_contiguous(memory_format=formats.get(traced.dim(), torch.contiguous_format))
+    return traced.device.type == "cpu" and not (traced.is_contiguous() or formatted)
 
 
 def _drop_all(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
     graph, data = node.graph, node.args[0]
     with graph.inserting_before(node):
-        nothing = graph.call_function(torch.ops.aten.mul.Scalar, (data, 0.0))
-        no_mask = graph.call_function(torch.ops.aten.zeros_like.default, (data,), {"dtype": torch.bool})
+        zeros = graph.call_function(torch.ops.aten.mul.Scalar, (data, 0.0))
+        mask = graph.call_function(torch.ops.aten.zeros_like.default, (data,), {"dtype": torch.bool})
     for place, output in outputs.items():
-        made = (nothing, no_mask)[place]
-        made.meta = dict(output.meta)
-        output.replace_all_uses_with(made)
+        replacement = (zeros, mask)[place]
+        replacement.meta = dict(output.meta)
+        output.replace_all_uses_with(replacement)
         graph.erase_node(output)
     graph.erase_node(node)
 
@@ -138,13 +143,13 @@ def _round_scale(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
         return
     share = 1.0 - cast(float, probability)
     scale = _scale(share, like)
-    if scale == struct.unpack("f", struct.pack("f", 1.0 / share))[0]:
+    if scale == c_float(1.0 / share).value:
         return
     with node.graph.inserting_after(max(outputs.values())):
-        made = node.graph.call_function(_DROPOUT_BACKWARD, (data, outputs[1], scale))
+        scaled = node.graph.call_function(_DROPOUT_BACKWARD, (data, outputs[1], scale))
     with without_modes():
-        made.meta = {**outputs[0].meta, "val": torch.empty_like(outputs[0].meta["val"])}  # of another storage
-    outputs[0].replace_all_uses_with(made)
+        scaled.meta = {**outputs[0].meta, "val": torch.empty_like(outputs[0].meta["val"])}  # of another storage
+    outputs[0].replace_all_uses_with(scaled)
 
 
 def outputs_of(node: fx.Node) -> dict[int, fx.Node]:
@@ -159,40 +164,31 @@ def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Repeat:
     evaluation mode scales and shifts as the one for training does, with the same bits. It gets the deviation as a part
     of the weight: computed anew from a variance, the deviation would differ.
     """
-    data, weight, bias, _, _, _, momentum, _ = node.args
+    data, weight, bias, _, _, training, momentum, eps = node.args
     mean, deviation = outputs.get(1), outputs.get(2)
-    values = [part.meta["val"] for part in (data, weight, bias, mean) if isinstance(part, fx.Node)]
-    if mean is None or deviation is None or 0 not in outputs or not all(map(_is_plain, values)):
-        return _batch_norm_again(node, tuple(outputs[place] for place in range(3) if place in outputs))
+    values = [part.meta["val"] for part in nodes_in((data, weight, bias, mean))]
+    is_plain = all(value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64) for value in values)
+    if mean is None or deviation is None or 0 not in outputs or not is_plain:
+        written = tuple(outputs[place] for place in range(3) if place in outputs)
+
+        def emit_whole(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
+            repeat = graph.call_function(BATCH_NORM_AGAIN, resolve((data, weight, bias, training, momentum, eps)))
+            repeat.meta["val"] = node.meta["val"][:3]
+            return tuple(_part(repeat, output) for output in written)
+
+        return Repeat(nodes_in((data, weight, bias)), written, emit_whole)
 
     def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
-        one = _like(graph.call_function(torch.ops.aten.ones_like.default, (resolve(deviation),)), deviation)
+        ones = _like(graph.call_function(torch.ops.aten.ones_like.default, (resolve(deviation),)), deviation)
         scale = resolve(deviation)
         if weight is not None:
             scale = _like(graph.call_function(torch.ops.aten.mul.Tensor, (scale, resolve(weight))), deviation)
-        arguments = (resolve(data), scale, resolve(bias), resolve(mean), one, momentum, 0.0)
-        made = graph.call_function(BATCH_NORM_BY_STATISTICS, arguments)
-        made.meta["val"] = node.meta["val"][:3]
-        return (_like(graph.call_function(operator.getitem, (made, 0)), outputs[0]),)
+        arguments = (resolve(data), scale, resolve(bias), resolve(mean), ones, momentum, 0.0)
+        repeat = graph.call_function(BATCH_NORM_BY_STATISTICS, arguments)
+        repeat.meta["val"] = node.meta["val"][:3]
+        return (_part(repeat, outputs[0]),)
 
-    reads = (data, weight, bias, mean, deviation)
-    return Repeat(tuple(value for value in reads if isinstance(value, fx.Node)), (outputs[0],), emit)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
-
-
-def _batch_norm_again(node: fx.Node, outputs: tuple[fx.Node, ...]) -> Repeat:
-    data, weight, bias, _, _, training, momentum, eps = node.args
-    arguments = (data, weight, bias, training, momentum, eps)
-
-    def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
-        made = graph.call_function(BATCH_NORM_AGAIN, tuple(map(resolve, arguments)))
-        made.meta["val"] = node.meta["val"][:3]
-        return tuple(_like(graph.call_function(operator.getitem, (made, out.args[1])), out) for out in outputs)
-
-    return Repeat(tuple(value for value in arguments if isinstance(value, fx.Node)), outputs, emit)
+    return Repeat(nodes_in((data, weight, bias, mean, deviation)), (outputs[0],), emit)
 
 
 def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Repeat:
@@ -204,10 +200,10 @@ def _dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> Repeat:
         scaled = graph.call_function(torch.ops.aten.mul_.Tensor, (_like(masked, output), scale))
         return (_like(scaled, output),)
 
-    return Repeat((data, mask), (output,), emit)  # type: ignore[arg-type]
+    return Repeat(nodes_in((data, mask)), (output,), emit)
 
 
-def _scale(share: float, like: torch.Tensor) -> float:
+def _scale(share: float, like: Tensor) -> float:
     """The scale of a dropout that keeps ``share`` of its elements. On a CPU it is rounded to the data's dtype."""
     if like.device.type != "cpu":
         return 1.0 / share
@@ -216,18 +212,75 @@ def _scale(share: float, like: torch.Tensor) -> float:
 
 
 def _draw(node: fx.Node, state: fx.Node, outputs: dict[int, fx.Node]) -> Repeat:
-    device = state.args[0]
-
     def emit(graph: fx.Graph, resolve: Resolve) -> tuple[fx.Node, ...]:
-        arguments = (resolve(state), device, node.target, *resolve(node.args))
-        made = _like(graph.call_function(replayed, arguments, resolve(node.kwargs)), node)
-        if not outputs:
-            return (made,)
-        return tuple(_like(graph.call_function(operator.getitem, (made, p)), part) for p, part in outputs.items())
+        arguments = (resolve(state), state.args[0], node.target, *resolve(node.args))
+        repeat = _like(graph.call_function(replayed, arguments, resolve(node.kwargs)), node)
+        return tuple(_part(repeat, output) for output in outputs.values()) or (repeat,)
 
     return Repeat((state, *node.all_input_nodes), tuple(outputs.values()) or (node,), emit)
 
 
-def _like(made: fx.Node, node: fx.Node) -> fx.Node:
-    made.meta["val"] = node.meta["val"]
-    return made
+def nodes_in(values: Iterable[Any]) -> tuple[fx.Node, ...]:
+    return tuple(value for value in values if isinstance(value, fx.Node))
+
+
+def _part(repeat: fx.Node, output: fx.Node) -> fx.Node:
+    """The output of ``repeat`` that stands for ``output``."""
+    return _like(repeat.graph.call_function(operator.getitem, (repeat, output.args[1])), output)
+
+
+def _like(node: fx.Node, original: fx.Node) -> fx.Node:
+    node.meta["val"] = original.meta["val"]
+    return node
+
+
+# random numbers -------------------------------------------------------------------------------------------------------
+
+
+def refuse_generators(graph: fx.Graph) -> None:
+    """Raise a CaptureError if an operation has its own ``generator=``: a graph cannot hold the state of one."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("generator") is not None:
+            rule = "the call draws from a generator that is not the default one of its device"
+            works = "torch.manual_seed() before the step; or draw outside of the call, and pass the tensor"
+            raise CaptureError(str(Fault(rule, f"{node.name} with generator=", works)))
+
+
+def record_states(graph: fx.Graph) -> None:
+    """Insert before each random operation of ``graph`` a node that reads its generator's state."""
+    for node in [node for node in graph.nodes if node.op == "call_function" and _draws(node)]:
+        like = tensors_in(node.meta["val"])[0]
+        with graph.inserting_before(node):
+            state = graph.call_function(generator_state, (str(like.device),))
+        size = generator_state(str(like.device)).numel()
+        with like.fake_mode:  # type: ignore[attr-defined]
+            state.meta["val"] = torch.empty(size, dtype=torch.uint8)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether ``node`` draws random numbers; an attention whose dropout is 0 draws none."""
+    return is_random(node.target) and argument_of(node, "dropout_p") != 0.0
+
+
+def generator_state(device: str) -> Tensor:
+    """The state of the default generator of ``device``."""
+    if device == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def replayed(state: Tensor, device: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run ``target`` with the generator in ``state``, then restore the generator's present state."""
+    before = generator_state(device)
+    _set_generator(device, state)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        _set_generator(device, before)
+
+
+def _set_generator(device: str, state: Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

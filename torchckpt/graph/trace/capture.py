@@ -14,15 +14,13 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
-from torchckpt.graph.annotate.annotations import Tracing
+from torchckpt.graph.annotations import Tracing
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
 from torchckpt.graph.step.emit import emit
-from torchckpt.graph.step.joint import Joint, joint_of
-from torchckpt.graph.step.partial import Backward, PartialBackwards
-from torchckpt.graph.step.sums import added_in_place
-from torchckpt.graph.step.unused_outputs import Unread, UnusedOutputs
+from torchckpt.graph.step.joint import Joint, added_in_place, joint_of
+from torchckpt.graph.step.partial import Backward, PartialBackwards, Unread, UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.remat.flow.dataflow import Schedule

@@ -8,7 +8,7 @@ from torch import fx
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.graph import mark, region
-from torchckpt.graph.annotate.annotations import Tracing, is_tracing, mark_of, module_of, regions_of
+from torchckpt.graph.annotations import Tracing, is_tracing, mark_of, module_of, regions_of
 from torchckpt.regions.flags import thread
 
 

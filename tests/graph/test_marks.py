@@ -12,7 +12,7 @@ from tests.helpers import in_threads, leaf
 from torchckpt import graph
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark, region, sequential
-from torchckpt.graph.annotate.marks import Region
+from torchckpt.graph.annotations import Region
 from torchckpt.regions.flags import thread
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from torchckpt import graph
+from torchckpt.graph.step.compiled import Fusion
 from torchckpt.graph.step.costs import roofline
-from torchckpt.graph.step.fusion import Fusion
 from torchckpt.graph.trace.capture import Capture, Halves
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
