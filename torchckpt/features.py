@@ -32,7 +32,7 @@ class Feature(NamedTuple):
         return tuple(need for need in self.needs if not _is_there(need))
 
 
-_KERNEL = (
+_REGIONS = (
     "torch._C:_are_functorch_transforms_active",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
@@ -62,7 +62,7 @@ GRAPH = Feature("`torchckpt.graph`", "2.11", _CAPTURE, "`CaptureError` at its fi
 INDUCTOR = Feature("`torchckpt.graph` with Inductor", "2.11", _FUSION, "`CaptureError` at its first call")
 
 FEATURES = (
-    Feature("regions, `checkpoint_module`, `Pipe`", "2.11", _KERNEL, "`CheckpointError` at import"),
+    Feature("regions, `checkpoint_module`, `Pipe`", "2.11", _REGIONS, "`CheckpointError` at import"),
     Feature(
         "names of stages and micro-batches in a profile",
         "2.11",

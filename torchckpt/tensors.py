@@ -1,19 +1,32 @@
-"""Tensors: those in arguments and outputs of any structure, and the FLOPs of an operator that is called with them."""
+"""Tensors: those in arguments and outputs, the autograd nodes behind them, and the FLOPs of a call with them."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-__all__ = ["flop_formula", "tensors_in"]
+__all__ = ["flop_formula", "nodes_behind", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """In the order of the leaves; a tensor that stands in two places comes twice."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    """The autograd nodes that ``outputs`` depend on, each once, in the order in which a walk of their graph meets
+    them."""
+    stack, seen = [output.grad_fn for output in outputs], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(parent for parent, _ in node.next_functions)
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

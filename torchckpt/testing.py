@@ -26,7 +26,7 @@ from torchckpt.regions.saved import SavedBytes, saved_bytes
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
 from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.streams import accelerators_among
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import nodes_behind, tensors_in
 from torchckpt.typing import Function
 
 if TYPE_CHECKING:
@@ -178,15 +178,6 @@ def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
 
 def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The leaves that ``outputs`` depend on, in the order in which a walk of their graph meets them."""
-    leaves: dict[Tensor, None] = {output: None for output in outputs if output.grad_fn is None}
-    stack = [output.grad_fn for output in outputs]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves[node.variable] = None
-        stack.extend(parent for parent, _ in node.next_functions)
+    leaves = dict.fromkeys(output for output in outputs if output.grad_fn is None)
+    leaves.update((node.variable, None) for node in nodes_behind(outputs) if hasattr(node, "variable"))
     return list(leaves)

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.operators import operating
+from torchckpt.graph.private.runtime import operating
 from torchckpt.graph.private.surroundings import as_in_eager
 from torchckpt.graph.private.witness import Witness
 

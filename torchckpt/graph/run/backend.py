@@ -22,8 +22,7 @@ from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotate.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
-from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
-from torchckpt.graph.private.inductor import by_inductor
+from torchckpt.graph.private.dynamo import break_of, by_inductor, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import log, stopwatch

@@ -19,10 +19,10 @@ from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.run.call import Call, CompiledCall, state_of, tensors_of
+from torchckpt.graph.trace.capture import TRACE_LOCK
 from torchckpt.graph.trace.free_variables import FreeVariables
 from torchckpt.graph.trace.guard import changed, guard_of
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
-from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
 

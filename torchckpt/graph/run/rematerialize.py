@@ -13,6 +13,7 @@ from torch import nn
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
+from torchckpt.graph.private.dynamo import outside_graph
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.trace.reason import check_bare, refuse_copies
 from torchckpt.planning.budget import Budget
@@ -135,8 +136,6 @@ class Rematerialized(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            from torchckpt.graph.trace.trace_lock import outside_graph  # imports Dynamo
-
             return outside_graph(self.forward, args, kwargs)
         return self._calls.run(self.original, args, kwargs)
 

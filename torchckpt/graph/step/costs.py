@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import fx
 
-from torchckpt.graph.private.operators import branches_of
+from torchckpt.graph.private.runtime import branches_of
 from torchckpt.graph.step.measure import Measure, bytes_of
 from torchckpt.tensors import flop_formula, tensors_in
 

@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchckpt.graph.private.operators import is_branching, is_check, is_collective, is_mutable
-from torchckpt.graph.private.runtime import allocations, parts_of, storage_of, without_modes
+from torchckpt.graph.private.runtime import (
+    allocations,
+    is_branching,
+    is_check,
+    is_collective,
+    is_mutable,
+    parts_of,
+    storage_of,
+    without_modes,
+)
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.rng import generator_state, replayed
 from torchckpt.tensors import tensors_in

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from torchckpt.graph.private.operators import (
+from torchckpt.graph.private.runtime import (
     BATCH_NORM,
     BATCH_NORM_AGAIN,
     BATCH_NORM_BACKWARD,
@@ -25,8 +25,8 @@ from torchckpt.graph.private.operators import (
     has_effect,
     is_collective,
     is_mutable,
+    without_modes,
 )
-from torchckpt.graph.private.runtime import without_modes
 from torchckpt.graph.step.rng import draws, generator_state, replayed, state_of
 
 __all__ = ["Repeat", "as_eager_runs", "forget_statistics", "repeat_of", "runs_once", "under_autograd"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.operators import argument_of, is_random
+from torchckpt.graph.private.runtime import argument_of, is_random
 from torchckpt.tensors import tensors_in
 
 __all__ = ["draws", "generator_state", "record_states", "refuse_generators", "replayed", "state_of"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, called, check, raise_fault
-from torchckpt.graph.private.operators import is_flattened, replicated_kinds, sharded_kinds
+from torchckpt.graph.private.runtime import is_flattened, replicated_kinds, sharded_kinds
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
 from torchckpt.modules import is_compiled
 
