@@ -120,7 +120,7 @@ def release_of(version: str) -> tuple[int, int]:
 def table() -> str:
     """The features as a Markdown table: the oldest release that has each, and what happens without it."""
     head = "| what | torch | on a torch without it |\n|---|---|---|\n"
-    return head + "".join(f"| {one.name} | {one.since} | {one.without} |\n" for one in FEATURES)
+    return head + "".join(f"| {name} | {since} | {without} |\n" for name, since, _, without in FEATURES)
 
 
 @functools.cache
@@ -139,9 +139,9 @@ def _main() -> None:
     import torch
 
     print(f"torch {torch.__version__}; tested: {', '.join(TESTED)}\n")
-    for one in FEATURES:
-        missing = one.missing()
-        print(f"{'yes' if not missing else 'no '}  {one.name}{f': {one.without}' if missing else ''}")
+    for feature in FEATURES:
+        missing = feature.missing()
+        print(f"{'yes' if not missing else 'no '}  {feature.name}{f': {feature.without}' if missing else ''}")
         for need in missing:
             print(f"       without {need}")
 

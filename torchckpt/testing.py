@@ -121,8 +121,8 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         if graded and leaves:
             cotangents = [torch.ones_like(output) for output in graded]
             gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
-            found = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
-            seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in found})
+            arrived = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
+            seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in arrived})
         seen.update({label: _clone(holder._buffers.get(name)) for label, holder, name, _ in watched})
         seen.update({f"generator {i}": generator.get_state() for i, generator in enumerate(generators)})
         return seen
@@ -145,7 +145,7 @@ def _call_faults(function: object, modules: object, listed: list[nn.Module] | No
     if listed is None:
         yield Fault(rule, kind(modules), works)
         return
-    strangers = [kind(one) for one in listed if not isinstance(one, nn.Module)]
+    strangers = [kind(value) for value in listed if not isinstance(value, nn.Module)]
     if strangers:
         yield Fault(rule, f"a list that holds {', '.join(strangers)}", works)
 

@@ -80,5 +80,5 @@ def frontier(
     check(faults)
     flow = rematerialize(model, *example, example_kwargs=example_kwargs, costs=costs, rng=rng).plan.flow
     with Watch().planning(len(flow.operations)) as tell:
-        found = solutions_of(flow, int(points), tell=tell)
-    return Frontier((one.peak_bytes, max(0.0, one.seconds / flow.seconds - 1.0)) for one in found)
+        solutions = solutions_of(flow, int(points), tell=tell)
+    return Frontier((plan.peak_bytes, max(0.0, plan.seconds / flow.seconds - 1.0)) for plan in solutions)

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from torchckpt.graph.private.dynamo import constant_under_dynamo
 from torchckpt.regions.flags import thread
 
 __all__ = [
@@ -95,7 +94,7 @@ def inside_region(name: str) -> AbstractContextManager[None]:
     return annotate({f"{_REGION}{name}#{_number()}": True})
 
 
-@constant_under_dynamo
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
 def _number() -> str:
     """A number that no other region of this trace has; Dynamo calls this function while it traces."""
     tracing = thread.tracing

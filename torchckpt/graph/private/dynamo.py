@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -20,21 +20,11 @@ __all__ = [
     "break_of",
     "by_inductor",
     "by_operator",
-    "constant_under_dynamo",
     "in_one_graph",
     "outer_frame",
     "outside_graph",
     "refreshed",
 ]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def constant_under_dynamo(function: Function) -> Function:
-    """Decorator like ``torch.compiler.assume_constant_result``, but without an import of Dynamo."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
     reason="a rematerialized module has its own graphs, and runs outside compiled ones; torch.compile the model with "
@@ -62,7 +52,10 @@ def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
 
 
 def outer_frame() -> str | None:
-    """The user code that called the function which Dynamo compiles now; None if ``torch.compile`` called it."""
+    """The user code that called the function which Dynamo compiles now; None if ``torch.compile`` called it.
+
+    No public form: a backend is not told of code that runs before its graph. The frames of Python have it.
+    """
     here, frame = os.path.dirname(os.path.dirname(__file__)), sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith((os.path.dirname(torch.__file__), here)):
         if os.path.basename(frame.f_code.co_filename) == "eval_frame.py":
@@ -97,7 +90,8 @@ def _forward_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable
 def _random_operations_kept() -> AbstractContextManager[Any]:
     """Inside this context, AOTAutograd keeps random operations without readers: later ones draw the numbers of eager.
 
-    It drops them for compilers whose numbers differ from eager's anyway, which this setting of Inductor denies.
+    It drops them (pytorch/pytorch#147171, ``eliminate_dead_code`` of torch/fx/graph.py) for compilers whose numbers
+    differ from eager's anyway, which this setting of Inductor denies. Ends when a backend can deny it for itself.
     """
     import torch._inductor.config as config
 
@@ -186,8 +180,8 @@ def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> 
     inputs, outputs = OrderedSet(graph.graph_inputs), OrderedSet(graph.get_output_names())
     _, freeable = prepare_planning_info(nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs)
     _, alive, *_ = estimate_peak_memory_allocfree(nodes, freeable, outputs)
-    origins = [node.node.get_origins() if node.is_extern() else () for node in nodes]  # the operator's comes last
-    operators = [max(those) if those else None for those in origins]
+    origins = [node.node.get_origins() if node.is_extern() else () for node in nodes]
+    operators = [max(origin) if origin else None for origin in origins]  # the operator's comes last
     beside = [workspace_bytes(node) if node and isinstance(node.target, OpOverload) else 0 for node in operators]
     local = [_local_bytes(node) for node in nodes]
     return bool(graph.is_backward), max(d + more - less for (d, _), more, less in zip(alive, beside, local))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,8 @@ def require(feature: Feature) -> None:
 _missing = functools.cache(Feature.missing)
 
 GRADIENTS_STAY = release_of(torch.__version__) < (2, 13)
-"""Whether AOTAutograd holds the gradients of outputs until its backward ends. Only the release of torch tells."""
+"""Whether AOTAutograd holds the gradients of outputs until its backward ends (pytorch/pytorch#177837). Only the release
+of torch tells. Ends when torch 2.12 is no longer supported."""
 
 
 def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
@@ -121,7 +123,8 @@ def backward_node(output: Tensor, inputs: int) -> Any:
 def retainable(node: Any) -> None:
     """Allow ``retain_graph=True`` for AOTAutograd's ``node``: our graphs do not write to saved tensors.
 
-    AOTAutograd refuses it if it has told a compiler that saved tensors may be overwritten.
+    AOTAutograd refuses it if it has told a compiler that saved tensors may be overwritten (pytorch/pytorch#139669).
+    Ends when a compiler can tell that it overwrites none.
     """
     node._forward_cls.metadata.bw_donated_idxs = []
 
@@ -149,12 +152,7 @@ class Differentiable:
     ``backward`` runs the second graph. Both graphs must take one list and empty it.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        partition: Partition,
-        backward: RunBackward,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], partition: Partition, backward: RunBackward) -> None:
         from functorch.compile import aot_function  # type: ignore[import-untyped]
 
         self._tracing = False
@@ -165,18 +163,16 @@ class Differentiable:
         """Trace without running: no random number is drawn, and no buffer is written."""
         from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+        def run() -> None:
+            with suppress(_Traced):
+                self._run(*tensors)
+
         self._tracing = True
         try:
             with _use_lazy_graph_module(True):  # generates no code for graphs that do not run
-                as_in_eager(lambda: self._traced(tensors))
+                as_in_eager(run)
         finally:
             self._tracing = False
-
-    def _traced(self, tensors: Sequence[Tensor]) -> None:
-        try:
-            self._run(*tensors)
-        except _Traced:
-            return
 
     def __call__(self, *tensors: Tensor) -> Any:
         return self._run(*tensors)

@@ -187,7 +187,7 @@ def _keywords_of(model: nn.Module) -> tuple[str, ...]:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # the forward is not a Python function
         return ()
-    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 @contextmanager
@@ -214,5 +214,5 @@ def _instead(function: str, example: tuple[Any, ...]) -> str | None:
         return f"graph.{function}(model, *example)"
     if len(example) == 1 and isinstance(example[0], Mapping):
         return f"graph.{function}(model, example_kwargs=example)"
-    budgets = [one for one in example if isinstance(one, str) and read(one) is not None]
+    budgets = [value for value in example if isinstance(value, str) and read(value) is not None]
     return f"graph.{function}(model, inputs, budget={budgets[0]!r})" if budgets else None

@@ -52,8 +52,8 @@ class _Setting:
 
     def calls_of(self, module: nn.Module) -> Calls:
         if self.calls is not None and self.calls.model is not module:  # a shallow copy, at its first call
-            module.__dict__[_SETTING] = other = _Setting(self.planner, self.engine)
-            return other.calls_of(module)
+            module.__dict__[_SETTING] = setting = _Setting(self.planner, self.engine)
+            return setting.calls_of(module)
         if self.calls is None:
             self.calls = Calls(_CALLER, module, _Bare(module), self.planner, self.engine)
         return self.calls

@@ -76,9 +76,7 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
         yield "other parameters or buffers"
     else:
         yield from map(_text, _of_kinds(after.state, before.kinds, after.kinds))
-    for name, one, other in zip(_AROUND, _parts(before.around), _parts(after.around)):
-        if one != other:
-            yield name
+    yield from (name for name, old, new in zip(_AROUND, _parts(before.around), _parts(after.around)) if old != new)
     yield from _of_modules(model, before, after)
     names_are_same = (before.structure, before.state) == (after.structure, after.state)
     if names_are_same and (before.places, before.aliases) != (after.places, after.aliases):
@@ -94,17 +92,13 @@ def _of_kinds(names: Sequence[str], before: Sequence[Any], after: Sequence[Any])
 
 
 def _text(change: _Change) -> str:
-    name, one, other = change[0], *map(_shown, change[1:])
-    if len(one) == len(other) == len(_TENSOR):
-        differ = {what: pair for what, pair in zip(_TENSOR, zip(one, other)) if pair[0] != pair[1]}
+    name, before, after = change[0], *map(_shown, change[1:])
+    if len(before) == len(after) == len(_TENSOR):
+        differ = {what: pair for what, pair in zip(_TENSOR, zip(before, after)) if pair[0] != pair[1]}
         what = next(what for what in _BY_INTEREST if what in differ)
-        old, new = (bool(side) if what == "requires_grad" else side for side in differ[what])
-        if old != new:
-            return f"{what} of {name}: {old}, now {new}"
-        return f"{name}, a leaf or none"
-    if len(one) == len(other) == 2:
-        return f"{name}: {one[1]}, now {other[1]}"
-    return name
+        old, new = map(bool, differ[what]) if what == "requires_grad" else differ[what]
+        return f"{what} of {name}: {old}, now {new}" if old != new else f"{name}, a leaf or none"
+    return f"{name}: {before[1]}, now {after[1]}" if len(before) == len(after) == 2 else name
 
 
 def _of_modules(model: nn.Module, before: Guard, after: Guard) -> Iterator[str]:
