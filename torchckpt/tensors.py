@@ -13,7 +13,7 @@ __all__ = ["flop_formula", "nodes_behind", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """In the order of the leaves; a tensor that stands in two places comes twice."""
+    """The tensors of ``tree``, in the order of its leaves; one that stands in two places comes twice."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

@@ -123,7 +123,8 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
             gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
             arrived = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
             seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in arrived})
-        seen.update({label: _clone(holder._buffers.get(name)) for label, holder, name, _ in watched})
+        buffers = ((label, holder._buffers.get(name)) for label, holder, name, _ in watched)
+        seen.update({label: None if buffer is None else buffer.detach().clone() for label, buffer in buffers})
         seen.update({f"generator {i}": generator.get_state() for i, generator in enumerate(generators)})
         return seen
 
@@ -152,19 +153,15 @@ def _call_faults(function: object, modules: object, listed: list[nn.Module] | No
 
 def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str, Tensor]]:
     """Each buffer once, as (label, module that holds it, name in that module, buffer)."""
-    found: dict[tuple[int, str], tuple[str, nn.Module, str, Tensor]] = {}
+    buffers: dict[tuple[int, str], tuple[str, nn.Module, str, Tensor]] = {}
     for number, module in enumerate(modules):
         for path, holder in module.named_modules():
             for name, buffer in holder._buffers.items():
                 if buffer is not None:
                     where = ".".join(filter(None, (type(module).__name__, path, name)))
                     label = f"buffer {where}{f' of module {number}' if number else ''}"
-                    found.setdefault((id(holder), name), (label, holder, name, buffer))
-    return list(found.values())
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+                    buffers.setdefault((id(holder), name), (label, holder, name, buffer))
+    return list(buffers.values())
 
 
 def _equal(plain: Tensor | None, region: Tensor | None) -> bool:

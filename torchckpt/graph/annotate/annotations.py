@@ -94,7 +94,7 @@ def inside_region(name: str) -> AbstractContextManager[None]:
     return annotate({f"{_REGION}{name}#{_number()}": True})
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def _number() -> str:
     """A number that no other region of this trace has; Dynamo calls this function while it traces."""
     tracing = thread.tracing

@@ -65,7 +65,7 @@ of torch tells. Ends when torch 2.12 is no longer supported."""
 
 
 def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
-    """By place among a joint graph's outputs: the input whose new value the output is.
+    """The input whose new value an output of a joint graph is, by the place of that output.
 
     None stands for a parameter or a buffer, which Dynamo lifts by its name.
     """
@@ -88,27 +88,27 @@ def _is_token(what: object) -> bool:
 
 
 def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
-    """By placeholder of an output's gradient: the place of that output among the forward's outputs.
+    """The place of an output among the forward's outputs, by the placeholder of its gradient.
 
     Tokens do not count: they only keep operations with side effects, such as checks, in order.
     """
-    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
-    places = {}
-    for node in joint.find_nodes(op="placeholder"):
-        output = getattr(node.meta.get("desc"), "output", None)
-        if output is not None and output in outputs:
-            places[node] = outputs.index(output)
-    return places
+    outputs = _outputs_of(joint)
+    nodes = {node: getattr(node.meta.get("desc"), "output", None) for node in joint.find_nodes(op="placeholder")}
+    return {node: outputs.index(output) for node, output in nodes.items() if output is not None and output in outputs}
 
 
 def output_places(joint: fx.Graph) -> dict[int, int]:
-    """By place among the forward's outputs, as :func:`tangent_places` counts: the place in what the function returns.
+    """The place in what the function returns, by the place among the forward's outputs that count above.
 
     Outputs that are not simply returned, such as new values of buffers, have none.
     """
-    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
-    plain = [(place, what) for place, what in enumerate(outputs) if type(what).__name__ == "PlainAOTOutput"]
-    return {place: what.idx for place, what in plain}
+    outputs = enumerate(_outputs_of(joint))
+    return {place: what.idx for place, what in outputs if type(what).__name__ == "PlainAOTOutput"}
+
+
+def _outputs_of(joint: fx.Graph) -> list[Any]:
+    """AOTAutograd's descriptions of the outputs that are no tokens."""
+    return [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
 
 
 def backward_node(output: Tensor, inputs: int) -> Any:

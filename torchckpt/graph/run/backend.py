@@ -194,11 +194,15 @@ def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanne
 
 
 def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
+    def workspace_bytes(node: fx.Node) -> int:
+        return planner.cost(node).workspace_bytes
+
     reserve_bytes = 0
     for _ in range(_ATTEMPTS):
         attempt = _Attempt(planner, reserve_bytes)
+        hooks = attempt.partition, hide_marks, attempt.watch, workspace_bytes
         try:
-            run = attempt.compiled(copy.deepcopy(module), inputs)
+            run = by_inductor(copy.deepcopy(module), inputs, *hooks)
         except _Exceeds as error:
             reserve_bytes += error.args[0]
         else:
@@ -226,10 +230,7 @@ class _Attempt:
         """Planned bytes that the kernels do not need, as Inductor counts: it fuses more than the plan assumes."""
         return self._planned_bytes - self._needed_bytes
 
-    def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return by_inductor(module, inputs, self._partition, hide_marks, self._watch, self._workspace_bytes)
-
-    def _partition(
+    def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         restore_marks(module.graph)
@@ -251,10 +252,7 @@ class _Attempt:
             return cost._replace(workspace_bytes=self._reserve_bytes + cost.workspace_bytes)
         return cost._replace(workspace_bytes=self._reserve_bytes, made_bytes=())
 
-    def _workspace_bytes(self, node: fx.Node) -> int:
-        return self._planner.cost(node).workspace_bytes
-
-    def _watch(self, is_backward: bool, peak_bytes: int) -> None:
+    def watch(self, is_backward: bool, peak_bytes: int) -> None:
         needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         if needed_bytes > self._planned_bytes:

@@ -106,7 +106,7 @@ class CompiledCall:
 
 
 def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By name, the new values of buffers that the forward has replaced, as in ``self.mean = ...``."""
+    """The new values, by name, of buffers that the forward has replaced, as in ``self.mean = ...``."""
     now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
     for name, buffer in now.items():
         before = state[name]

@@ -104,7 +104,7 @@ class Calls:
         return self.plan
 
     def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """Like :meth:`prepare`, for an example; without an example, do nothing."""
+        """Do as :meth:`prepare` does, for an example; without an example, do nothing."""
         if args or kwargs:
             with _blaming(self._function, args):
                 self.prepare(args, dict(kwargs or {}))

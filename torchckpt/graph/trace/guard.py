@@ -165,7 +165,7 @@ def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str
 
 
 def places_of(state: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each parameter, buffer and argument, its place among the inputs of the trace.
+    """The place of each parameter, buffer and argument among the inputs of the trace.
 
     A tensor that occurs twice is one input, so that its gradients are added in the order of eager. Data without a
     gradient is one for each argument: the same tensor in two places is a call like any other.

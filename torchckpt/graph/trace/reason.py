@@ -166,7 +166,7 @@ def refuse_copies() -> None:
 
 
 def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """For each rule that ``module`` breaks: the rule, and the code that works."""
+    """The rules that ``module`` breaks, each with the code that works."""
     kinds: list[tuple[Any, str, str]] = [
         (nn.parallel.DistributedDataParallel, "prepares the sum of gradients", _DDP),
         (replicated_kinds(), "prepares the sum of gradients", _REPLICATE),

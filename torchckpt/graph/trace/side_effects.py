@@ -80,7 +80,7 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
 
 
 def _tensors_of(model: nn.Module) -> _Tensors:
-    """By module and attribute: the value, and the tensors in it. Parameters and buffers are left out."""
+    """Each value, and the tensors in it, by module and attribute. Parameters and buffers are left out."""
     return {
         (place, name): (copy.copy(value) if _is_copied(value) else value, tuple(tensors_in(_parts(value))))
         for place, module in model.named_modules()
