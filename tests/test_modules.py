@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.scripts import run
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_compiled_class
+from torchckpt.modules import OF_EVERY_MODULE, imported, is_compiled, is_compiled_class
 
 
 def test_a_module_is_compiled_by_wrapping_or_in_place():
@@ -31,3 +31,8 @@ def test_to_ask_imports_no_compiler():
 def test_the_mode_and_what_a_user_adds_are_not_of_every_module():
     module = nn.Linear(1, 1)
     assert vars(module).keys() - OF_EVERY_MODULE == {"training", "in_features", "out_features"}
+
+
+def test_classes_of_what_is_not_imported_are_none():
+    assert imported("torch.nn", "Linear", "ReLU") == (nn.Linear, nn.ReLU)
+    assert imported("torch.nn", "NoSuchLayer") == imported("torch.no_such_module", "Linear") == ()

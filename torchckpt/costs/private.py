@@ -1,7 +1,6 @@
 """Private: every private name of torch that ``torchckpt.costs`` uses, in one place."""
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
+
+from torchckpt.modules import imported
 
 __all__ = [
     "VALUES_ASKED",
@@ -48,7 +49,8 @@ def unallocated() -> AbstractContextManager[Any]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # The mode keeps a weak reference to each new tensor, by set_tensor_memo of torch/_subclasses/fake_tensor.py, and
     # needs it only for tensors from outside. swap_tensors of torch/utils/__init__.py refuses tensors with weak
-    # references, and a module that is converted (bfloat16(), to()) swaps its parameters. Ends when it does not refuse.
+    # references (pytorch/pytorch#178584), and a module that is converted (bfloat16(), to()) swaps its parameters. Ends
+    # when it does not refuse.
     mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
     return mode
 
@@ -59,12 +61,8 @@ def is_unallocated(tensor: Tensor) -> bool:
 
 
 def sharded_kind(value: object) -> str | None:
-    """How a tensor or a module is sharded, in words; None if it is not. What was never imported is not asked for."""
-    for place, name, kind in _SHARDED:
-        sharded = getattr(sys.modules.get(place), name, None)
-        if sharded is not None and isinstance(value, sharded):
-            return kind
-    return None
+    """How a tensor or a module is sharded, in words; None if it is not."""
+    return next((kind for module, name, kind in _SHARDED if isinstance(value, imported(module, name))), None)
 
 
 def sequence_of(node: Node) -> int:

@@ -31,7 +31,7 @@ class Functional(NamedTuple):
 
 def functional(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool],
-    tell: Callable[[object], None] = lambda operator: None,
+    tell: Callable[[object], None],
 ) -> Functional:
     """Trace ``function`` on tensors like ``tensors``, with the building blocks of AOTAutograd; nothing is run.
 

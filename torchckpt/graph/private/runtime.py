@@ -1,7 +1,6 @@
 """Runtime: operators and their properties, storages, allocations, and what torch wraps modules in."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +14,7 @@ __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
     "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_branching", "is_check", "is_collective",
     "is_flattened", "is_freed", "is_mutable", "is_random", "is_transformed", "lasting", "note_branches", "operating",
-    "parts_of", "replicated_kinds", "sharded_kinds", "storage_of", "without_modes",
+    "parts_of", "storage_of", "without_modes",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -104,18 +103,6 @@ def operating(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Abs
             return run(target, args, kwargs or {})
 
     return Operating()  # type: ignore[no-untyped-call]
-
-
-def sharded_kinds() -> tuple[Any, ...]:
-    """The module classes of FSDP1 and FSDP2; empty if FSDP is not imported, since then no module is sharded."""
-    module: Any = sys.modules.get("torch.distributed.fsdp")
-    return () if module is None else (module.FSDPModule, module.FullyShardedDataParallel)
-
-
-def replicated_kinds() -> tuple[Any, ...]:
-    """The module class of ``torch.distributed._composable.replicate``; empty if that is not imported."""
-    module: Any = sys.modules.get("torch.distributed._composable.replicate")
-    return () if module is None else (module.DDP,)
 
 
 def is_flattened(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ class Witness:
         tell: called with each operator of the forward.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tell: Callable[[Any], None] = lambda operator: None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], tell: Callable[[Any], None]) -> None:
         self._are_leaves = [tensor.is_leaf for tensor in tensors]
         self._casts_are_kept = torch.is_autocast_cache_enabled()
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []

@@ -151,7 +151,7 @@ class Calls:
             with called(self._function):
                 check_bare(self.model)
             raise
-        call = self.known.get(guard.without(self.model, self._ignored) if self._ignored else guard, _NEW)
+        call = self.known.get(guard.without(self.model, self._ignored), _NEW)
         return call if call is _NEW else self._bound(cast(Call, call), tensors, args, kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -159,7 +159,7 @@ class Calls:
         state = state_of(self.model)
         self._outside = outside = FreeVariables(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
-        known = guard.without(self.model, self._ignored) if self._ignored else guard
+        known = guard.without(self.model, self._ignored)
         reason = partial(reason_of, self.model, tuple(self.known), known, args, kwargs)
         seconds = stopwatch()
         if self._engine == "eager":

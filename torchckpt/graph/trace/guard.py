@@ -65,6 +65,8 @@ class Guard(NamedTuple):
 
     def without(self, model: nn.Module, ignored: Collection[tuple[str, str]]) -> Guard:
         """The guard without these attributes, given by module path and name."""
+        if not ignored:
+            return self
         kept = (
             tuple(pair for pair in pairs if (path, pair[0]) not in ignored)  # type: ignore[attr-defined]
             for (path, _), pairs in zip(model.named_modules(), self.attributes)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, called, check, raise_fault
-from torchckpt.graph.private.runtime import is_flattened, replicated_kinds, sharded_kinds
+from torchckpt.graph.private.runtime import is_flattened
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
-from torchckpt.modules import is_compiled
+from torchckpt.modules import imported, is_compiled
 
 __all__ = ["check_bare", "reason_of", "refuse_copies", "warn_of_retraces"]
 
@@ -167,10 +167,11 @@ def refuse_copies() -> None:
 
 def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
     """The rules that ``module`` breaks, each with the code that works."""
+    sharded = imported("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     kinds: list[tuple[Any, str, str]] = [
         (nn.parallel.DistributedDataParallel, "prepares the sum of gradients", _DDP),
-        (replicated_kinds(), "prepares the sum of gradients", _REPLICATE),
-        (sharded_kinds(), "gathers its parameters", _SHARDED),
+        (imported("torch.distributed._composable.replicate", "DDP"), "prepares the sum of gradients", _REPLICATE),
+        (sharded, "gathers its parameters", _SHARDED),
         (nn.DataParallel, "runs copies on several devices", _DDP),
     ]
     for kind, does, works in kinds:
