@@ -10,6 +10,4 @@
 What gets around something in torch says in which file of torch that is, and what ends it. Where that can be tested,
 ``tests/test_workarounds.py`` fails as soon as torch needs it no more.
 """
-from __future__ import annotations
-
 __all__: list[str] = []

@@ -35,7 +35,7 @@ def as_in_eager(trace: Callable[[], T]) -> T:
         try:
             return trace()
         except Exception as error:
-            if not is_of_tracing(error):
+            if not _is_of_tracing(error):
                 raise
             is_compiled = _is_of_compiled_function(error)
             again = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
@@ -48,7 +48,7 @@ _NO_DATA = ("FakeTensor", "FunctionalTensor", "tensor subclass", "using FX to", 
 """Parts of torch's messages about tensors that have no data."""
 
 
-def is_of_tracing(error: BaseException | None) -> bool:
+def _is_of_tracing(error: BaseException | None) -> bool:
     """Whether ``error``, or one that it was raised for, comes from tracing, such as from an operator on traced tensors.
 
     An error of memory never does.
@@ -60,7 +60,7 @@ def is_of_tracing(error: BaseException | None) -> bool:
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     if any("_subclasses" in file for file in files):
         return True
-    return is_of_tracing(error.__cause__ or error.__context__)
+    return _is_of_tracing(error.__cause__ or error.__context__)
 
 
 @contextmanager
