@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.scripts import run
-from torchckpt.modules import OF_EVERY_MODULE, contents_of, is_compiled, is_compiled_class
+from torchckpt.modules import OF_EVERY_MODULE, contents_of, imported, is_compiled, is_compiled_class
 
 
 def test_a_module_is_compiled_by_wrapping_or_in_place():
@@ -44,3 +44,8 @@ def test_a_function_holds_its_closure_and_its_defaults_and_a_cell_that_is_still_
     function, before, _ = outer()
     assert before == [3, None, 1, 2]
     assert contents_of(function) == [3, 4, 1, 2]
+
+
+def test_classes_of_what_is_not_imported_are_none():
+    assert imported("torch.nn", "Linear", "ReLU") == (nn.Linear, nn.ReLU)
+    assert imported("torch.nn", "NoSuchLayer") == imported("torch.no_such_module", "Linear") == ()

@@ -1,9 +1,9 @@
-"""Tensors in structures."""
+"""Tensors in structures, and the autograd nodes behind them."""
 from __future__ import annotations
 
 import torch
 
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import nodes_behind, tensors_in
 
 
 def test_tensors_come_in_the_order_of_leaves_and_as_often_as_they_stand_there():
@@ -16,3 +16,10 @@ def test_a_tensor_is_a_structure_and_so_is_nothing():
     a = torch.ones(1)
     assert tensors_in(a) == [a]
     assert tensors_in(None) == []
+
+
+def test_nodes_come_from_the_outputs_on_and_each_once():
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    names = [type(node).__name__ for node in nodes_behind([y.exp(), y.cos(), x])]
+    assert names == ["CosBackward0", "SinBackward0", "AccumulateGrad", "ExpBackward0"]

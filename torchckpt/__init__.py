@@ -53,54 +53,28 @@ __all__ = [
 ]
 
 _MODULES = ("costs", "distributed", "errors", "graph", "pipe", "planning", "regions", "testing", "typing")
-_HOMES = {
-    "ArgumentError": "errors",
-    "BudgetInfeasible": "errors",
-    "CaptureError": "errors",
-    "CheckpointError": "errors",
-    "Checkpointing": "regions",
-    "Pipe": "pipe",
-    "RecomputationError": "errors",
-    "RegionError": "errors",
-    "ScheduleError": "errors",
-    "TransformError": "errors",
-    "checkpoint": "regions",
-    "checkpoint_layers": "regions",
-    "checkpoint_module": "regions",
-    "is_checkpointing": "regions",
-    "is_recomputing": "regions",
-    "keep": "regions",
-}
-
 _ELSEWHERE = {
-    "NoChunk": "pipe",
-    "backend": "graph",
-    "balance_by_bytes": "pipe",
-    "balance_by_time": "pipe",
-    "count_recomputes": "testing",
-    "frontier": "graph",
-    "mark": "graph",
-    "pipeline_costs": "costs",
-    "plan_pipeline": "planning.plan",
-    "recompute_ahead": "distributed",
-    "region": "graph",
-    "rematerialize": "graph",
-    "rematerialize_": "graph",
-    "saved_bytes": "testing",
+    "costs": ("pipeline_costs",),
+    "distributed": ("recompute_ahead",),
+    "graph": ("backend", "frontier", "mark", "region", "rematerialize", "rematerialize_"),
+    "pipe": ("NoChunk", "balance_by_bytes", "balance_by_time"),
+    "planning.plan": ("plan_pipeline",),
+    "testing": ("count_recomputes", "saved_bytes"),
 }
 """Names of other modules that are looked for here. They stay there; the error says where."""
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Names are imported when they are first asked for, so that floors 1 and 2 and the command need no torch."""
+        """Names are imported when they are first asked for, so that errors, planning and the command need no torch."""
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
-        if name not in _HOMES:
-            home = _ELSEWHERE.get(name)
+        if name not in __all__:
+            home = next((home for home, names in _ELSEWHERE.items() if name in names), None)
             hint = f"; it is {__name__}.{home}.{name}" if home else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        modules = (import_module(f"{__name__}.{home}") for home in ("errors", "regions", "pipe"))
+        value = globals()[name] = next(getattr(module, name) for module in modules if name in module.__all__)
         return value
 
     def __dir__():

@@ -32,7 +32,7 @@ class Feature(NamedTuple):
         return tuple(need for need in self.needs if not _is_there(need))
 
 
-_KERNEL = (
+_REGIONS = (
     "torch._C:_are_functorch_transforms_active",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
@@ -62,7 +62,7 @@ GRAPH = Feature("`torchckpt.graph`", "2.11", _CAPTURE, "`CaptureError` at its fi
 INDUCTOR = Feature("`torchckpt.graph` with Inductor", "2.11", _FUSION, "`CaptureError` at its first call")
 
 FEATURES = (
-    Feature("regions, `checkpoint_module`, `Pipe`", "2.11", _KERNEL, "`CheckpointError` at import"),
+    Feature("regions, `checkpoint_module`, `Pipe`", "2.11", _REGIONS, "`CheckpointError` at import"),
     Feature(
         "names of stages and micro-batches in a profile",
         "2.11",
@@ -120,7 +120,7 @@ def release_of(version: str) -> tuple[int, int]:
 def table() -> str:
     """The features as a Markdown table: the oldest release that has each, and what happens without it."""
     head = "| what | torch | on a torch without it |\n|---|---|---|\n"
-    return head + "".join(f"| {one.name} | {one.since} | {one.without} |\n" for one in FEATURES)
+    return head + "".join(f"| {name} | {since} | {without} |\n" for name, since, _, without in FEATURES)
 
 
 @functools.cache
@@ -139,9 +139,9 @@ def _main() -> None:
     import torch
 
     print(f"torch {torch.__version__}; tested: {', '.join(TESTED)}\n")
-    for one in FEATURES:
-        missing = one.missing()
-        print(f"{'yes' if not missing else 'no '}  {one.name}{f': {one.without}' if missing else ''}")
+    for feature in FEATURES:
+        missing = feature.missing()
+        print(f"{'yes' if not missing else 'no '}  {feature.name}{f': {feature.without}' if missing else ''}")
         for need in missing:
             print(f"       without {need}")
 

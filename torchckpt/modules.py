@@ -12,6 +12,7 @@ from torch import nn
 __all__ = [
     "OF_EVERY_MODULE",
     "contents_of",
+    "imported",
     "is_compiled",
     "is_compiled_class",
     "is_compiled_function",
@@ -46,9 +47,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_class(cls: type[Any]) -> bool:
-    """Whether ``cls`` is that of what ``torch.compile(module)`` makes. Nothing is imported to find out."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and issubclass(cls, dynamo.OptimizedModule)
+    """Whether ``cls`` is that of what ``torch.compile(module)`` makes."""
+    return issubclass(cls, imported("torch._dynamo.eval_frame", "OptimizedModule"))
+
+
+def imported(module: str, *names: str) -> tuple[Any, ...]:
+    """The classes of ``module`` by these names. None, if it is not imported yet: then nothing is of these classes."""
+    loaded = sys.modules.get(module)
+    return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
 
 
 _ORIGINAL = "_torchdynamo_orig_callable"

@@ -1,15 +1,17 @@
-"""Tensors: those in arguments and outputs of any structure, and the FLOPs of an operator that is called with them."""
+"""Tensors: those in arguments and outputs, the autograd nodes behind them, and the FLOPs of a call with them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "flop_formula", "hides_tensors", "tensors_in", "tensors_of", "tensors_of_pair",
+    "PutBack", "copy_attributes", "flop_formula", "hides_tensors", "nodes_behind", "tensors_in", "tensors_of",
+    "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -17,7 +19,7 @@ PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """In the order of the leaves; a tensor that stands in two places comes twice."""
+    """The tensors of ``tree``, in the order of its leaves; one that stands in two places comes twice."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -77,6 +79,18 @@ def hides_tensors(leaf: object, depth: int = 3) -> bool:
     elif hasattr(leaf, "__dict__"):
         inside = vars(leaf).values()
     return any(hides_tensors(value, depth - 1) for value in inside)
+
+
+def nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    """The autograd nodes that ``outputs`` depend on, each once, in the order in which a walk of their graph meets
+    them."""
+    stack, seen = [output.grad_fn for output in outputs], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(parent for parent, _ in node.next_functions)
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

@@ -25,7 +25,7 @@ from torchckpt.regions.core.frame import observers
 from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.saved import SavedBytes, saved_bytes
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import nodes_behind, tensors_in
 from torchckpt.typing import Function
 
 if TYPE_CHECKING:
@@ -120,9 +120,10 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         if graded and leaves:
             cotangents = [torch.ones_like(output) for output in graded]
             gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
-            found = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
-            seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in found})
-        seen.update({label: _clone(holder._buffers.get(name)) for label, holder, name, _ in watched})
+            arrived = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
+            seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in arrived})
+        buffers = ((label, holder._buffers.get(name)) for label, holder, name, _ in watched)
+        seen.update({label: None if buffer is None else buffer.detach().clone() for label, buffer in buffers})
         seen.update({f"generator {i}": generator.get_state() for i, generator in enumerate(generators)})
         return seen
 
@@ -144,26 +145,22 @@ def _call_faults(function: object, modules: object, listed: list[nn.Module] | No
     if listed is None:
         yield Fault(rule, kind(modules), works)
         return
-    strangers = [kind(one) for one in listed if not isinstance(one, nn.Module)]
+    strangers = [kind(value) for value in listed if not isinstance(value, nn.Module)]
     if strangers:
         yield Fault(rule, f"a list that holds {', '.join(strangers)}", works)
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str, Tensor]]:
     """Each buffer once, as (label, module that holds it, name in that module, buffer)."""
-    found: dict[tuple[int, str], tuple[str, nn.Module, str, Tensor]] = {}
+    buffers: dict[tuple[int, str], tuple[str, nn.Module, str, Tensor]] = {}
     for number, module in enumerate(modules):
         for path, holder in module.named_modules():
             for name, buffer in holder._buffers.items():
                 if buffer is not None:
                     where = ".".join(filter(None, (type(module).__name__, path, name)))
                     label = f"buffer {where}{f' of module {number}' if number else ''}"
-                    found.setdefault((id(holder), name), (label, holder, name, buffer))
-    return list(found.values())
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+                    buffers.setdefault((id(holder), name), (label, holder, name, buffer))
+    return list(buffers.values())
 
 
 def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
@@ -177,15 +174,6 @@ def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
 
 def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The leaves that ``outputs`` depend on, in the order in which a walk of their graph meets them."""
-    leaves: dict[Tensor, None] = {output: None for output in outputs if output.grad_fn is None}
-    stack = [output.grad_fn for output in outputs]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves[node.variable] = None
-        stack.extend(parent for parent, _ in node.next_functions)
+    leaves = dict.fromkeys(output for output in outputs if output.grad_fn is None)
+    leaves.update((node.variable, None) for node in nodes_behind(outputs) if hasattr(node, "variable"))
     return list(leaves)

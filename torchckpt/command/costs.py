@@ -101,7 +101,7 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
 
 def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[[], Any]:
     """``build``, which fails before anything is counted if a device of so much memory cannot hold a stage."""
-    from torchckpt.costs.parts import static_of
+    from torchckpt.costs.count import static_of
 
     def built() -> Any:
         model = build()

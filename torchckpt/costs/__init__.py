@@ -2,10 +2,8 @@
 
     pipeline          what users call: ``pipeline_costs``
     chain             the stages, run one after the other on tensors without memory
-    count             one stage: its forward and its backwards
-    ledger            FLOPs and moved bytes by part and phase; bytes that wait for the backward
-    operation         one operator call; what an accelerator runs in its place
-    parts             which calls are blocks; weights, gradients, optimizer state
+    count             one stage: its forward and its backwards, by block; weights, gradients, optimizer state
+    operation         FLOPs and moved bytes of operator calls; what an accelerator runs in their place
     private           private names of torch
 
 >>> costs = torchckpt.costs.pipeline_costs(stages, "h100")

@@ -5,16 +5,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.costs.count import Counted, counted
-from torchckpt.costs.ledger import SecondsOf
-from torchckpt.costs.operation import kernels_of
-from torchckpt.costs.parts import repeated_children, watched
+from torchckpt.costs.count import Counted, counted, repeated_children, watched
+from torchckpt.costs.operation import SecondsOf, kernels_of
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
 from torchckpt.tensors import tensors_in
@@ -28,12 +27,20 @@ _WORKS = "def stages(): return [first, second], tokens; or: return [first, secon
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Chain:
     """What the user's function returned, checked."""
 
     stages: list[nn.Module]
     inputs: tuple[Any, ...]
     loss: Callable[[Any], Any] | None
+
+    def ends_with_loss(self, index: int) -> bool:
+        return self.loss is not None and index == len(self.stages) - 1
+
+    def call(self, index: int, inputs: tuple[Any, ...]) -> Any:
+        """Call the stage; after the last one, the loss."""
+        outputs = self.stages[index](*inputs)
+        return self.loss(outputs) if self.loss is not None and self.ends_with_loss(index) else outputs
 
 
 def counted_chain(
@@ -46,14 +53,14 @@ def counted_chain(
     """
     with ExitStack() as stack:
         stack.enter_context(_environment(kernels, dtype))
-        made = stack.enter_context(_stand_ins(_made(build)))
-        children = None if _has_regions(made) else repeated_children(made.stages)
+        chain = stack.enter_context(_stand_ins(_checked(build)))
+        children = None if _has_regions(chain) else repeated_children(chain.stages)
         counts: list[Counted] = []
-        inputs = made.inputs
-        for at, stage in enumerate(made.stages):
-            call = _call(made, at, inputs)
+        inputs = chain.inputs
+        for index, stage in enumerate(chain.stages):
+            call = partial(chain.call, index, inputs)
             blocks = None if children is None else [module for module in stage.modules() if module in set(children)]
-            with _explained(at, made, inputs):
+            with _explained(index, chain, inputs):
                 count, outputs = counted(stage, call, inputs, seconds_of, blocks, optimizer_bytes)
             counts.append(count)
             inputs = _handed_on(outputs)
@@ -75,21 +82,21 @@ def _environment(kernels: str, dtype: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def _made(build: Build) -> _Made:
+def _checked(build: Build) -> _Chain:
     if isinstance(build, nn.Module) or not callable(build):
         _refuse("the first argument is not a function that makes the stages", _kind(build))
     try:
-        found = build()
+        returned = build()
     except CheckpointError:
         raise
     except Exception as error:  # of the user's code
-        _refuse("the function that makes the stages failed; tensors have no values there", _said(error), error)
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        _refuse("the function does not return the stages, and what the first is called with", _kind(found))
-    stages, example, loss = (*found, None)[:3]
+        _refuse("the function that makes the stages failed; tensors have no values there", _text(error), error)
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        _refuse("the function does not return the stages, and what the first is called with", _kind(returned))
+    stages, example, loss = (*returned, None)[:3]
     if isinstance(stages, (nn.ModuleList, nn.Sequential)):
         stages = list(stages)
-    if not isinstance(stages, (list, tuple)) or not stages or not all(isinstance(one, nn.Module) for one in stages):
+    if not isinstance(stages, (list, tuple)) or not stages or not all(isinstance(s, nn.Module) for s in stages):
         _refuse("the stages that the function returns are no list of modules", f"stages={_kind(stages)}")
     inputs = example if isinstance(example, tuple) else (example,)
     if not tensors_in(inputs):
@@ -97,15 +104,15 @@ def _made(build: Build) -> _Made:
     if loss is not None and not callable(loss):
         _refuse("the loss that the function returns is not callable", _kind(loss))
     _refuse_sharded(stages, inputs)
-    return _Made(list(stages), inputs, loss)
+    return _Chain(list(stages), inputs, loss)
 
 
 def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...]) -> None:
     """Refuse tensors that are shares of larger ones: what they take and what they compute would be counted wrong."""
-    held = [(f"stage {at}: {name or 'it'}", one) for at, stage in enumerate(stages)
-            for name, one in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
-    for place, one in [*held, *(("an input of the first stage", one) for one in tensors_in(inputs))]:
-        kind = sharded_kind(one)
+    values = [(f"stage {index}: {name or 'it'}", value) for index, stage in enumerate(stages)
+              for name, value in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
+    for place, value in [*values, *(("an input of the first stage", tensor) for tensor in tensors_in(inputs))]:
+        kind = sharded_kind(value)
         if kind is not None:
             rule = "a tensor is sharded over ranks, and such tensors cannot be counted yet"
             works = "the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()"
@@ -113,7 +120,7 @@ def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...]) -> Non
 
 
 @contextmanager
-def _stand_ins(made: _Made) -> Iterator[_Made]:
+def _stand_ins(chain: _Chain) -> Iterator[_Chain]:
     """Inside this context, parameters, buffers and inputs that have memory, or are not on the CPU, are replaced by
     tensors that are counted."""
     replaced: dict[Tensor, Tensor] = {}
@@ -129,32 +136,26 @@ def _stand_ins(made: _Made) -> Iterator[_Made]:
             replaced[value].requires_grad_(value.requires_grad)
         return replaced[value]
 
+    modules = [module for stage in chain.stages for module in stage.modules()]
     try:
-        for module in (module for stage in made.stages for module in stage.modules()):
-            held: dict[str, Any]
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None and stand_in(tensor) is not tensor:
-                        changed.append((held, name, tensor))
-                        held[name] = stand_in(tensor)
-        yield replace(made, inputs=pytree.tree_map(stand_in, made.inputs))
+        table: dict[str, Any]
+        for table in (table for module in modules for table in (module._parameters, module._buffers)):
+            for name, tensor in table.items():
+                if tensor is not None and stand_in(tensor) is not tensor:
+                    changed.append((table, name, tensor))
+                    table[name] = stand_in(tensor)
+        yield replace(chain, inputs=pytree.tree_map(stand_in, chain.inputs))
     finally:
-        for held, name, tensor in changed:
-            held[name] = tensor
-
-
-def _call(made: _Made, at: int, inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    stage, loss = made.stages[at], made.loss
-    if loss is not None and at == len(made.stages) - 1:
-        return lambda: loss(stage(*inputs))
-    return lambda: stage(*inputs)
+        for table, name, tensor in changed:
+            table[name] = tensor
 
 
 def _handed_on(outputs: Any) -> tuple[Any, ...]:
     """The inputs of the next stage: ``outputs`` as leaves that need a gradient."""
     listed = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
     return tuple(
-        one.detach().requires_grad_(one.is_floating_point()) if isinstance(one, Tensor) else one for one in listed
+        value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, Tensor) else value
+        for value in listed
     )
 
 
@@ -162,23 +163,22 @@ class _Seen(Exception):
     """Raised at the first region."""
 
 
-def _has_regions(made: _Made) -> bool:
+def _has_regions(chain: _Chain) -> bool:
     def seen(*_: Any) -> None:
         raise _Seen
 
-    inputs = made.inputs
-    for at in range(len(made.stages)):
-        with _explained(at, made, inputs):
-            try:
-                with watched(seen, seen):
-                    inputs = _handed_on(_call(made, at, inputs)())
-            except _Seen:
-                return True
+    inputs = chain.inputs
+    try:
+        for index in range(len(chain.stages)):
+            with _explained(index, chain, inputs), watched(seen, seen):
+                inputs = _handed_on(chain.call(index, inputs))
+    except _Seen:
+        return True
     return False
 
 
 @contextmanager
-def _explained(at: int, made: _Made, inputs: tuple[Any, ...]) -> Iterator[None]:
+def _explained(index: int, chain: _Chain, inputs: tuple[Any, ...]) -> Iterator[None]:
     """Add the stage and its inputs to an error that the user's code raises."""
     try:
         yield
@@ -186,13 +186,13 @@ def _explained(at: int, made: _Made, inputs: tuple[Any, ...]) -> Iterator[None]:
         raise
     except VALUES_ASKED as error:
         rule = "a stage asks for the values of tensors, and what is planned must not depend on them"
-        _refuse(rule, f"stage {at}, {_said(error)}", error, "shapes that no value decides, such as a fixed capacity of "
-                "experts in place of nonzero(), a mask in place of x[x > 0], torch.where in place of if")
+        _refuse(rule, f"stage {index}, {_text(error)}", error, "shapes that no value decides, such as a fixed capacity "
+                "of experts in place of nonzero(), a mask in place of x[x > 0], torch.where in place of if")
     except Exception as error:
-        source = "the example" if at == 0 else f"what stage {at - 1} returns"
-        loss = " (or its loss)" if made.loss is not None and at == len(made.stages) - 1 else ""
-        rule = f"stage {at}{loss} does not run on {source}"
-        _refuse(rule, f"{', '.join(map(_kind, inputs))}: {_said(error)}", error, "stages that fit: first(x), "
+        source = "the example" if index == 0 else f"what stage {index - 1} returns"
+        loss = " (or its loss)" if chain.ends_with_loss(index) else ""
+        rule = f"stage {index}{loss} does not run on {source}"
+        _refuse(rule, f"{', '.join(map(_kind, inputs))}: {_text(error)}", error, "stages that fit: first(x), "
                 "then second(first(x)), on the CPU")
 
 
@@ -206,7 +206,7 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

@@ -5,29 +5,38 @@
         each has the storages      tells the part that           over [3] is the
         that it saves              made it                       weight gradient
     [2] for each part, what has run when it saves its last tensor: a replay ends there
+
+The parts are the blocks, and what runs before and after them. A block is an outermost region (``checkpoint``,
+``checkpoint_module``, ``Checkpointing``). In a model without regions, blocks are children of ``nn.Sequential``,
+``nn.ModuleList`` and ``nn.ModuleDict`` whose class occurs more than once among such children of all stages. A child
+that is a container, too, is a block only if its own children have different classes, such as a convolution, a norm and
+an activation. Otherwise its children may be blocks. Blocks do not nest.
 """
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.ledger import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
-from torchckpt.costs.parts import static_of, watched
+from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
 from torchckpt.costs.private import sequence_now, sequence_of
 from torchckpt.planning.work.block import Block
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.saved import storage_of
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.typing import Function
 
-__all__ = ["Counted", "Part", "counted"]
+__all__ = ["Counted", "Part", "counted", "repeated_children", "static_of", "watched"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class _Forward:
         self.ledger = ledger
         self.inputs: list[Tensor] = []  # inputs of blocks that need a gradient
         self.changing: set[int] = set()  # blocks that change what they are given
-        self.given: list[set[StorageWeakRef]] = []  # the inputs of each block
+        self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
         self._saved: defaultdict[int, set[StorageWeakRef]] = defaultdict(set)  # by part
         self._static = static
         self._sizes: dict[StorageWeakRef, int] = {}
@@ -79,10 +88,10 @@ class _Forward:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in((args, kwargs))
-        self.inputs += [one for one in tensors if one.requires_grad and not isinstance(one, nn.Parameter)]
+        self.inputs += [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self._turn(len(self.given))
-        self.given.append({storage for tensor in tensors for storage in self._met(tensor)})
+        self._turn(len(self.boundaries))
+        self.boundaries.append({storage for tensor in tensors for storage in self._met(tensor)})
 
     def leave(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
@@ -95,26 +104,26 @@ class _Forward:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def part_of(self, node: Node) -> int:
-        at = bisect_right(self._starts, sequence_of(node), key=lambda start: start[0])
-        return self._starts[at - 1][1]
+        place = bisect_right(self._starts, sequence_of(node), key=lambda start: start[0])
+        return self._starts[place - 1][1]
 
     def bytes_of_parts(self) -> dict[int, tuple[int, int, int]]:
         """The bytes of each part: saved, of its boundary, and of the boundary if it is kept and does not save them.
         Operations outside of blocks have no boundary."""
         makers, saved = self.ledger.makers, self._saved
-        times = Counter(storage for given in self.given for storage in given)
+        times = Counter(storage for inputs in self.boundaries for storage in inputs)
         before, after = set(saved[BEFORE]), set(saved[AFTER])
         before |= {storage for storage, count in times.items() if count > 1}
-        for block in range(len(self.given)):
-            before |= {one for one in saved[block] if makers.get(one, BEFORE) != block} - times.keys()
+        for block in range(len(self.boundaries)):
+            before |= {key for key in saved[block] if makers.get(key, BEFORE) != block} - times.keys()
         after -= before
         always, anywhere = before | after, set().union(*saved.values())
         amounts = {BEFORE: (self._bytes(before), 0, 0), AFTER: (self._bytes(after), 0, 0)}
-        for block, given in enumerate(self.given):
-            inner, boundary = saved[block] - always - times.keys(), given - always
+        for block, inputs in enumerate(self.boundaries):
+            inner, boundary = saved[block] - always - times.keys(), inputs - always
             unsaved = boundary - anywhere
-            sets = inner | boundary - unsaved, boundary, unsaved
-            amounts[block] = self._bytes(sets[0]), self._bytes(sets[1]), self._bytes(sets[2])
+            kept = inner | boundary - unsaved
+            amounts[block] = self._bytes(kept), self._bytes(boundary), self._bytes(unsaved)
         return amounts
 
     def _bytes(self, storages: Iterable[StorageWeakRef]) -> int:
@@ -126,9 +135,8 @@ class _Forward:
         return sizes
 
     def _turn(self, part: int) -> None:
-        phase, self.ledger.phase = self.ledger.phase, None
         self._starts.append((sequence_now(), part))
-        self.ledger.phase, self.ledger.part = phase, part
+        self.ledger.part = part
 
 
 def counted(
@@ -143,24 +151,25 @@ def counted(
 
     Args:
         children: the modules whose calls are blocks; None where regions are.
-        optimizer_bytes: see :func:`~torchckpt.costs.parts.static_of`.
+        optimizer_bytes: see :func:`~torchckpt.costs.count.static_of`.
     """
     static = static_of(stage, optimizer_bytes)
     ledger = Ledger(seconds_of, static)
     forward = _Forward(ledger, static)
-    parameters = [one for one in stage.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
         blocks_watched = watched(forward.enter, forward.leave, children)
-        with saved_tensors_hooks(forward.pack, _same), blocks_watched, _phase(ledger, FORWARD):
+        with saved_tensors_hooks(forward.pack, lambda tensor: tensor), blocks_watched, _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        _follow(graded, forward)
+        for node in nodes_behind(graded):
+            node.register_prehook(_turning(ledger, forward.part_of(node)))
         _backward(ledger, INPUT_GRAD, graded, [*leaves, *forward.inputs])
         _backward(ledger, BOTH_GRADS, graded, [*leaves, *forward.inputs, *parameters])
     before, after, *blocks = _parts(forward, static)
-    message = sum(one.numel() * one.element_size() for one in tensors_in(inputs) if one.is_floating_point())
-    return Counted(before, tuple(blocks), after, message, sum(one.numel() for one in parameters)), outputs
+    message = sum(tensor.nbytes for tensor in tensors_in(inputs) if tensor.is_floating_point())
+    return Counted(before, tuple(blocks), after, message, sum(tensor.numel() for tensor in parameters)), outputs
 
 
 def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterator[Part]:
@@ -169,7 +178,7 @@ def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterato
     static_bytes: defaultdict[int, float] = defaultdict(float)
     for storage, size in static.items():
         static_bytes[ledger.users.get(storage, BEFORE)] += size
-    for part in (BEFORE, AFTER, *range(len(forward.given))):
+    for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
         ahead, inner, both, replay = (ledger.seconds[phase, part] for phase in phases)
         forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)
@@ -179,19 +188,9 @@ def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterato
         yield Part(work, forward_flops, backward_flops, replay_flops, unsaved, changes_input)
 
 
-def _follow(outputs: Sequence[Tensor], forward: _Forward) -> None:
-    """Have each node of the graph say in which part it was made, before it runs backwards."""
-    stack = [output.grad_fn for output in outputs]
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            node.register_prehook(_turning(forward.ledger, forward.part_of(node)))
-            stack.extend(parent for parent, _ in node.next_functions)
-
-
 def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
+    """A hook that notes, before a node runs backwards, the part in which it was made."""
+
     def turn(_: Any) -> None:
         ledger.part = part
 
@@ -215,5 +214,100 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
         ledger.phase = None
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class _Regions(Scope):
+    """Tells when outermost regions start and end, and makes every region keep its saved tensors."""
+
+    def __init__(self, enter: Enter, leave: Callable[[], None]) -> None:
+        super().__init__(keep=True)
+        self._enter, self._leave = enter, leave
+        self._depth = 0
+
+    def run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> tuple[Any, Frame | None]:
+        if not self._depth:
+            self._enter(args, kwargs)
+        self._depth += 1
+        outputs = super().run(function, args, kwargs, options)
+        self._depth -= 1
+        if not self._depth:
+            self._leave()
+        return outputs
+
+
+@contextmanager
+def watched(enter: Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
+    """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
+    ``children``."""
+    with ExitStack() as stack:
+        if children is None:
+            stack.enter_context(_Regions(enter, leave).entered())
+        else:
+            stack.enter_context(Scope(keep=True).entered())
+            for child in children:
+                entering = child.register_forward_pre_hook(
+                    lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
+                )
+                leaving = child.register_forward_hook(lambda *_: leave())
+                stack.callback(entering.remove)
+                stack.callback(leaving.remove)
+        yield
+
+
+def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
+    """The children of containers whose class occurs more than once among such children."""
+    found: list[nn.Module] = []
+    level: list[nn.Module] = list(stages)
+    while level:
+        children = [child for module in level for child in _in_containers(module)]
+        counts = Counter(map(type, children))
+        found += [child for child in children if counts[type(child)] > 1]
+        level = [child for child in children if counts[type(child)] == 1]
+    return list(dict.fromkeys(found))
+
+
+def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of the outermost containers in ``module``, which may be one itself. A uniform container among these
+    children is replaced by its own."""
+    for child in module.children():
+        if not isinstance(module, _CONTAINERS) or _is_uniform(child):
+            yield from _in_containers(child)
+        else:
+            yield child
+
+
+def _is_uniform(module: nn.Module) -> bool:
+    kinds = list(map(type, module.children()))
+    return isinstance(module, _CONTAINERS) and len(set(kinds)) < len(kinds)
+
+
+_MASTER_BYTES, _MOMENTS_BYTES = 4, 8
+"""Bytes of Adam's state in mixed precision: a float32 copy of a smaller parameter, and two float32 moments."""
+
+
+def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[StorageWeakRef, float]:
+    """The bytes of weights, gradients and optimizer state, by the storage of the parameter or buffer.
+
+    A gradient has the dtype of its parameter. A frozen parameter has no gradient and no optimizer state.
+
+    >>> sum(static_of(nn.Linear(5, 1, bias=False, dtype=torch.bfloat16)).values())
+    80
+
+    Args:
+        optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
+    """
+    sizes: dict[StorageWeakRef, float] = {}
+    for tensor in (*stage.parameters(), *stage.buffers()):
+        state_bytes: float = _MOMENTS_BYTES + (_MASTER_BYTES if tensor.element_size() < 4 else 0)
+        if optimizer_bytes is not None:
+            state_bytes = optimizer_bytes
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        added_bytes = tensor.numel() * (tensor.element_size() + state_bytes) if is_trained else 0
+        for storage, size in storage_of(tensor).items():
+            sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
+    return sizes

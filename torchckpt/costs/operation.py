@@ -1,19 +1,25 @@
-"""Operation: FLOPs and moved bytes of one operator call, counted from its shapes."""
+"""Operation: FLOPs and moved bytes of operator calls, counted from their shapes, by part of a stage and by phase."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from torchckpt.costs.private import fused_attention, is_view
+from torchckpt.costs.private import TorchDispatchMode, fused_attention, is_view
+from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import flop_formula, tensors_in
 
-__all__ = ["KERNELS", "Operation", "kernels_of", "operation_of"]
+__all__ = [
+    "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "Operation", "SecondsOf",
+    "kernels_of", "operation_of",
+]
 
 
 class Operation(NamedTuple):
@@ -47,6 +53,63 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY = "forward", "input_grad", "both_grads", "replay"
+BEFORE, AFTER = -1, -2
+"""Part numbers of operations outside of blocks: before the first block, and after it. Blocks count from 0."""
+
+SecondsOf: TypeAlias = Callable[[Operation], float]
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Counts while it is entered and has a ``phase``.
+
+    It has to be entered inside the mode whose tensors have no memory, so that it sees an operation first.
+    """
+
+    def __init__(self, seconds_of: SecondsOf, watched: Collection[StorageWeakRef]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._seconds_of = seconds_of
+        self._watched = watched
+        self.phase: str | None = None
+        self.part = BEFORE
+        self.seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+        """The seconds of each phase and part."""
+        self.flops: Counter[tuple[str, int]] = Counter()
+        self.makers: dict[StorageWeakRef, int] = {}
+        """The part in which a storage was made."""
+        self.users: dict[StorageWeakRef, int] = {}
+        """The first part that read each watched storage."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = operator(*args, **kwargs)
+        if self.phase is not None:
+            operation = operation_of(operator, args, kwargs, outputs)
+            self.seconds[self.phase, self.part] += self._seconds_of(operation)
+            self.flops[self.phase, self.part] += operation.flops
+        if self.phase == FORWARD:
+            self._look((args, kwargs), outputs)
+        return outputs
+
+    def saved(self) -> None:
+        """Note that the part saved a tensor: a replay goes at least so far."""
+        self.seconds[REPLAY, self.part] = self.seconds[FORWARD, self.part]
+        self.flops[REPLAY, self.part] = self.flops[FORWARD, self.part]
+
+    def _look(self, read: Any, written: Any) -> None:
+        for storage in _storages_in(read):
+            if storage in self._watched:
+                self.users.setdefault(storage, self.part)
+            else:
+                self.makers.setdefault(storage, BEFORE)  # it was made before the stage
+        for storage in _storages_in(written):
+            self.makers.setdefault(storage, self.part)
+
+
+def _storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+    return (storage for tensor in tensors_in(tree) for storage in storage_of(tensor))
+
+
 KERNELS = ("accelerator", "cpu")
 _LARGEST_HEAD = 256
 """The width of a head that fused kernels take."""
@@ -74,8 +137,7 @@ def _rms_norm(
 ) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:  # then an accelerator has no kernel either
         return F.rms_norm(input, normalized_shape, weight, eps)
-    found: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
-    return found
+    return _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _accelerated_attention(
@@ -118,8 +180,8 @@ class _RMSNorm(torch.autograd.Function):
         input, weight, scale = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
         backward = torch.ops.aten.native_layer_norm_backward
-        found = backward(gradient, input, ctx.shape, scale, scale, weight, None, wanted)
-        return found[0], None, found[1]
+        of_input, of_weight, _ = backward(gradient, input, ctx.shape, scale, scale, weight, None, wanted)
+        return of_input, None, of_weight
 
 
 _FUSED: dict[Any, Callable[..., Any]] = {

@@ -1,12 +1,12 @@
 """Private: every private name of torch that ``torchckpt.costs`` uses, in one place."""
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr as sequence_now  # the next node's, in this thread; no public form
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
+
+from torchckpt.modules import imported
 
 __all__ = [
     "VALUES_ASKED",
@@ -47,12 +49,10 @@ def unallocated() -> AbstractContextManager[Any]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # The mode keeps a weak reference to each new tensor, by set_tensor_memo of torch/_subclasses/fake_tensor.py, and
     # needs it only for tensors from outside. swap_tensors of torch/utils/__init__.py refuses tensors with weak
-    # references, and a module that is converted (bfloat16(), to()) swaps its parameters. Ends when it does not refuse.
-    mode.fake_tensor_converter.set_tensor_memo = _forget  # type: ignore[method-assign,assignment]
+    # references (pytorch/pytorch#178584), and a module that is converted (bfloat16(), to()) swaps its parameters. Ends
+    # when it does not refuse.
+    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
     return mode
-
-
-def _forget(*_: Any) -> None: ...
 
 
 def is_unallocated(tensor: Tensor) -> bool:
@@ -61,19 +61,8 @@ def is_unallocated(tensor: Tensor) -> bool:
 
 
 def sharded_kind(value: object) -> str | None:
-    """How a tensor or a module is sharded, in words; None if it is not. What was never imported is not asked for."""
-    for place, name, kind in _SHARDED:
-        found = getattr(sys.modules.get(place), name, None)
-        if found is not None and isinstance(value, found):
-            return kind
-    return None
-
-
-def sequence_now() -> int:
-    """The number that the next autograd node of this thread gets. No public form."""
-    with torch.enable_grad():
-        probe = torch.empty((), requires_grad=True).view(1)
-    return sequence_of(probe.grad_fn) + 1 if probe.grad_fn is not None else 0
+    """How a tensor or a module is sharded, in words; None if it is not."""
+    return next((kind for module, name, kind in _SHARDED if isinstance(value, imported(module, name))), None)
 
 
 def sequence_of(node: Node) -> int:
@@ -84,7 +73,7 @@ def sequence_of(node: Node) -> int:
 def is_view(operator: Any) -> bool:
     """Whether an operator returns a view of its argument, and moves nothing."""
     returns = operator._schema.returns
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
 def fused_attention(
@@ -94,9 +83,9 @@ def fused_attention(
     memory-efficient one. Their operators have no public form."""
     operators = torch.ops.aten
     if mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        found = operators._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
+        outputs = operators._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
     else:
-        found = operators._scaled_dot_product_efficient_attention(
+        outputs = operators._scaled_dot_product_efficient_attention(
             query, key, value, mask, True, dropout, causal, scale=scale
         )
-    return found[0]  # type: ignore[no-any-return]  # untyped in torch
+    return outputs[0]  # type: ignore[no-any-return]  # untyped in torch

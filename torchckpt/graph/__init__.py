@@ -4,15 +4,14 @@
                           keep: marks, regions, names, policies
                           planner: a byte budget
 
-    run               what users call: ``rematerialize``, ``rematerialize_``, ``backend``
-    frontier          many budgets in one call
+    run, frontier     what users call: ``rematerialize``, ``rematerialize_``, ``backend``; many budgets in one call
     derive            derivatives as graphs
     choose            from a budget or names to a schedule
-    trace, step       a call as a graph; a graph as a dataflow
+    trace, step       a call as a graph; a graph as a dataflow, and a schedule as graphs
     annotations       marks, regions, names
     progress, private    one line for people; private names of torch
 
-A user begins with :func:`rematerialize`. A reader of the code begins with ``joint``, then reads
+A user begins with :func:`rematerialize`. A reader of the code begins with ``step/joint``, then reads
 :mod:`torchckpt.planning.remat`, which describes a step as operations on storages and does not need torch.
 """
 from __future__ import annotations

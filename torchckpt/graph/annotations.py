@@ -23,7 +23,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, brief, called, raise_fault
-from torchckpt.graph.private.dynamo import constant_under_dynamo
 from torchckpt.regions.flags import thread
 
 __all__ = [
@@ -207,7 +206,7 @@ def _inside_region(name: str) -> AbstractContextManager[None]:
     return annotate({f"{_REGION}{name}#{_number()}": True})
 
 
-@constant_under_dynamo
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def _number() -> str:
     """A number that no other region of this trace has; Dynamo calls this function while it traces."""
     tracing = thread.tracing

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -14,6 +13,7 @@ from torchckpt.graph.choose.planner import Costs
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
 from torchckpt.planning.draw.units import aligned, units_of_bytes
+from torchckpt.planning.figures import Drawn
 from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
 from torchckpt.planning.remat.draw.table import page
 from torchckpt.planning.remat.search.frontier import frontier as solutions_of
@@ -21,7 +21,7 @@ from torchckpt.planning.remat.search.frontier import frontier as solutions_of
 __all__ = ["Frontier", "frontier"]
 
 
-class Frontier(list[tuple[int, float]]):
+class Frontier(list[tuple[int, float]], Drawn):
     """A list of ``(peak_bytes, recompute_share)``, by falling peak; the share is of the step's time, from 0.0 on."""
 
     def draw(
@@ -31,20 +31,13 @@ class Frontier(list[tuple[int, float]]):
         title: str = "Memory and recomputation",
     ) -> str:
         """The curve as SVG text, together with the points of ``others``. It is written to ``path`` if one is given."""
-        text = draw_frontier(self, others, eager_peak_bytes=self[0][0], title=title)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return self._written(path, draw_frontier(self, others, eager_peak_bytes=self[0][0], title=title))
 
     def __str__(self) -> str:
         """A table with one row for each plan."""
         of_memory = units_of_bytes(self[0][0]).of_memory
         rows = [(of_memory(peak), f"+{share:.1%}", f"{peak / self[0][0]:.0%}") for peak, share in self]
         return aligned([("peak", "recompute", "of eager's"), *rows])
-
-    def _repr_svg_(self) -> str:
-        """The picture that a notebook shows."""
-        return self.draw()
 
     def _repr_html_(self) -> str:
         return page(self.draw(), f"Frontier of {len(self)} plans", str(self))
@@ -80,5 +73,5 @@ def frontier(
     check(faults)
     flow = rematerialize(model, *example, example_kwargs=example_kwargs, costs=costs, rng=rng).plan.flow
     with Watch().planning(len(flow.operations)) as tell:
-        found = solutions_of(flow, int(points), tell=tell)
-    return Frontier((one.peak_bytes, max(0.0, one.seconds / flow.seconds - 1.0)) for one in found)
+        solutions = solutions_of(flow, int(points), tell=tell)
+    return Frontier((plan.peak_bytes, max(0.0, plan.seconds / flow.seconds - 1.0)) for plan in solutions)

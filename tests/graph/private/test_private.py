@@ -10,8 +10,7 @@ from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.errors import CaptureError
 from torchckpt.features import TESTED, Feature
-from torchckpt.graph.private.operators import is_collective, is_mutable, is_random
-from torchckpt.graph.private.runtime import allocations, storage_of, without_modes
+from torchckpt.graph.private.runtime import allocations, is_collective, is_mutable, is_random, storage_of, without_modes
 from torchckpt.graph.private.surroundings import compiling
 from torchckpt.graph.private.trace import (
     Boxed,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchckpt import graph
-from torchckpt.graph.trace.trace_lock import TRACE_LOCK, TraceLock
+from torchckpt.graph.trace.capture import TRACE_LOCK, TraceLock
 
 
 class Story:

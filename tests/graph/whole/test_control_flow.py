@@ -9,7 +9,7 @@ from tests.graph.eager import compare, measured_peak
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
 from torchckpt.errors import CaptureError
-from torchckpt.graph.private.operators import is_branching
+from torchckpt.graph.private.runtime import is_branching
 from torchckpt.graph.step.costs import flops_of
 
 pytestmark = [

@@ -2,12 +2,12 @@
 
     trace             a call and its derivatives as one graph
     functional        a function of tensors as one graph without in-place operators
-    dynamo, inductor  graphs of ``torch.compile``; the compiler
-    witness, generators    tensors that outlive a trace; random numbers that it would freeze
+    dynamo            graphs of ``torch.compile``, run by operator or compiled by Inductor
+    witness           tensors that outlive a trace; random numbers that it would freeze
     surroundings      settings of torch during a trace
-    operators         each operator call, intercepted; operators with special needs; modules wrapped for devices
-    runtime           what really runs during a trace
-"""
-from __future__ import annotations
+    runtime           operators and storages, and what really runs during a trace
 
+What gets around something in torch says in which file of torch that is, and what ends it. Where that can be tested,
+``tests/test_workarounds.py`` fails as soon as torch needs it no more.
+"""
 __all__: list[str] = []

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.operators import operating
+from torchckpt.graph.private.runtime import operating
 from torchckpt.graph.private.surroundings import as_in_eager
 from torchckpt.graph.private.witness import Witness
 
@@ -31,7 +31,7 @@ class Functional(NamedTuple):
 
 def functional(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool],
-    tell: Callable[[object], None] = lambda operator: None,
+    tell: Callable[[object], None],
 ) -> Functional:
     """Trace ``function`` on tensors like ``tensors``, with the building blocks of AOTAutograd; nothing is run.
 
@@ -78,8 +78,11 @@ def functional(
 
 
 def _pass_notes_on(graph: fx.Graph) -> None:
-    """Copy notes from forward nodes to their backward nodes, by autograd's sequence numbers: torch 2.11 copies all
-    other metadata, but not those notes."""
+    """Copy notes from forward nodes to their backward nodes, by autograd's sequence numbers.
+
+    ``copy_fwd_metadata_to_bw_nodes`` of torch/_functorch/_aot_autograd/utils.py copies all other metadata in torch
+    2.11. Ends when that release is no longer supported.
+    """
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
@@ -119,7 +122,7 @@ def _functionally(
     with torch._C._ExcludeDispatchKeyGuard(excluded), FunctionalTensorMode(), _refusing_to_write_outside():
         tensors = [FunctionalTensor.to_functional(fake) for fake in fakes]
         outputs = function(*tensors)
-        changed = [place for place, one in enumerate(tensors) if torch_._functionalize_has_data_mutation(one.elem)]
+        changed = [place for place, t in enumerate(tensors) if torch_._functionalize_has_data_mutation(t.elem)]
         return list(map(plain, outputs)), {place: plain(tensors[place]) for place in changed}
 
 
@@ -129,9 +132,10 @@ def _refusing_to_write_outside() -> AbstractContextManager[Any]:
 
     def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(operator, OpOverload) and operator._schema.is_mutable:
-            given = {**dict(zip((one.name for one in operator._schema.arguments), args)), **kwargs}
-            written = [given.get(one.name) for one in operator._schema.arguments if one.is_write]
-            if any(isinstance(one, Tensor) and not isinstance(one, FunctionalTensor) for one in written):
+            parameters = operator._schema.arguments
+            values = {**dict(zip((parameter.name for parameter in parameters), args)), **kwargs}
+            written = [values.get(parameter.name) for parameter in parameters if parameter.is_write]
+            if any(isinstance(value, Tensor) and not isinstance(value, FunctionalTensor) for value in written):
                 raise CaptureError(str(Fault(
                     "the function changes a tensor that it closes over; only a module may change its own buffers",
                     f"{operator} on a tensor that the function closes over",

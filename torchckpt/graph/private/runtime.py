@@ -1,4 +1,4 @@
-"""Runtime: storages, allocations, and operations that really run during a trace."""
+"""Runtime: operators and their properties, storages, allocations, and what torch wraps modules in."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,13 +6,109 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
-    "allocations", "hooks_of_all_modules", "is_freed", "is_transformed", "lasting", "parts_of", "storage_of",
-    "without_modes",
+    "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
+    "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_branching", "is_check", "is_collective",
+    "is_flattened", "is_freed", "is_mutable", "is_random", "is_transformed", "lasting", "note_branches", "operating",
+    "parts_of", "storage_of", "without_modes",
 ]
+
+BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
+
+BATCH_NORM_AGAIN: Any = torch.ops.aten._native_batch_norm_legit.no_stats
+
+BATCH_NORM_BY_STATISTICS: Any = torch.ops.aten._native_batch_norm_legit_no_training.default
+
+BATCH_NORM_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default
+
+FUSED_LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
+_CHECKS: Any = (
+    torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
+    torch.ops.aten._functional_assert_async.msg, torch.ops.aten._assert_scalar.default,
+)
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+
+
+def is_random(target: object) -> bool:
+    """Whether an operator draws from a generator."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """The value of the operator's parameter ``name`` at ``node``, or its default; None if it has no such parameter."""
+    parameters = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    for place, parameter in enumerate(parameters):
+        if parameter.name == name:
+            value = node.args[place] if place < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, value)
+    return None
+
+
+def is_collective(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.namespace in _COLLECTIVES
+
+
+def is_mutable(target: object) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_check(target: object) -> bool:
+    """Whether an operator is an assertion: it only raises an error if a value is wrong."""
+    return target in _CHECKS
+
+
+def has_effect(target: object) -> bool:
+    """Whether an operator runs for its side effect, such as an assertion, and not for its result."""
+    return target is torch.ops.higher_order.with_effects or is_check(target)
+
+
+def is_branching(target: object) -> bool:
+    """Whether an operator is ``torch.cond``, which runs one of two graphs, depending on a value."""
+    return target is torch.ops.higher_order.cond
+
+
+def note_branches(module: fx.GraphModule) -> None:
+    """Store each branch graph of control flow in ``meta["val"]`` of the node that reads it from ``module``."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        part: Any = module
+        for name in str(node.target).split("."):
+            part = getattr(part, name, None)
+        if isinstance(part, fx.GraphModule):
+            node.meta["val"] = part
+
+
+def branches_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that an operator of control flow may run."""
+    parts = [source.meta.get("val") for source in node.all_input_nodes if source.op == "get_attr"]
+    return [part for part in parts if isinstance(part, fx.GraphModule)]
+
+
+def operating(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Inside this context, ``run(operator, args, kwargs)`` is called instead of each operator, higher-order too."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operating(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # the branches of torch.cond are compiled inside
+
+        def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(target, args, kwargs or {})
+
+    return Operating()  # type: ignore[no-untyped-call]
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 has replaced the parameters of ``module`` by plain tensors, views of its flat parameter."""
+    is_managed = bool(getattr(module, "_is_fsdp_managed_module", False))
+    return is_managed and any(isinstance(value, Tensor) for value in vars(module).values())
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -35,7 +35,7 @@ def as_in_eager(trace: Callable[[], T]) -> T:
         try:
             return trace()
         except Exception as error:
-            if not is_of_tracing(error):
+            if not _is_of_tracing(error):
                 raise
             is_compiled = _is_of_compiled_function(error)
             again = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
@@ -48,7 +48,7 @@ _NO_DATA = ("FakeTensor", "FunctionalTensor", "tensor subclass", "using FX to", 
 """Parts of torch's messages about tensors that have no data."""
 
 
-def is_of_tracing(error: BaseException | None) -> bool:
+def _is_of_tracing(error: BaseException | None) -> bool:
     """Whether ``error``, or one that it was raised for, comes from tracing, such as from an operator on traced tensors.
 
     An error of memory never does.
@@ -60,25 +60,35 @@ def is_of_tracing(error: BaseException | None) -> bool:
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     if any("_subclasses" in file for file in files):
         return True
-    return is_of_tracing(error.__cause__ or error.__context__)
+    return _is_of_tracing(error.__cause__ or error.__context__)
 
 
-def casting_once(
-    tensors: Sequence[Tensor], are_leaves: Sequence[bool], is_enabled: bool
-) -> AbstractContextManager[None]:
+@contextmanager
+def casting_once(tensors: Sequence[Tensor], are_leaves: Sequence[bool], is_enabled: bool) -> Iterator[None]:
     """Inside this context, autocast casts each leaf among ``tensors`` only once, as in eager.
 
-    So the gradients of all uses of a leaf are added in the dtype of the cast. A trace disables the cache of casts.
+    So the gradients of all uses of a leaf are added in the dtype of the cast. A trace disables the cache of casts, and
+    makes no leaves (``disable_autocast_cache`` of torch/fx/experimental/proxy_tensor.py, ``DelayedError`` of
+    torch/_subclasses/meta_utils.py). Ends when it does neither.
 
     Args:
         tensors: the tensors of the trace.
         are_leaves: for each tensor, whether the original one is a leaf. In a trace none is a leaf.
         is_enabled: whether the autocast cache was enabled before the trace.
     """
+    _make_leaves(tensors, are_leaves)
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _make_leaves(tensors: Sequence[Tensor], are_leaves: Sequence[bool]) -> None:
     for tensor, is_leaf in zip(tensors, are_leaves):
         if is_leaf and type(tensor.grad_fn).__name__ == "Error":  # the history of a fake copy
             tensor.detach_().requires_grad_()
-    return _cast_cache(is_enabled)
 
 
 def cast_once_in(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -87,7 +97,7 @@ def cast_once_in(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     are_leaves, is_enabled = [inputs[place].is_leaf for place in places], torch.is_autocast_cache_enabled()
 
     def enter(*tensors: Tensor) -> None:
-        casting_once(tensors, are_leaves, is_enabled)
+        _make_leaves(tensors, are_leaves)
         torch.set_autocast_cache_enabled(is_enabled)  # the trace restores it at its end
 
     placeholders = list(module.graph.find_nodes(op="placeholder"))
@@ -98,18 +108,9 @@ def cast_once_in(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     module.recompile()
 
 
-@contextmanager
-def _cast_cache(is_enabled: bool) -> Iterator[None]:
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(is_enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def without_autocast() -> AbstractContextManager[Any]:
-    """Inside this context, autocast is off. A traced graph is run in it, for its casts are operations of the graph."""
+    """Inside this context, autocast is off. A traced graph is run in it, for its casts are operations of the graph. The
+    public ``torch.autocast(enabled=False)`` is for one kind of device."""
     return torch._C._DisableAutocast()
 
 
@@ -129,7 +130,10 @@ def _is_of_compiled_function(error: Exception) -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Inside this context, ``torch.compiler.is_compiling()`` is true: code that checks it then reads no values."""
+    """Inside this context, ``torch.compiler.is_compiling()`` is true: code that checks it then reads no values.
+
+    No public form: torch/compiler/__init__.py has the flag, which ``torch.export`` sets.
+    """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -143,6 +147,8 @@ def eager_kernels() -> Iterator[None]:
     """Inside this context, a trace records the kernels that eager runs, instead of torch's Python decompositions.
 
     Decompositions are for compilers: a bilinear upsampling becomes dozens of operations, and rounds differently.
+    torch/_decomp/decompositions.py registers them where no table of decompositions can leave them out. Ends when one
+    can.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     operators = [getattr(packet, name) for packet in _in_formulas() for name in packet.overloads()]

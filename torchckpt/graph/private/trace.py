@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -59,11 +60,12 @@ def require(feature: Feature) -> None:
 _missing = functools.cache(Feature.missing)
 
 GRADIENTS_STAY = release_of(torch.__version__) < (2, 13)
-"""Whether AOTAutograd holds the gradients of outputs until its backward ends. Only the release of torch tells."""
+"""Whether AOTAutograd holds the gradients of outputs until its backward ends (pytorch/pytorch#177837). Only the release
+of torch tells. Ends when torch 2.12 is no longer supported."""
 
 
 def mutated_inputs(outputs: fx.Node) -> dict[int, int | None]:
-    """By place among a joint graph's outputs: the input whose new value the output is.
+    """The input whose new value an output of a joint graph is, by the place of that output.
 
     None stands for a parameter or a buffer, which Dynamo lifts by its name.
     """
@@ -86,27 +88,27 @@ def _is_token(what: object) -> bool:
 
 
 def tangent_places(joint: fx.Graph) -> dict[fx.Node, int]:
-    """By placeholder of an output's gradient: the place of that output among the forward's outputs.
+    """The place of an output among the forward's outputs, by the placeholder of its gradient.
 
     Tokens do not count: they only keep operations with side effects, such as checks, in order.
     """
-    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
-    places = {}
-    for node in joint.find_nodes(op="placeholder"):
-        output = getattr(node.meta.get("desc"), "output", None)
-        if output is not None and output in outputs:
-            places[node] = outputs.index(output)
-    return places
+    outputs = _outputs_of(joint)
+    nodes = {node: getattr(node.meta.get("desc"), "output", None) for node in joint.find_nodes(op="placeholder")}
+    return {node: outputs.index(output) for node, output in nodes.items() if output is not None and output in outputs}
 
 
 def output_places(joint: fx.Graph) -> dict[int, int]:
-    """By place among the forward's outputs, as :func:`tangent_places` counts: the place in what the function returns.
+    """The place in what the function returns, by the place among the forward's outputs that count above.
 
     Outputs that are not simply returned, such as new values of buffers, have none.
     """
-    outputs = [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
-    plain = [(place, what) for place, what in enumerate(outputs) if type(what).__name__ == "PlainAOTOutput"]
-    return {place: what.idx for place, what in plain}
+    outputs = enumerate(_outputs_of(joint))
+    return {place: what.idx for place, what in outputs if type(what).__name__ == "PlainAOTOutput"}
+
+
+def _outputs_of(joint: fx.Graph) -> list[Any]:
+    """AOTAutograd's descriptions of the outputs that are no tokens."""
+    return [what for what in joint.output_node().meta.get("desc") or () if not _is_token(what)]
 
 
 def backward_node(output: Tensor, inputs: int) -> Any:
@@ -121,7 +123,8 @@ def backward_node(output: Tensor, inputs: int) -> Any:
 def retainable(node: Any) -> None:
     """Allow ``retain_graph=True`` for AOTAutograd's ``node``: our graphs do not write to saved tensors.
 
-    AOTAutograd refuses it if it has told a compiler that saved tensors may be overwritten.
+    AOTAutograd refuses it if it has told a compiler that saved tensors may be overwritten (pytorch/pytorch#139669).
+    Ends when a compiler can tell that it overwrites none.
     """
     node._forward_cls.metadata.bw_donated_idxs = []
 
@@ -149,12 +152,7 @@ class Differentiable:
     ``backward`` runs the second graph. Both graphs must take one list and empty it.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        partition: Partition,
-        backward: RunBackward,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], partition: Partition, backward: RunBackward) -> None:
         from functorch.compile import aot_function  # type: ignore[import-untyped]
 
         self._tracing = False
@@ -165,18 +163,16 @@ class Differentiable:
         """Trace without running: no random number is drawn, and no buffer is written."""
         from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+        def run() -> None:
+            with suppress(_Traced):
+                self._run(*tensors)
+
         self._tracing = True
         try:
             with _use_lazy_graph_module(True):  # generates no code for graphs that do not run
-                as_in_eager(lambda: self._traced(tensors))
+                as_in_eager(run)
         finally:
             self._tracing = False
-
-    def _traced(self, tensors: Sequence[Tensor]) -> None:
-        try:
-            self._run(*tensors)
-        except _Traced:
-            return
 
     def __call__(self, *tensors: Tensor) -> Any:
         return self._run(*tensors)

@@ -1,7 +1,10 @@
-"""Witness: records the tensors that a traced forward makes, and finds those that outlive the trace."""
+"""Witness: records the tensors that a traced forward makes, and the random numbers that it would freeze."""
 from __future__ import annotations
 
 import gc
+import pickle
+import random
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +15,14 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.generators import Generators
-from torchckpt.graph.private.operators import operating
+from torchckpt.graph.private.runtime import is_random, operating
 from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Witness"]
 
 _NO_HOLDERS = (types.FrameType, types.GeneratorType, Tensor)
+_FIRST_SEED = 0x7C1B_0000_0000_0001
 
 
 class Witness:
@@ -30,11 +33,11 @@ class Witness:
         tell: called with each operator of the forward.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tell: Callable[[Any], None] = lambda operator: None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], tell: Callable[[Any], None]) -> None:
         self._are_leaves = [tensor.is_leaf for tensor in tensors]
         self._casts_are_kept = torch.is_autocast_cache_enabled()
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
-        self._generators, self._tell = Generators(), tell
+        self._tell = tell
 
     @contextmanager
     def watching(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -43,46 +46,100 @@ class Witness:
         Raises:
             CaptureError: the forward drew random numbers that a trace would freeze.
         """
+        generators = _Generators()
+
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
-            self._generators.drawn(operator)
+            generators.drawn(operator)
             results = operator(*args, **kwargs)
             self._saw(results, f"a result of {operator}")
             return results
 
         self._saw(list(tensors), "an input, a parameter or a buffer")
         casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
-        with casting, self._generators.watching(), operating(run):
+        with casting, generators.watching(), operating(run):
             yield
 
     def refuse_left(self) -> None:
         """Raise a CaptureError if an object still holds a recorded tensor. Such a tensor has no data to use."""
         if any(True for _ in self._left()):
             gc.collect()  # a reference cycle may hold it
-        for tensor, what in self._left():
-            holders = [type(one).__name__ for one in _holders(tensor)]
+        for tensor, origin in self._left():
+            holders = [type(holder).__name__ for holder in _holders(tensor)]
             if holders:
                 rule = "the call leaves a tensor somewhere, and does not return it"
-                received = f"{what}, of shape {tuple(tensor.shape)}, in a {holders[0]} that outlives the call"
+                received = f"{origin}, of shape {tuple(tensor.shape)}, in a {holders[0]} that outlives the call"
                 works = "return output, tensor; or copy_() it into a buffer of the module"
                 raise CaptureError(str(Fault(rule, received, works)))
         self._seen.clear()
 
-    def _saw(self, values: Any, what: str) -> None:
-        self._seen.extend((weakref.ref(tensor), what) for tensor in tensors_in(values))
+    def _saw(self, values: Any, origin: str) -> None:
+        self._seen.extend((weakref.ref(tensor), origin) for tensor in tensors_in(values))
 
     def _left(self) -> Iterator[tuple[Tensor, str]]:
-        for one, what in self._seen:
-            tensor = one()
+        for seen, origin in self._seen:
+            tensor = seen()
             if tensor is not None:
-                yield tensor, what
+                yield tensor, origin
 
 
 def _holders(tensor: Tensor) -> list[Any]:
     """The objects that hold ``tensor``. A tuple that nothing holds is left out: it belongs to a call inside torch."""
-    found = [one for one in gc.get_referrers(tensor) if not isinstance(one, _NO_HOLDERS)]
-    return [one for one in found if type(one) is not tuple or _is_held(one, found)]
+    found = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, _NO_HOLDERS)]
+    return [holder for holder in found if type(holder) is not tuple or _is_held(holder, found)]
 
 
-def _is_held(holder: Any, beside: list[Any]) -> bool:
-    return any(one is not beside and not isinstance(one, _NO_HOLDERS) for one in gc.get_referrers(holder))
+def _is_held(value: Any, beside: list[Any]) -> bool:
+    holders = gc.get_referrers(value)
+    return any(holder is not beside and not isinstance(holder, _NO_HOLDERS) for holder in holders)
+
+
+class _Generators:
+    """Refuses a forward whose random numbers a trace would freeze, or draw in another order.
+
+    A trace draws nothing. So the CPU's generator is free to count: its seed is the number of random operations so far.
+    A forward that seeds it, or puts an earlier state back, is noticed at the next random operation, or at the end.
+    """
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run a forward inside this context. The generator of torch is afterwards as it was before.
+
+        Raises:
+            CaptureError: the forward drew a number of Python or NumPy, or set a generator of torch.
+        """
+        cpu, before = torch.default_generator, torch.default_generator.get_state()
+        others, self._seed = _states(), _FIRST_SEED
+        cpu.manual_seed(self._seed)
+        try:
+            yield
+            self._check()
+        finally:
+            cpu.set_state(before)
+        for name, state in _states().items():
+            if others.get(name, state) != state:
+                rule = "the call draws random numbers that are not torch's, and would be the same in all calls"
+                works = "torch.rand(()) in place of random.random(); or a number that is drawn before the call"
+                raise CaptureError(str(Fault(rule, f"a forward that draws numbers of {name}", works)))
+
+    def drawn(self, operator: Any) -> None:
+        """Count an operator of the trace if it draws."""
+        if is_random(operator):
+            self._check()
+            self._seed += 1
+            torch.default_generator.manual_seed(self._seed)
+
+    def _check(self) -> None:
+        if torch.default_generator.initial_seed() != self._seed:
+            rule = "the call sets the state of a generator, by Python code that runs in the trace alone"
+            works = "torch.manual_seed(0) before the call; or numbers that are drawn before the call, as an input"
+            raise CaptureError(str(Fault(rule, "a forward that seeds torch's generator, or sets its state", works)))
+
+
+def _states() -> dict[str, Any]:
+    """The state of the generator of each library, by its name. NumPy's counts if NumPy is imported."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        states["numpy.random"] = pickle.dumps(numpy.get_state())
+    return states

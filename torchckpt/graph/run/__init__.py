@@ -2,8 +2,7 @@
 
     rematerialize     a module or function, traced and planned
     in_place          a module, in place
-    calls, call       its traces; one call
-    narrowed          the plan, as a backward that some gradients do not reach runs it
+    calls, call       its traces; one call, and its plan as a backward runs it
     backend           for ``torch.compile``
 """
 __all__: list[str] = []

@@ -22,8 +22,7 @@ from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
-from torchckpt.graph.private.dynamo import break_of, by_operator, outer_frame, refreshed
-from torchckpt.graph.private.inductor import by_inductor
+from torchckpt.graph.private.dynamo import break_of, by_inductor, by_operator, outer_frame, refreshed
 from torchckpt.graph.private.runtime import storage_of
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import log, stopwatch
@@ -129,7 +128,8 @@ class Backend:
 class _SameOverlaps:
     """Calls ``run``, whose graph changes some inputs, and refuses inputs that lie in others of them than at first.
 
-    Dynamo has no guard for that: without this, the call would read the old values of a buffer that it changes.
+    Dynamo has no guard for that (pytorch/pytorch#139789): without this, the call would read the old values of a buffer
+    that it changes. Ends when it has one.
     """
 
     def __init__(self, run: Callable[..., Any], places: Collection[int]) -> None:
@@ -138,18 +138,17 @@ class _SameOverlaps:
         self._overlaps = set[tuple[int, int]]()
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._changed is None:
-            versions = {p: _version(inputs[p]) for p in self._places if isinstance(inputs[p], Tensor)}
-            outputs = self._run(*inputs)
-            self._changed = tuple(place for place, version in versions.items() if _version(inputs[place]) != version)
-            self._overlaps = self._overlaps_of(inputs)
-            self._refuse_views(inputs, outputs)
-            return outputs
         if self._changed and self._overlaps_of(inputs) != self._overlaps:
             rule = "an input lies in a buffer that the call changes in some calls of the compiled graph, not in all"
             received = "one that does not, after one that did" if self._overlaps else "one that does"
             raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
+        is_first = self._changed is None
+        tensors = [place for place in self._places if isinstance(inputs[place], Tensor)] if is_first else []
+        versions = {place: _version(inputs[place]) for place in tensors}
         outputs = self._run(*inputs)
+        if is_first:
+            self._changed = tuple(place for place, version in versions.items() if _version(inputs[place]) != version)
+            self._overlaps = self._overlaps_of(inputs)
         self._refuse_views(inputs, outputs)
         return outputs
 
@@ -168,8 +167,9 @@ class _SameOverlaps:
         """The pairs of a changed input and another one that share a storage."""
         if not self._changed:
             return set()
-        lies = {place: storage_of(inputs[place]) for place in self._places if isinstance(inputs[place], Tensor)}
-        return {(one, p) for one in self._changed for p in lies if p != one and lies[p] == lies[one]}
+        storages = {place: storage_of(inputs[place]) for place in self._places if isinstance(inputs[place], Tensor)}
+        pairs = ((changed, place) for changed in self._changed for place in storages if place != changed)
+        return {(changed, place) for changed, place in pairs if storages[place] == storages[changed]}
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -193,11 +193,15 @@ def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanne
 
 
 def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
+    def workspace_bytes(node: fx.Node) -> int:
+        return planner.cost(node).workspace_bytes
+
     reserve_bytes = 0
     for _ in range(_ATTEMPTS):
         attempt = _Attempt(planner, reserve_bytes)
+        hooks = attempt.partition, hide_marks, attempt.watch, workspace_bytes
         try:
-            run = attempt.compiled(copy.deepcopy(module), inputs)
+            run = by_inductor(copy.deepcopy(module), inputs, *hooks)
         except _Exceeds as error:
             reserve_bytes += error.args[0]
         else:
@@ -225,10 +229,7 @@ class _Attempt:
         """Planned bytes that the kernels do not need, as Inductor counts: it fuses more than the plan assumes."""
         return self._planned_bytes - self._needed_bytes
 
-    def compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return by_inductor(module, inputs, self._partition, hide_marks, self._watch, self._workspace_bytes)
-
-    def _partition(
+    def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         restore_marks(module.graph)
@@ -250,10 +251,7 @@ class _Attempt:
             return cost._replace(workspace_bytes=self._reserve_bytes + cost.workspace_bytes)
         return cost._replace(workspace_bytes=self._reserve_bytes, made_bytes=())
 
-    def _workspace_bytes(self, node: fx.Node) -> int:
-        return self._planner.cost(node).workspace_bytes
-
-    def _watch(self, is_backward: bool, peak_bytes: int) -> None:
+    def watch(self, is_backward: bool, peak_bytes: int) -> None:
         needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         if needed_bytes > self._planned_bytes:
@@ -284,10 +282,11 @@ def _plain(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _refuse_break(module: fx.GraphModule) -> None:
-    found, outside = break_of(module), outer_frame()
+    graph_break, outside = break_of(module), outer_frame()
     works = "torch.compile(model, backend=..., fullgraph=True), which says what breaks it; or graph.rematerialize()"
-    if found is not None:
-        received = f"a break {found[1]}: {found[0].splitlines()[0]}"
+    if graph_break is not None:
+        reason, place = graph_break
+        received = f"a break {place}: {reason.splitlines()[0]}"
     elif outside is not None:
         received = f"a function by itself, called {outside}"
     else:

@@ -1,11 +1,12 @@
 """Call: a module's call, traced for one kind of inputs, and run from the trace afterwards."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
@@ -14,12 +15,12 @@ from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import in_one_graph
 from torchckpt.graph.progress import log_unread
 from torchckpt.graph.run.backend import Backend
-from torchckpt.graph.run.narrowed import narrowed
-from torchckpt.graph.step.partial import Unread
-from torchckpt.graph.trace.capture import Capture, Halves
+from torchckpt.graph.step.joint import Joint
+from torchckpt.graph.step.partial import Absent, Unread
+from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, Halves
 from torchckpt.graph.trace.guard import argument_names, places_of
 from torchckpt.graph.trace.side_effects import restoring_modules
-from torchckpt.graph.trace.trace_lock import TRACE_LOCK
+from torchckpt.planning.remat.flow.dataflow import Operation
 from torchckpt.planning.remat.plan import Plan
 
 __all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
@@ -56,7 +57,7 @@ class Call:
         """The plan, as the latest backward ran it; None where nothing is differentiated."""
         unread, whole = self.halves.unread, self._plans[Unread()]
         if whole is not None and unread not in self._plans:
-            self._plans[unread] = narrowed(self.halves.joint, whole, unread)
+            self._plans[unread] = _narrowed(self.halves.joint, whole, unread)
         return self._plans[unread]
 
     def _note(self, unread: Unread) -> None:
@@ -104,7 +105,7 @@ class CompiledCall:
 
 
 def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By name, the new values of buffers that the forward has replaced, as in ``self.mean = ...``."""
+    """The new values, by name, of buffers that the forward has replaced, as in ``self.mean = ...``."""
     now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
     for name, buffer in now.items():
         before = state[name]
@@ -121,3 +122,80 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
     return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+
+
+def _narrowed(joint: Joint, plan: Plan, unread: Unread) -> Plan:
+    """The part of ``plan`` that a backward runs without what is ``unread``.
+
+    The forward stays that of all outputs, since a loss may read them at the next call. What it saves for the missing
+    gradients alone is freed when the backward starts.
+    """
+    flow, narrow = plan.flow, _Narrow(joint, plan, unread.missing)
+    staying = flow.results.intersection(flow.operations[flow.forward].writes)  # gradients of outputs, before torch 2.13
+    results = narrow.stand_ins(flow.results) - unread.released | staying
+    steps = narrow.live_steps(results)
+    kept = sorted(set(steps))
+    place = {index: position for position, index in enumerate(kept)}
+    operations = tuple(narrow.operations[index] for index in kept)
+    passing = flow.forward_results | unread.released & flow.results
+    flow = replace(flow, operations=operations, results=results, forward_results=passing)
+    paths = tuple(plan.paths[index] for index in kept)
+    return replace(plan, flow=flow, schedule=tuple(place[index] for index in steps), paths=paths, whole=plan)
+
+
+class _Narrow:
+    """The operations that are left, by their index in ``joint``, and what stands for the storages of the others."""
+
+    def __init__(self, joint: Joint, plan: Plan, missing: frozenset[fx.Node]) -> None:
+        self._joint, self._plan, self._absent = joint, plan, Absent(joint, missing)
+        self.operations: dict[int, Operation] = {}
+        arrived = frozenset[int]().union(*(joint.storages[node] for node in joint.tangents if node not in missing))
+        absent = frozenset[int]().union(*(joint.storages[node] for node in missing)) - arrived
+        self._stands: dict[int, frozenset[int]] = dict.fromkeys(absent, frozenset())
+        for index, node in enumerate(joint.nodes):
+            operation = self._operation(plan.flow.operations[index], node)
+            if operation is not None:
+                self.operations[index] = operation
+
+    def stand_ins(self, storages: Iterable[int]) -> frozenset[int]:
+        """``storages`` without those of absent values; a sum with one absent part is its other part."""
+        return frozenset[int]().union(*(self._stands.get(storage, {storage}) for storage in storages))
+
+    def live_steps(self, results: frozenset[int]) -> Sequence[int]:
+        """The steps of the plan but those of its backward that make nothing that is read."""
+        schedule, boundary = self._plan.schedule, self._plan.boundary
+        first = {schedule[step]: step for step in reversed(range(len(schedule)))}
+        needed, live = set(results), []
+        for step in reversed(range(len(schedule))):
+            index = schedule[step]
+            if index not in self.operations:
+                continue
+            is_first, node = first[index] == step, self._joint.nodes[index]
+            run = self.operations[index] if is_first else self.operations[index].repeat
+            makes = needed.intersection(run.writes) - (frozenset() if is_first else results)
+            if makes or step < boundary or (is_first and (node is None or node.is_impure())):
+                live.append(index)
+                needed -= makes
+                needed.update(run.reads)
+        return live[::-1]
+
+    def _operation(self, operation: Operation, node: fx.Node | None) -> Operation | None:
+        """``operation`` without its absent inputs. None, if it does not run."""
+        if node is None:  # autograd makes zeros of missing gradients, while all that was saved is still there
+            return replace(operation, reads=self._plan.memory.saved)
+        reads, absent = tuple(self.stand_ins(operation.reads)), self._absent
+        if node in absent.nodes:
+            self._stands.update(dict.fromkeys(operation.writes, frozenset()))
+            return None
+        if absent.is_copied(node):
+            return replace(operation, reads=reads, workspace_bytes=0)
+        if node in absent.same:
+            self._stands.update(dict.fromkeys(operation.writes, frozenset(reads)))
+            return None
+        more = sum(absent.bytes_of(source) for source in node.all_input_nodes if source in absent.nodes)  # zeros
+        if self._joint.sums.get(node) in absent.same:  # it is not added in place
+            more += absent.bytes_of(node)
+        again = operation.substitute and self._operation(operation.substitute, node)
+        return replace(
+            operation, reads=reads, workspace_bytes=operation.workspace_bytes + more, substitute=again
+        )

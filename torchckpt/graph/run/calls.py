@@ -19,10 +19,10 @@ from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.run.call import Call, CompiledCall, state_of, tensors_of
+from torchckpt.graph.trace.capture import TRACE_LOCK
 from torchckpt.graph.trace.free_variables import FreeVariables
 from torchckpt.graph.trace.guard import changed, guard_of
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
-from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
 
@@ -104,7 +104,7 @@ class Calls:
         return self.plan
 
     def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """Like :meth:`prepare`, for an example; without an example, do nothing."""
+        """Do as :meth:`prepare` does, for an example; without an example, do nothing."""
         if args or kwargs:
             with _blaming(self._function, args):
                 self.prepare(args, dict(kwargs or {}))
@@ -151,7 +151,7 @@ class Calls:
             with called(self._function):
                 check_bare(self.model)
             raise
-        call = self.known.get(guard.without(self.model, self._ignored) if self._ignored else guard, _NEW)
+        call = self.known.get(guard.without(self.model, self._ignored), _NEW)
         return call if call is _NEW else self._bound(cast(Call, call), tensors, args, kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -159,7 +159,7 @@ class Calls:
         state = state_of(self.model)
         self._outside = outside = FreeVariables(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
-        known = guard.without(self.model, self._ignored) if self._ignored else guard
+        known = guard.without(self.model, self._ignored)
         reason = partial(reason_of, self.model, tuple(self.known), known, args, kwargs)
         seconds = stopwatch()
         if self._engine == "eager":
@@ -187,7 +187,7 @@ def _keywords_of(model: nn.Module) -> tuple[str, ...]:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # the forward is not a Python function
         return ()
-    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 @contextmanager
@@ -214,5 +214,5 @@ def _instead(function: str, example: tuple[Any, ...]) -> str | None:
         return f"graph.{function}(model, *example)"
     if len(example) == 1 and isinstance(example[0], Mapping):
         return f"graph.{function}(model, example_kwargs=example)"
-    budgets = [one for one in example if isinstance(one, str) and read(one) is not None]
+    budgets = [value for value in example if isinstance(value, str) and read(value) is not None]
     return f"graph.{function}(model, inputs, budget={budgets[0]!r})" if budgets else None

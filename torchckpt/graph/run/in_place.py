@@ -12,6 +12,7 @@ from typing_extensions import Self
 from torchckpt.errors import Fault, called, check
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
+from torchckpt.graph.private.dynamo import outside_graph
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.run.rematerialize import Rematerialized
 from torchckpt.graph.trace.reason import check_bare
@@ -51,8 +52,8 @@ class _Setting:
 
     def calls_of(self, module: nn.Module) -> Calls:
         if self.calls is not None and self.calls.model is not module:  # a shallow copy, at its first call
-            module.__dict__[_SETTING] = other = _Setting(self.planner, self.engine)
-            return other.calls_of(module)
+            module.__dict__[_SETTING] = setting = _Setting(self.planner, self.engine)
+            return setting.calls_of(module)
         if self.calls is None:
             self.calls = Calls(_CALLER, module, _Bare(module), self.planner, self.engine)
         return self.calls
@@ -60,8 +61,6 @@ class _Setting:
 
 def _run(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], setting: _Setting) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        from torchckpt.graph.trace.trace_lock import outside_graph  # imports Dynamo
-
         return outside_graph(_run, (plain, args, kwargs, setting), {})
     return setting.calls_of(plain.__self__).run(plain, args, kwargs)  # type: ignore[attr-defined]  # it is a method
 

@@ -13,6 +13,7 @@ from torch import nn
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
+from torchckpt.graph.private.dynamo import outside_graph
 from torchckpt.graph.run.calls import Calls, module_faults, option_faults
 from torchckpt.graph.trace.reason import check_bare, refuse_copies
 from torchckpt.planning.budget import Budget
@@ -135,8 +136,6 @@ class Rematerialized(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            from torchckpt.graph.trace.trace_lock import outside_graph  # imports Dynamo
-
             return outside_graph(self.forward, args, kwargs)
         return self._calls.run(self.original, args, kwargs)
 
@@ -209,8 +208,8 @@ def _is_bound_to(module: nn.Module, value: Any) -> bool:
 
 def _class_for(model: nn.Module) -> type[Rematerialized]:
     """A subclass whose forward has the model's signature: tools read from it which inputs a model takes."""
-    own: Any = getattr(type(model), "forward", None)
-    noted: dict[str, object] = {"__wrapped__": own}
+    of_model: Any = getattr(type(model), "forward", None)
+    noted: dict[str, object] = {"__wrapped__": of_model}
     try:
         signature = inspect.signature(model.forward)
     except (AttributeError, TypeError, ValueError):
@@ -219,11 +218,11 @@ def _class_for(model: nn.Module) -> type[Rematerialized]:
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         noted["__signature__"] = signature.replace(parameters=[first, *signature.parameters.values()])
     name = f"Rematerialized{type(model).__name__}"
-    for made in Rematerialized.__subclasses__():
-        if made.__name__ == name and made.forward.__dict__ == {**own.__dict__, **noted}:
-            return made
+    for cls in Rematerialized.__subclasses__():
+        if cls.__name__ == name and cls.forward.__dict__ == {**of_model.__dict__, **noted}:
+            return cls
 
-    @wraps(own)
+    @wraps(of_model)
     def forward(self: Rematerialized, *args: Any, **kwargs: Any) -> Any:
         return Rematerialized.forward(self, *args, **kwargs)
 

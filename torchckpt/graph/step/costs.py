@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from torchckpt.graph.private.operators import branches_of, is_branching, is_check, is_collective, is_mutable
-from torchckpt.graph.private.runtime import allocations, parts_of, storage_of, without_modes
+from torchckpt.graph.private.runtime import (
+    allocations,
+    branches_of,
+    is_branching,
+    is_check,
+    is_collective,
+    is_mutable,
+    parts_of,
+    storage_of,
+    without_modes,
+)
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.repeat import generator_state, replayed
 from torchckpt.tensors import flop_formula, tensors_in

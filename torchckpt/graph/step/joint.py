@@ -16,8 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from torchckpt.graph.private.operators import note_branches
-from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.runtime import note_branches, storage_of
 from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_inputs, uncompiled
 from torchckpt.graph.step.costs import Cost, CostOf
 from torchckpt.graph.step.repeat import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.operators import (
+from torchckpt.graph.private.runtime import (
     BATCH_NORM,
     BATCH_NORM_AGAIN,
     BATCH_NORM_BACKWARD,
@@ -28,8 +28,8 @@ from torchckpt.graph.private.operators import (
     is_collective,
     is_mutable,
     is_random,
+    without_modes,
 )
-from torchckpt.graph.private.runtime import without_modes
 from torchckpt.tensors import tensors_in
 
 __all__ = [

@@ -4,8 +4,10 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Condition, get_ident
 from typing import Any, NoReturn, cast
 
 import torch
@@ -22,11 +24,10 @@ from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, added_in_place, joint_of
 from torchckpt.graph.step.partial import Backward, PartialBackwards, Unread, UnusedOutputs
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
-from torchckpt.graph.trace.trace_lock import TRACE_LOCK
 from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["Capture", "Halves", "explained"]
+__all__ = ["TRACE_LOCK", "Capture", "Halves", "TraceLock", "explained"]
 
 Choose = Callable[[Joint], Schedule]
 """Returns the schedule of a joint graph."""
@@ -92,10 +93,10 @@ class Capture:
         return self._halves.partition(module, inputs, **options)
 
     def _refuse(self, mutated: Iterator[int]) -> None:
-        found = [self._data[place] for place in mutated if place in self._data]
-        if found:
+        name = next((self._data[place] for place in mutated if place in self._data), None)
+        if name is not None:
             raise CaptureError(str(Fault(
-                "the call changes an input in place, so it cannot be recomputed", f"{found[0]} is changed in place",
+                "the call changes an input in place, so it cannot be recomputed", f"{name} is changed in place",
                 "x = x + 1 in place of x.add_(1); or x = x.clone() first",
             )))
 
@@ -142,12 +143,61 @@ class Halves:
     def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
         """Run ``whole``, the second graph, or the part of it for the gradients that have arrived."""
         outputs = cast(UnusedOutputs, self._outputs)
-        missing, held = outputs.missing()
+        missing, returned = outputs.missing()
         partial = self._partial.without(missing) if missing else None
         gradients = (partial or whole)(arguments)
-        self.unread = Unread(missing, outputs.released(missing, held)) if partial else Unread()
+        self.unread = Unread(missing, outputs.released(missing, returned)) if partial else Unread()
         self._note(self.unread)
         return gradients
+
+
+class TraceLock:
+    """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._callers: Counter[int] = Counter()  # by thread, how many calls it is in
+        self._waiting: set[int] = set()
+        self._tracer, self._depth = 0, 0
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Wait until no other thread traces. Inside this context, modules hold their own tensors, not traced ones."""
+        me = get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._tracer in (0, me))
+            self._callers[me] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._callers[me] -= 1
+                self._callers += Counter()  # drop threads that are in no call
+                self._changed.notify_all()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Wait until no other thread traces or calls a model. A caller that waits to trace does not count."""
+        me = get_ident()
+        with self._changed:
+            self._waiting.add(me)
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._tracer in (0, me) and set(self._callers) <= self._waiting)
+            finally:
+                self._waiting.discard(me)
+            self._tracer, self._depth = me, self._depth + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depth -= 1
+                self._tracer = me if self._depth else 0
+                self._changed.notify_all()
+
+
+TRACE_LOCK = TraceLock()
+"""One lock for all models: torch's own tracing state (tracer, notes on nodes) is not per thread either."""
 
 
 @contextmanager

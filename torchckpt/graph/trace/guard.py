@@ -65,12 +65,13 @@ class Guard(NamedTuple):
 
     def without(self, model: nn.Module, ignored: Collection[tuple[str, str]]) -> Guard:
         """The guard without these attributes, given by module path and name."""
-        paths = [path for path, _ in model.named_modules()]
+        if not ignored:
+            return self
         kept = (
-            tuple(one for one in those if (path, one[0]) not in ignored)  # type: ignore[attr-defined]
-            for path, those in zip(paths, self.attributes)
+            tuple(pair for pair in pairs if (path, pair[0]) not in ignored)  # type: ignore[attr-defined]
+            for (path, _), pairs in zip(model.named_modules(), self.attributes)
         )
-        outside = tuple(one for one in self.outside if (_OUTSIDE, one[0]) not in ignored)
+        outside = tuple(pair for pair in self.outside if (_OUTSIDE, pair[0]) not in ignored)
         return self._replace(attributes=tuple(kept), outside=outside)
 
 
@@ -161,12 +162,12 @@ def changed(model: nn.Module, before: Guard, after: Guard) -> set[tuple[str, str
     if before.modules != after.modules:
         return outside
     pairs = zip(model.named_modules(), before.attributes, after.attributes)
-    names = {(path, name) for (path, _), one, other in pairs for name, _ in set(one) ^ set(other)}  # type: ignore[call-overload]
+    names = {(path, name) for (path, _), old, new in pairs for name, _ in set(old) ^ set(new)}  # type: ignore[call-overload]
     return outside | {(path, name) for path, name in names if name != "training"}
 
 
-def places_of(state: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each parameter, buffer and argument, its place among the inputs of the trace.
+def places_of(state: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[int, ...]:
+    """The place of each parameter, buffer and argument among the inputs of the trace.
 
     A tensor that occurs twice is one input, so that its gradients are added in the order of eager. Data without a
     gradient is one for each argument: the same tensor in two places is a call like any other.
@@ -174,19 +175,16 @@ def places_of(state: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[int, ..
     places: dict[object, int] = {}
     known = set(map(id, state))
     keys: list[object] = [id(tensor) for tensor in state]
-    keys += [id(one) if one.requires_grad or id(one) in known else (place,) for place, one in enumerate(given)]
+    keys += [id(x) if x.requires_grad or id(x) in known else (place,) for place, x in enumerate(arguments)]
     return tuple(places.setdefault(key, len(places)) for key in keys)
 
 
-def _aliases(state: Mapping[str, Tensor], given: Sequence[Tensor]) -> tuple[Hashable, ...]:
+def _aliases(state: Mapping[str, Tensor], arguments: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """Arguments that share a storage with a buffer, with their offsets: a change of one changes the other."""
-    storages = {storage_of(tensor): place for place, tensor in enumerate(given)}
-    found = []
-    for name, tensor in state.items():
-        if type(tensor) is not nn.Parameter and storage_of(tensor) in storages:
-            place = storages[storage_of(tensor)]
-            found.append((name, place, given[place].storage_offset()))
-    return tuple(found)
+    places = {storage_of(tensor): place for place, tensor in enumerate(arguments)}
+    buffers = {name: tensor for name, tensor in state.items() if type(tensor) is not nn.Parameter}
+    shared = ((name, places.get(storage_of(buffer))) for name, buffer in buffers.items())
+    return tuple((name, place, arguments[place].storage_offset()) for name, place in shared if place is not None)
 
 
 def argument_names(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -242,7 +240,7 @@ def is_container(kind: type) -> bool:
         return True
     if not issubclass(kind, Mapping):
         return issubclass(kind, (list, tuple, set, frozenset))
-    owners = [next(one for one in kind.__mro__ if name in vars(one)) for name in _ACCESS]
+    owners = [next(cls for cls in kind.__mro__ if name in vars(cls)) for name in _ACCESS]
     return all(owner.__module__ in _PYTHON for owner in owners)
 
 
@@ -258,7 +256,7 @@ def _container(value: Any) -> tuple[type, Hashable] | None:
         parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
     if len(parts) > MOST_PARTS:
         return None
-    found: tuple[Hashable, ...] = tuple(map(constant_of, parts))
-    if None in found:
+    constants: tuple[Hashable, ...] = tuple(map(constant_of, parts))
+    if None in constants:
         return None
-    return type(value), frozenset(found) if isinstance(value, (set, frozenset)) else found
+    return type(value), frozenset(constants) if isinstance(value, (set, frozenset)) else constants

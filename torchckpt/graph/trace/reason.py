@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from torchckpt.errors import Fault, called, check, raise_fault
-from torchckpt.graph.private.operators import is_flattened, replicated_kinds, sharded_kinds
+from torchckpt.graph.private.runtime import is_flattened
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
-from torchckpt.modules import is_compiled
+from torchckpt.modules import imported, is_compiled
 
 __all__ = ["check_bare", "reason_of", "refuse_copies", "warn_of_retraces"]
 
@@ -76,9 +76,7 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
         yield "other parameters or buffers"
     else:
         yield from map(_text, _of_kinds(after.state, before.kinds, after.kinds))
-    for name, one, other in zip(_AROUND, _parts(before.around), _parts(after.around)):
-        if one != other:
-            yield name
+    yield from (name for name, old, new in zip(_AROUND, _parts(before.around), _parts(after.around)) if old != new)
     yield from _of_modules(model, before, after)
     names_are_same = (before.structure, before.state) == (after.structure, after.state)
     if names_are_same and (before.places, before.aliases) != (after.places, after.aliases):
@@ -94,17 +92,13 @@ def _of_kinds(names: Sequence[str], before: Sequence[Any], after: Sequence[Any])
 
 
 def _text(change: _Change) -> str:
-    name, one, other = change[0], *map(_shown, change[1:])
-    if len(one) == len(other) == len(_TENSOR):
-        differ = {what: pair for what, pair in zip(_TENSOR, zip(one, other)) if pair[0] != pair[1]}
+    name, before, after = change[0], *map(_shown, change[1:])
+    if len(before) == len(after) == len(_TENSOR):
+        differ = {what: pair for what, pair in zip(_TENSOR, zip(before, after)) if pair[0] != pair[1]}
         what = next(what for what in _BY_INTEREST if what in differ)
-        old, new = (bool(side) if what == "requires_grad" else side for side in differ[what])
-        if old != new:
-            return f"{what} of {name}: {old}, now {new}"
-        return f"{name}, a leaf or none"
-    if len(one) == len(other) == 2:
-        return f"{name}: {one[1]}, now {other[1]}"
-    return name
+        old, new = map(bool, differ[what]) if what == "requires_grad" else differ[what]
+        return f"{what} of {name}: {old}, now {new}" if old != new else f"{name}, a leaf or none"
+    return f"{name}: {before[1]}, now {after[1]}" if len(before) == len(after) == 2 else name
 
 
 def _of_modules(model: nn.Module, before: Guard, after: Guard) -> Iterator[str]:
@@ -172,11 +166,12 @@ def refuse_copies() -> None:
 
 
 def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """For each rule that ``module`` breaks: the rule, and the code that works."""
+    """The rules that ``module`` breaks, each with the code that works."""
+    sharded = imported("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     kinds: list[tuple[Any, str, str]] = [
         (nn.parallel.DistributedDataParallel, "prepares the sum of gradients", _DDP),
-        (replicated_kinds(), "prepares the sum of gradients", _REPLICATE),
-        (sharded_kinds(), "gathers its parameters", _SHARDED),
+        (imported("torch.distributed._composable.replicate", "DDP"), "prepares the sum of gradients", _REPLICATE),
+        (sharded, "gathers its parameters", _SHARDED),
         (nn.DataParallel, "runs copies on several devices", _DDP),
     ]
     for kind, does, works in kinds:

@@ -52,14 +52,14 @@ def _put_back(model: nn.Module, tensors: _Tensors, owned: Sequence[tuple[nn.Modu
     for module, kinds in owned:
         for kind, before in kinds.items():
             now = getattr(module, kind)
-            made = [name for name, value in now.items() if before.get(name) is None and value is not None]
+            new = [name for name, value in now.items() if before.get(name) is None and value is not None]
             if any(now.get(name) is not value for name, value in before.items()) or len(now) != len(before):
                 now.clear()
                 now.update(before)
-            if made:
+            if new:
                 rule = "the forward makes a parameter, buffer or module, which has to exist before the trace"
                 works = "make it in __init__(); or model(*inputs), once, before rematerialize()"
-                left = Fault(rule, f"the forward of {type(module).__name__} makes {made[0]}", works)
+                left = Fault(rule, f"the forward of {type(module).__name__} makes {new[0]}", works)
     return left or _taken_back(model, tensors)
 
 
@@ -80,7 +80,7 @@ def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
 
 
 def _tensors_of(model: nn.Module) -> _Tensors:
-    """By module and attribute: the value, and the tensors in it. Parameters and buffers are left out."""
+    """Each value, and the tensors in it, by module and attribute. Parameters and buffers are left out."""
     return {
         (place, name): (copy.copy(value) if _is_copied(value) else value, tuple(tensors_in(_parts(value))))
         for place, module in model.named_modules()

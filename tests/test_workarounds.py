@@ -1,0 +1,149 @@
+"""What gets around something in torch, and is to leave the package when torch has mended it.
+
+A row of ``WORKAROUNDS`` fails on a release that has mended it. It then moves to ``UNTIL``, with that release. A row of
+``UNTIL`` fails when no supported release needs the workaround: it is to be removed.
+"""
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import reduce
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import aot_function, nop
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from tests.helpers import leaf
+from torchckpt.features import TESTED, release_of
+
+UNTIL = {
+    "torchckpt.graph.private.functional:_pass_notes_on": (2, 12),
+    "torchckpt.graph.private.trace:GRADIENTS_STAY": (2, 13),
+    "torchckpt.regions.private:is_exporting": (2, 12),
+    "torchckpt.tensors:_ATTENTION": (2, 15),
+}
+"""By workaround, the first release of torch that does without it."""
+
+
+def operators_of(function, *inputs):
+    """The operators that AOTAutograd traces."""
+    found = []
+
+    def compiler(module, inputs):
+        found.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    aot_function(function, fw_compiler=compiler, bw_compiler=nop)(*inputs)
+    return found
+
+
+def a_module_without_memory_cannot_be_converted():
+    """swap_tensors refuses the weak references of FakeTensorMode: pytorch/pytorch#178584."""
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="Couldn't swap"):
+        nn.Linear(2, 2).bfloat16()
+
+
+def a_random_operation_without_readers_is_dropped():
+    """pytorch/pytorch#147171."""
+
+    def draw(x):
+        torch.rand(2)
+        return x * 2
+
+    states = []
+    for call in (draw, torch.compile(draw, backend="aot_eager")):
+        torch.manual_seed(0)
+        call(torch.ones(2))
+        states.append(torch.get_rng_state())
+    torch._dynamo.reset()
+    assert not torch.equal(*states)
+
+
+def a_trace_decomposes_what_eager_runs_as_one_kernel():
+    found = operators_of(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), torch.ones(1, 1, 4, 4))
+    assert len(found) > 1
+
+
+def a_trace_casts_a_weight_at_each_use():
+    """Eager has a cache of casts."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = operators_of(lambda weight: weight @ weight, leaf(2, 2))
+    assert found.count(torch.ops.aten._to_copy.default) == 2
+
+
+def a_traced_backward_cannot_retain_its_graph():
+    """It was compiled with donated buffers: pytorch/pytorch#139669."""
+    traced, x = aot_function(lambda x: x.sin().exp().sum(), fw_compiler=nop, bw_compiler=nop), leaf(2)
+    traced(x).backward()
+    with pytest.raises(RuntimeError, match="non-empty donated buffers"):
+        traced(x).backward(retain_graph=True)
+
+
+def a_traced_backward_makes_zeros_of_missing_gradients():
+    """pytorch/pytorch#186355."""
+    read, unread = leaf(2), leaf(2)
+    outputs = aot_function(lambda x, y: (x.sin(), y.sin()), fw_compiler=nop, bw_compiler=nop)(read, unread)
+    outputs[0].sum().backward()
+    assert unread.grad is not None
+
+
+def a_compiled_call_does_not_see_that_inputs_overlap():
+    """pytorch/pytorch#139789."""
+
+    def change(x, y):
+        x.mul_(2)
+        return x + y
+
+    compiled, overlapping = torch.compile(change, backend="aot_eager"), [torch.ones(8), torch.ones(8)]
+    compiled(torch.ones(4), torch.ones(4))
+    results = [call(base[:4], base[2:6]) for call, base in zip((change, compiled), overlapping)]
+    torch._dynamo.reset()
+    assert not torch.equal(*results)
+
+
+def a_traced_dropout_rounds_its_scale_otherwise():
+    x, masked = torch.rand(1000), []
+    for dropout in (lambda: F.dropout(x, 0.15), lambda: torch.native_dropout(x, 0.15, True)[0]):
+        torch.manual_seed(0)
+        masked.append(dropout())
+    assert not torch.equal(*masked)
+
+
+def torch_compiler_imports_dynamo_to_disable_it():
+    program = "import sys, torch; torch.compiler.disable(lambda: 0); print('torch._dynamo' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert made.stdout == "True\n"
+
+
+WORKAROUNDS = {
+    "torchckpt.costs.private:unallocated": a_module_without_memory_cannot_be_converted,
+    "torchckpt.graph.private.dynamo:_random_operations_kept": a_random_operation_without_readers_is_dropped,
+    "torchckpt.graph.private.surroundings:casting_once": a_trace_casts_a_weight_at_each_use,
+    "torchckpt.graph.private.surroundings:eager_kernels": a_trace_decomposes_what_eager_runs_as_one_kernel,
+    "torchckpt.graph.private.trace:retainable": a_traced_backward_cannot_retain_its_graph,
+    "torchckpt.graph.run.backend:_SameOverlaps": a_compiled_call_does_not_see_that_inputs_overlap,
+    "torchckpt.graph.step.repeat:as_eager_runs": a_traced_dropout_rounds_its_scale_otherwise,
+    "torchckpt.graph.step.unused_outputs:UnusedOutputs": a_traced_backward_makes_zeros_of_missing_gradients,
+    "torchckpt.regions.private:keep_from_dynamo": torch_compiler_imports_dynamo_to_disable_it,
+}
+"""By workaround, what torch does without it."""
+
+
+@pytest.mark.parametrize("workaround", WORKAROUNDS)
+def test_torch_needs_it(workaround):
+    WORKAROUNDS[workaround]()
+
+
+@pytest.mark.parametrize("workaround", UNTIL)
+def test_a_supported_release_needs_it(workaround):
+    assert release_of(TESTED[0]) < UNTIL[workaround]
+
+
+@pytest.mark.parametrize("workaround", [*UNTIL, *WORKAROUNDS])
+def test_it_stands_where_the_tables_say(workaround):
+    module, _, name = workaround.partition(":")
+    reduce(getattr, name.split("."), import_module(module))
