@@ -33,7 +33,7 @@ from torchckpt.regions.private import (
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
-from torchckpt.regions.state.reached import compilations, is_settled
+from torchckpt.regions.state.reached import DYNAMO, compilations, is_settled
 from torchckpt.typing import Function
 
 __all__ = ["Around", "Frame", "SavedTensors", "observers"]
@@ -158,7 +158,9 @@ class Frame:
             known, caller = {} if self._call is None else self._call.means, sys._getframe().f_back
             if caller is not None:  # None where the engine calls, in a backward that keeps its graph
                 self._in_norm = (id(tensor) in known and is_in_call(caller)) or note_caller(caller)
-        if (compilations.total or compilations.look()) != self._compilations and self.checks:
+        # Each saved tensor comes by here: without Dynamo nothing is called.
+        total = compilations.total or (DYNAMO in sys.modules and compilations.look())
+        if total != self._compilations and self.checks:
             self._values = True
         slot = Slot(tensor, self._values)
         self._slots.append(slot)

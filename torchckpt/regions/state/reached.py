@@ -26,7 +26,7 @@ from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
 from torchckpt.typing import Function
 
-__all__ = ["compilations", "is_settled", "norm_layers_of", "reaches_nothing", "runs_compiled_code", "settle"]
+__all__ = ["DYNAMO", "compilations", "is_settled", "norm_layers_of", "reaches_nothing", "runs_compiled_code", "settle"]
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
@@ -68,13 +68,17 @@ def reaches_nothing(function: Function) -> bool:
 # compilations ---------------------------------------------------------------------------------------------------------
 
 
+DYNAMO = "torch._dynamo.convert_frame"
+"""The module of Dynamo that compiles. Regions do not import it: if it is not there, nothing was compiled."""
+
+
 class _Counter:
     def __init__(self) -> None:
         self.total = 0
         """The compilations of this process since the first look, and 1 for those before; 0: Dynamo is not there."""
 
     def look(self) -> int:
-        if not self.total and (dynamo := sys.modules.get("torch._dynamo.convert_frame")) is not None:
+        if not self.total and (dynamo := sys.modules.get(DYNAMO)) is not None:
             register = getattr(dynamo, "register_bytecode_hook", None)
             if register is not None:
                 self.total = 1
