@@ -90,13 +90,8 @@ class RecomputeAhead(Runtime):
         return _timeline(self._measured("timeline()"))
 
     def report(self) -> Comparison:
-        """The last step beside what its own costs, simulated, make of it; ``print()`` shows a table.
-
-        Collective: every rank of the pipeline calls it, and gets the same.
-
-        Raises:
-            ScheduleError: there was no step yet; or a rank does not call it, within half of the timeout of the group.
-        """
+        """The last step beside what its own costs, simulated, make of it; ``print()`` shows a table. Collective, and
+        raises ``ScheduleError``, as :meth:`timeline`."""
         measured = self._measured("report()")
         return compare(_timeline(measured), measured.step)
 
@@ -266,7 +261,7 @@ class Frames:
         with scope.entered():
             yield
         if isinstance(choice, Choice):
-            self._waiting[visit] = [frame for at, frame in zip(scope.numbers, scope.frames) if at in choice.early]
+            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in choice.early]
         elif choice is State.EARLY:
             late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
             self._waiting[visit] = scope.frames[late:]

@@ -37,24 +37,24 @@ _COMPILE = "for block in stage_module.layers: torchckpt.checkpoint_module(block)
 def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
     """Raise ``RegionError`` at the end if ``torch.utils.checkpoint`` was used within: of that, nothing can be
     recomputed early."""
-    found: list[str] = []
+    named: list[str] = []
     names = {child: name for name, child in module.named_modules()}
     graded = torch.is_grad_enabled()
 
     def look(child: nn.Module, _: Any) -> None:
         hooks = hooks_in_force(False)
         inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-        if inside and not found and not is_checkpointing():  # one inside of ours is ours to replay
-            found.append(f"{type(child).__name__} {names[child]!r}")
+        if inside and not named and not is_checkpointing():  # one inside of ours is ours to replay
+            named.append(f"{type(child).__name__} {names[child]!r}")
 
     with ExitStack() as stack:
         for child in _uncompiled(module):
             stack.enter_context(child.register_forward_pre_hook(look))
         yield
-    if found and graded:
+    if named and graded:
         raise RegionError(
             f"a region of torch.utils.checkpoint cannot be recomputed early, only one of torchckpt\n"
-            f"  received: stage {stage} runs {found[0]} inside one of torch.utils.checkpoint\n  works:    {_WORKS}"
+            f"  received: stage {stage} runs {named[0]} inside one of torch.utils.checkpoint\n  works:    {_WORKS}"
         )
 
 

@@ -125,8 +125,8 @@ class Runtime(TorchRuntime):
         listed, self._plain = self._given
         self.pipeline_order = dict(listed)
         if without(schedule).ranks != self._plain_schedule.ranks:
-            given = (action for actions in self._plain.values() for action in actions)
-            pairs = {tuple(_parts(action)): action for action in given if action.computation_type is OVERLAP}
+            everything = (action for actions in self._plain.values() for action in actions)
+            pairs = {tuple(_parts(action)): action for action in everything if action.computation_type is OVERLAP}
             self.pipeline_order = {rank: list(_paired(order, pairs)) for rank, order in _listed(schedule).items()}
             self._prepare_schedule_with_comms({rank: list(order) for rank, order in self.pipeline_order.items()})
             self._plain = self.pipeline_order_with_comms

@@ -83,11 +83,10 @@ class RecomputeWithin(RecomputeAhead):
     def report(self) -> PlannedStep:  # type: ignore[override]  # which says what a plan is worth
         """The plan beside its steps: how long they take, and how many bytes of each rank; ``print()`` shows a table.
 
-        Collective: every rank of the pipeline calls it, and gets the same.
+        Collective, as :meth:`timeline`.
 
         Raises:
-            ScheduleError: no step has followed a plan yet; or a rank does not call it, within half of the timeout of
-                the group.
+            ScheduleError: as :meth:`timeline`; or no step has followed a plan yet.
         """
         if isinstance(self._phase, Measuring):
             raise ScheduleError(

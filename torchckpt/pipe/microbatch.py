@@ -143,10 +143,8 @@ def _output_faults(
         yield Fault(rule, shapes, "a last layer whose outputs have one entry for each row")
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
+def _is_same(first: Any, second: Any) -> bool:
     try:
-        return bool(one == other)
+        return first is second or bool(first == second)
     except (ValueError, RuntimeError):  # such as NumPy arrays, whose == has no truth value
-        return repr(one) == repr(other)
+        return repr(first) == repr(second)

@@ -147,8 +147,7 @@ class Skips:
         return [stashed.tensor for stashed in self._stashed.values() if stashed.tensor is not None]
 
     def place_of(self, name: Name) -> int | None:
-        skip = self._stashed.get(name)
-        return None if skip is None else skip.place
+        return self._stashed[name].place if name in self._stashed else None
 
     def leave(self, arrived: Sequence[Tensor], kept: dict[Name, Tensor], leaving: Sequence[Tensor]) -> None:
         """Note the end of a stage that got ``arrived``, stashed ``kept`` and returns ``leaving``."""

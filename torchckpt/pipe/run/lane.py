@@ -61,7 +61,8 @@ class Lane:
             self._forked.append([])
             return outputs
         edges = chain(due, repeat([]))
-        forked = [fork(output, *own) if output.requires_grad else (output, None) for output, own in zip(outputs, edges)]
+        pairs = zip(outputs, edges)
+        forked = [fork(output, *phonies) if output.requires_grad else (output, None) for output, phonies in pairs]
         self._forked.append([[] if edge is None else [edge] for _, edge in forked])
         return tuple(tensor for tensor, _ in forked)
 
