@@ -42,11 +42,11 @@ from torchckpt.planning import (
     quickest,
     with_recompute,
 )
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.step.comparison import Comparison, compare
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.quickest import quickest_of
-from torchckpt.planning.work.inputs import Links, Stages
+from torchckpt.planning.step.table import Comparison, compare
+from torchckpt.planning.work.block import Links, Stages
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 
@@ -246,7 +246,7 @@ class RecomputeAhead(Runtime):
         self._forwarded(visit, scope, outputs)
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
-        keep = choice is State.KEPT if isinstance(choice, State) else frozenset(choice.kept)
+        keep = choice.restored_by is None if isinstance(choice, State) else frozenset(choice.restored_by(None))
         around = partial(self._replaying, visit)
         if not self._counts(visit):
             return Scope(keep, around)

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchckpt.distributed.private import in_backward
 from torchckpt.modules import module_of
-from torchckpt.planning import Choice, State
-from torchckpt.planning.order.orders import Visit
+from torchckpt.planning import Choice, Kind, State
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.scope import Scope
 
@@ -37,8 +37,9 @@ class Frames:
         with scope.entered():
             yield
         if isinstance(choice, Choice):
-            self._waiting[visit] = [frame for at, frame in zip(scope.numbers, scope.frames) if at in choice.early]
-        elif choice is State.EARLY:
+            early = choice.restored_by(Kind.RECOMPUTE)
+            self._waiting[visit] = [frame for at, frame in zip(scope.numbers, scope.frames) if at in early]
+        elif choice.restored_by is Kind.RECOMPUTE:
             late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
             self._waiting[visit] = scope.frames[late:]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchckpt.distributed.counting import measured_stage
 from torchckpt.distributed.meeting import all_gather
 from torchckpt.planning import Action, Choice, Schedule, Stage, Step, fixed
-from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.regions.clock import Clock, Stamp

@@ -12,11 +12,11 @@ from torchckpt.distributed.budget.arguments import budget_key
 from torchckpt.distributed.budget.make_plan import digest_of
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, with_recompute
 from torchckpt.planning.budget import Bytes
-from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
 from torchckpt.planning.plan.run.fit_measured import Fitted
-from torchckpt.planning.plan.run.gradient_sums import done_whole, summed_as_given
+from torchckpt.planning.plan.run.order import done_whole, summed_as_given
 from torchckpt.planning.step.memory import Level
 
 __all__ = ["FIRST_STEPS", "Following", "Levels", "Measuring"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 
 __all__ = ["NOTHING", "Deciding", "Instruction", "Program", "Run", "compile_program", "run", "run_deciding"]
 

@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import Visit, at_least, in_turn, nearest, phases, visits, whole
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Visit,
+    at_least,
+    in_turn,
+    nearest,
+    phases,
+    visits,
+    whole,
+)
 
 __all__ = [
     "NAMES", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "looped_bfs", "named_schedule",

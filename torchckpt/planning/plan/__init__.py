@@ -3,8 +3,8 @@
     pipeline          what users call: ``plan_pipeline``, ``plan_bound``; blocks moved between stages
     every             all schedules side by side
     run               plans for steps that are run
-    result            what users get
-    stored, text      the plan as JSON, as tables and as a picture
+    result            what users get: the plan, its tables and its picture
+    stored            the plan as JSON
     figures           its figures, beside those of the usual ways to recompute
     search            what to keep and when to recompute; the bound
     problem           the input, checked

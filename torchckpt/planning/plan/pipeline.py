@@ -16,16 +16,14 @@ from dataclasses import replace
 
 from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Schedule
+from torchckpt.planning.order.schedule import Action, Schedule, Visit
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.candidates import search
 from torchckpt.planning.plan.search.dispatch import SimulatedStep
-from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE
+from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
+from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
-from torchckpt.planning.work.inputs import Links, Stages
 
 __all__ = ["plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
 
@@ -68,15 +66,8 @@ def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding
                 early[visit] = blocks
         visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
         ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
-        choices |= dict(zip(lane.visits, map(_choice, holdings, early)))
+        choices |= dict(zip(lane.visits, map(Holding.choice, holdings, early)))
     return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
-
-
-def _choice(holding: Holding, early: int) -> Choice:
-    dropped = holding.dropped
-    kept = tuple(block for block in range(holding.kept + len(dropped)) if block not in dropped)
-    late = len(dropped) - early
-    return Choice(kept=kept, early=dropped[late:], late=dropped[:late])
 
 
 def _refuse(problem: Problem) -> None:

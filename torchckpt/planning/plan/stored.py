@@ -129,9 +129,12 @@ def _check(plan: PlanFigures) -> None:
             choice = choices[stage, i]
             if not (isinstance(choice, Choice) and choice.is_of(len(own_stage.blocks))):
                 _refuse(f"choices of stage {stage}, micro-batch {i}")
-            if bool(choice.early) != ((stage, i) in replayed):
-                said = f"{len(choice.early)} early blocks, {'an' if (stage, i) in replayed else 'no'} R"
-                _refuse(f"stage {stage}, micro-batch {i}: {said}")
+            early = choice.restored_by(Kind.RECOMPUTE)
+            if bool(early) != ((stage, i) in replayed):
+                _refuse(
+                    f"stage {stage}, micro-batch {i}: {len(early)} early blocks, "
+                    f"{'an' if (stage, i) in replayed else 'no'} R"
+                )
     check_schedule(planned)
     for rank in plan.over_budget:
         held, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]

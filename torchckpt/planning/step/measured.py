@@ -11,9 +11,8 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, called, check
 from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
 from torchckpt.planning.figures import Event, Message
-from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.program import Run
-from torchckpt.planning.order.schedule import Action, Kind
+from torchckpt.planning.order.schedule import Action, Kind, Visit
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Block, Link
@@ -179,8 +178,8 @@ def _takers(step: Step, spans: Sequence[Span]) -> Iterator[tuple[tuple[int, bool
             yield (stage - 1, True, i), span
         elif kind in _BACKWARDS:
             recompute = Action(stage, Kind.RECOMPUTE, i)
-            is_late = before is not None and before.action == recompute and bool(step.choice((stage, i)).late)
-            yield (stage + 1, False, i), before if is_late and before is not None else span
+            is_late = bool(step.choice((stage, i)).restored_by(kind=Kind.BACKWARD))
+            yield (stage + 1, False, i), before if is_late and before and before.action == recompute else span
         before = span
 
 

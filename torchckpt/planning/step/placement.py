@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import Visit, whole
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit, whole
 from torchckpt.planning.order.validity import check_order
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 
@@ -58,7 +57,9 @@ def recomputed_early(schedule: Schedule) -> frozenset[Visit]:
 
 
 def _has_early(choice: Choice | State) -> bool:
-    return choice is State.EARLY or (isinstance(choice, Choice) and bool(choice.early))
+    if isinstance(choice, State):
+        return choice.restored_by is Kind.RECOMPUTE
+    return bool(choice.restored_by(Kind.RECOMPUTE))
 
 
 def _before_backwards(order: Sequence[Action], visits: Collection[Visit], k: int) -> Iterator[Action]:

@@ -8,7 +8,7 @@ from math import inf, lcm
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import whole
+from torchckpt.planning.order.schedule import whole
 
 __all__ = ["balanced", "count_faults"]
 

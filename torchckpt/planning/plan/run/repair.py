@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.planning.figures import Event
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind
+from torchckpt.planning.order.schedule import Action, Kind, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, highest_bytes
 from torchckpt.planning.step.timeline import critical_path
@@ -106,7 +105,7 @@ def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
             tuple(action for action in order if action != Action(visit[0], Kind.RECOMPUTE, visit[1]))
             for order in plan.schedule.ranks
         ))
-        without_early = replace(choice, early=(), late=tuple(sorted(choice.recomputed)))
+        without_early = replace(choice, early=(), late=tuple(sorted((*choice.early, *choice.late))))
         return _with(replace(plan, schedule=schedule), visit, without_early)
     block = max(choice.kept, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
     kept = tuple(one for one in choice.kept if one != block)

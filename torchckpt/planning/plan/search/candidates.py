@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from torchckpt.planning.order.program import Program
 from torchckpt.planning.plan.search.dispatch import SimulatedStep, Strategy, dispatch
-from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holding
-from torchckpt.planning.plan.search.lane import CHOICES, Lane, Reserve
+from torchckpt.planning.plan.search.lane import CHOICES, DROP_ORDERS, Holding, Lane, Reserve
 
 __all__ = ["Candidate", "search"]
 

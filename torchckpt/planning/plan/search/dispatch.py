@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchckpt.planning.order.program import Program, run_deciding
-from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Holding, Lane
 
 __all__ = ["Done", "SimulatedStep", "Strategy", "dispatch"]
 
@@ -38,7 +37,7 @@ class Strategy:
 
 Done: TypeAlias = tuple[int, int, int, float, int]
 """One action of a rank: its kind, its visit, how many blocks are early, its end, the token that it waited for."""
-Choice: TypeAlias = tuple[int, int, int]
+Next: TypeAlias = tuple[int, int, int]
 """The next action: its kind, its visit, how many blocks are early."""
 
 
@@ -119,7 +118,7 @@ class _Rank:
         self.done: list[Done] = []
         self.left_seconds = lane.plain_seconds + sum(holding.late_seconds[0] for holding in held)
 
-    def next_in_order(self) -> Choice:
+    def next_in_order(self) -> Next:
         """The next action of the order, or a weight gradient that makes room for it: kind, visit, early blocks."""
         lane, waiting = self.lane, self.waiting
         visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
@@ -137,7 +136,7 @@ class _Rank:
                 kind = BACKWARD
         return kind, visit, early
 
-    def while_idle(self, idle_seconds: float) -> Choice | None:
+    def while_idle(self, idle_seconds: float) -> Next | None:
         """What to do if the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
         recompute = self._recompute()
         if recompute:
@@ -150,7 +149,7 @@ class _Rank:
                 return WEIGHT_GRAD, visit, 0
         return None
 
-    def _recompute(self) -> Choice | None:
+    def _recompute(self) -> Next | None:
         """The early recompute to start now, of the next visit that has one; None if there is none, or if it waits."""
         lane, held, begun = self.lane, self.held, self.early
         backward, forward, place, visits = lane.backward_place, lane.forward_place, self.place, len(held)
@@ -186,8 +185,8 @@ class _Rank:
                     return count, most
         return 0, most
 
-    def run(self, choice: Choice, now: float, awaited: int) -> float:
-        kind, visit, early = choice
+    def run(self, decision: Next, now: float, awaited: int) -> float:
+        kind, visit, early = decision
         seconds = self._start(kind, visit, early)
         self.left_seconds -= seconds
         end = now + seconds

@@ -7,14 +7,13 @@ is moved later.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 
-__all__ = ["done_whole", "summed_as_given"]
+__all__ = ["before_pairs", "done_whole", "summed_as_given"]
 
 _SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
@@ -82,3 +81,34 @@ def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> 
 
 def _weights(visit: Visit) -> Action:
     return Action(visit[0], Kind.WEIGHT_GRAD, visit[1])
+
+
+def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -> PipelinePlan:
+    """``plan``, with the recomputes that stand inside of a pair before it, as they will run; with those of the pair's
+    own forward after it."""
+    if not pairs:
+        return plan
+    ranks = tuple(tuple(_apart(order, pairs)) for order in plan.schedule.ranks)
+    return replace(plan, schedule=replace(plan.schedule, ranks=ranks))
+
+
+def _apart(order: Sequence[Action], pairs: Collection[tuple[Action, Action]]) -> Iterator[Action]:
+    """``order`` without recomputes inside of ``pairs``, but for one between the forward and the backward of a visit,
+    where it must stand."""
+    recomputes: list[Action] = []
+    first: Action | None = None
+    for action in order:
+        if action.kind is Kind.RECOMPUTE:
+            recomputes.append(action)
+            continue
+        after: list[Action] = []
+        if first is not None:
+            visit = first.stage, first.micro_batch
+            is_pair = (first, action) in pairs and (action.stage, action.micro_batch) != visit
+            after = [one for one in recomputes if is_pair and (one.stage, one.micro_batch) == visit]
+            before = [one for one in recomputes if one not in after]
+            yield from (*before, first) if is_pair else (first, *before)
+        elif recomputes:
+            yield from recomputes
+        first, recomputes = action, after
+    yield from (*filter(None, [first]), *recomputes)
