@@ -9,7 +9,9 @@ from typing import NamedTuple, TypeAlias
 
 from torchckpt.errors import Fault, brief
 
-__all__ = ["Action", "Kind", "Schedule", "Visit", "at_least", "in_turn", "nearest", "phases", "visits", "whole"]
+__all__ = [
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "at_least", "in_turn", "nearest", "phases", "visits", "whole",
+]
 
 class Kind(str, Enum):
     """The kind of an action. ``B`` is a whole backward; ``I`` (input gradients) and ``W`` (weight gradients) are its
@@ -25,12 +27,23 @@ class Kind(str, Enum):
         return self.value
 
 
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+"""The kinds of action that take a gradient from the next stage."""
+
+Visit: TypeAlias = tuple[int, int]
+"""A stage and a micro-batch."""
+
+
 class Action(NamedTuple):
     """``Action(0, Kind.FORWARD, 3)`` is ``0F3``: stage 0, forward, micro-batch 3."""
 
     stage: int
     kind: Kind
     micro_batch: int
+
+    @property
+    def visit(self) -> Visit:
+        return self.stage, self.micro_batch
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
@@ -56,10 +69,6 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
-
-
-Visit: TypeAlias = tuple[int, int]
-"""A stage and a micro-batch."""
 
 
 def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:

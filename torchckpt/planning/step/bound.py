@@ -28,7 +28,7 @@ from torchckpt.planning.step.simulated import Step, step_of
 from torchckpt.planning.work.block import Block, Link, Links, Stages
 from torchckpt.planning.work.choice import Choices
 
-__all__ = ["Bound", "Room", "Supply", "bound", "bound_of", "in_any_order", "in_this_order"]
+__all__ = ["Bound", "Supply", "bound", "bound_of"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def bound(
 
 def bound_of(step: Step, any_order: bool = False) -> Bound:
     """The bound for the recomputation of ``step``; see :func:`bound`."""
-    measure = in_any_order if any_order else in_this_order
+    measure = _in_any_order if any_order else _in_this_order
     plain = replace(step, schedule=without(step.schedule), choices={})
     room = measure(plain)
     bubbles = measure(replace(plain, links=(Link(),) * len(step.links)))
@@ -121,14 +121,14 @@ def _supply(rank: int, step: Step, demand: float, room: float, bubbles: float) -
     return Supply(rank, demand, in_bubbles, in_stalls, beside, left - beside)
 
 
-class Room(NamedTuple):
+class _Room(NamedTuple):
     """For a step without recomputation: its seconds, and for each rank its idle seconds."""
 
     step_seconds: float
     seconds: tuple[float, ...]
 
 
-def in_this_order(step: Step) -> Room:
+def _in_this_order(step: Step) -> _Room:
     """The room of ``step`` in its given order. The head of a rank is the time before its first action; its tail is the
     least time that the step takes after its last action."""
     program, forth, back = step.program, step.run, run(_reversed(step.program))
@@ -137,10 +137,10 @@ def in_this_order(step: Step) -> Room:
         busy = sum(seconds for _, _, seconds, _, _ in instructions)
         ends = forth.starts[rank][0] + back.starts[rank][0] if instructions else 0.0
         rooms.append(max(0.0, forth.step_seconds - ends - busy))
-    return Room(forth.step_seconds, tuple(rooms))
+    return _Room(forth.step_seconds, tuple(rooms))
 
 
-def in_any_order(step: Step) -> Room:
+def _in_any_order(step: Step) -> _Room:
     """The room of ``step`` if its actions could run in any order. The step is at least as long as the time that one
     rank needs, and as the time that one micro-batch needs; the longest of these is taken.
 
@@ -163,7 +163,7 @@ def in_any_order(step: Step) -> Room:
         last = max(weights, tail) if split else weights + tail
         needs[rank] = min(heads[stage] for stage in on_rank) + others + last
     longest = max(*needs, heads[-1] + forwards[-1] + backwards[-1] + tails[-1])
-    return Room(longest, tuple(longest - need for need in needs))
+    return _Room(longest, tuple(longest - need for need in needs))
 
 
 def _totals(seconds: Sequence[float], travels: Sequence[float]) -> list[float]:

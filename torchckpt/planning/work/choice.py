@@ -16,24 +16,14 @@ from typing import TypeAlias
 from typing_extensions import assert_never
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.work.block import Stage
 
 __all__ = [
-    "EXEMPTIONS",
-    "Choice",
-    "Choices",
-    "Exemption",
-    "State",
-    "ahead",
-    "arrival",
-    "exempt",
-    "first_blocks",
-    "free_to_keep",
-    "no_such_visit",
-    "none",
-    "visit_faults",
+    "EXEMPTIONS", "Choice", "Choices", "Exemption", "State", "ahead", "arrival", "exempt", "first_blocks",
+    "free_to_keep", "no_such_visit", "none", "visit_faults",
 ]
+
 
 class State(Enum):
     """What becomes of one block of one visit. Each state is a field of :class:`Choice`.
@@ -176,7 +166,7 @@ def _visits(schedule: Schedule) -> Iterator[Visit]:
 def _first_backwards(schedule: Schedule) -> set[Visit]:
     first: dict[int, int] = {}
     for stage, kind, i in (action for order in schedule.ranks for action in order):
-        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+        if kind in BACKWARDS:
             first.setdefault(stage, i)
     return set(first.items())
 

@@ -87,7 +87,7 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
             replays[number] = max(measured.rises, replays.get(number, 0.0))
     before = counted_left = 0.0
     for action, counted in zip(step.schedule.ranks[rank], step.levels(rank)):
-        choice, stage = step.choice((action.stage, action.micro_batch)), step.stages[action.stage]
+        choice, stage = step.choice(action.visit), step.stages[action.stage]
         extra = _of(action, beside)
         if action.kind is Kind.FORWARD:
             extra = _less(extra, kept := _last_kept(choice.restored_by(None), stage))

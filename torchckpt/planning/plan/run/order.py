@@ -1,8 +1,8 @@
-"""Gradient sums: weight gradients of a stage in the order of the schedule, since rounding depends on that order.
+"""Order: the order of a plan as it can be run.
 
-A plan moves weight gradients. Those of one stage are added up. So weight gradients and whole backwards of a stage have
-to stay in the order of the schedule. A weight gradient that comes too late is moved earlier; one that comes too early
-is moved later.
+A plan moves weight gradients. Those of one stage are added up, and rounding depends on the order. So weight gradients
+and whole backwards of a stage have to stay in the order of the schedule: a weight gradient that comes too late is moved
+earlier, one that comes too early is moved later. Two actions that torch runs as one have no recompute between them.
 """
 from __future__ import annotations
 
@@ -103,10 +103,9 @@ def _apart(order: Sequence[Action], pairs: Collection[tuple[Action, Action]]) ->
             continue
         after: list[Action] = []
         if first is not None:
-            visit = first.stage, first.micro_batch
-            is_pair = (first, action) in pairs and (action.stage, action.micro_batch) != visit
-            after = [one for one in recomputes if is_pair and (one.stage, one.micro_batch) == visit]
-            before = [one for one in recomputes if one not in after]
+            is_pair = (first, action) in pairs and action.visit != first.visit
+            after = [recompute for recompute in recomputes if is_pair and recompute.visit == first.visit]
+            before = [recompute for recompute in recomputes if recompute not in after]
             yield from (*before, first) if is_pair else (first, *before)
         elif recomputes:
             yield from recomputes

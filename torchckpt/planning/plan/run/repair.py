@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.planning.figures import Event
-from torchckpt.planning.order.schedule import Action, Kind, Visit
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, highest_bytes
 from torchckpt.planning.step.timeline import critical_path
@@ -20,7 +20,6 @@ __all__ = ["repaired"]
 
 _WORK, _FEWEST = 100_000, 100
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
-_ENDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 @dataclass
@@ -85,16 +84,15 @@ def _alive(plan: PipelinePlan, rank: int, place: int) -> Iterator[Visit]:
     begun = {(stage, i) for stage, kind, i in order[: place + 1] if kind is Kind.FORWARD}
     for stage, kind, i in order[place:]:
         choice = plan.step.choice((stage, i))
-        if kind in _ENDS and (stage, i) in begun and (choice.kept or choice.early):
+        if kind in BACKWARDS and (stage, i) in begun and (choice.kept or choice.early):
             yield stage, i
 
 
 def _critical(plan: PipelinePlan) -> list[Visit]:
     """The visits that recompute blocks late on the critical path."""
     path = critical_path(plan.schedule, plan.step.program, plan.step.run)
-    actions = [event.action for event in path if isinstance(event, Event) and event.action.kind in _ENDS]
-    visits = [(stage, i) for stage, _, i in actions]
-    return [visit for visit in visits if plan.step.choice(visit).late]
+    actions = [event.action for event in path if isinstance(event, Event) and event.action.kind in BACKWARDS]
+    return [action.visit for action in actions if plan.step.choice(action.visit).late]
 
 
 def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
