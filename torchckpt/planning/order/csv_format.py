@@ -59,10 +59,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     check(_gaps({action.stage for row in orders for action, _ in row}))
     schedule = _schedule(name, tuple(tuple(action for action, _ in row) for row in orders))
 
-    def where(found: Misplaced) -> str:
-        if found.position is None:
-            return f"line {found.rank + 1}"
-        cell = orders[found.rank][found.position][1]
+    def where(action: Misplaced) -> str:
+        if action.position is None:
+            return f"line {action.rank + 1}"
+        cell = orders[action.rank][action.position][1]
         return f"line {cell.line}, column {cell.column}"
 
     check_schedule(schedule, where)

@@ -44,7 +44,7 @@ def planned(problem: Problem) -> PipelinePlan:
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
     best = search(problem.program, problem.lanes, target, keep_all=kept is not None)
-    plan = _plan(problem, best.step, best.held)
+    plan = _plan(problem, best.step, best.chosen)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
 
 
@@ -56,10 +56,10 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
 
 
-def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
+def _plan(problem: Problem, step: SimulatedStep, chosen: Sequence[Sequence[Holding]]) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
-    for lane, done, holdings in zip(problem.lanes, step.done, held):
+    for lane, done, holdings in zip(problem.lanes, step.done, chosen):
         early = [0] * len(holdings)
         for kind, visit, blocks, _, _ in done:
             if kind == RECOMPUTE:
@@ -72,12 +72,12 @@ def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding
 
 def _refuse(problem: Problem) -> None:
     """Raise the error for a budget that is too small, with the least budget that works and its plan."""
-    rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
+    rank = max(problem.too_small, key=lambda rank: problem.least_bytes[rank] / problem.budget_bytes[rank])
     least = problem.least_bytes[rank]
     needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]
     if len(set(problem.budget_bytes)) == 1:  # one for all
         needed = [max(needed)] * len(needed)
-    others = [one for one in problem.too_small if one != rank]
+    others = [other for other in problem.too_small if other != rank]
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
     raise BudgetInfeasible(
         f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything\n"

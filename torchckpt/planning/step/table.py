@@ -175,9 +175,9 @@ def report(
     """
     check_schedule(schedule)
     check([fault for name in names for fault in policy_faults(name)])
-    given = step_of(schedule, stages, link)
-    steps = {AS_GIVEN: given} if recomputed_early(schedule) else {}
-    plain = replace(given, schedule=without(schedule), choices={})
+    step = step_of(schedule, stages, link)
+    steps = {AS_GIVEN: step} if recomputed_early(schedule) else {}
+    plain = replace(step, schedule=without(schedule), choices={})
     steps |= {name: step_named(plain, name) for name in names}
     return Report(plain.schedule, _rows(steps, plain, step_named(plain, "arrival")))
 
@@ -203,7 +203,7 @@ def policy_faults(name: str) -> list[Fault]:
     match = _POLICY.fullmatch(name)
     if match is None:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
-        exempt_too = ", ".join(f"/{one}" for one in EXEMPTIONS)
+        exempt_too = ", ".join(f"/{exemption}" for exemption in EXEMPTIONS)
         rule = f"the policy is not none, arrival, ahead or ahead:K; the last three also with {exempt_too}"
         return [Fault(rule, repr(name), repr(close))]
     return whole("k", int(match[2])) if match[2] else []

@@ -157,16 +157,17 @@ def per_stage(stages: Stages, count: int) -> tuple[list[Stage], list[Fault]]:
     """The stages of a schedule that has ``count`` of them, and their faults."""
     rule = f"stages is not a Stage or a Block, or a list with one for each of the schedule's {count}"
     listed, faults = _spread("stages", (Stage, Block), stages, count, rule, f"[Stage((Block(),) * 8)] * {count}")
-    for stage, at in _first_places(listed).items():
-        where = f"stages[{at}]" if isinstance(stages, Sequence) else "stages"
+    for stage, place in _first_places(listed).items():
+        where = f"stages[{place}]" if isinstance(stages, Sequence) else "stages"
         faults.extend(_stage_faults(where, stage) if isinstance(stage, Stage) else _numbers(where, stage))
     each = {block: Stage((block,)) for block in _first_places(listed) if isinstance(block, Block)}
-    return ([] if faults else [each[one] if isinstance(one, Block) else one for one in listed]), faults
+    return ([] if faults else [each[stage] if isinstance(stage, Block) else stage for stage in listed]), faults
 
 
 def plannable_faults(stages: Sequence[Stage]) -> list[Fault]:
     """What keeps ``stages``, which have no faults, from being planned."""
-    faults = [fault for stage, at in _first_places(stages).items() for fault in _idle_faults(f"stages[{at}]", stage)]
+    places = _first_places(stages)
+    faults = [fault for stage in places for fault in _idle_faults(f"stages[{places[stage]}]", stage)]
     if not faults and not any(stage.blocks for stage in stages):
         works = "[Stage((Block(),) * 8)] * 4"
         faults.append(Fault("no stage has blocks, and only blocks are recomputed", "none", works))
@@ -179,30 +180,30 @@ def per_boundary(link: Links, stages: int) -> tuple[list[Link], list[Fault]]:
         link = Link(link)
     rule = f"link is not one Link, or one for each of {stages - 1} pairs of neighbouring stages"
     listed, faults = _spread("link", (Link,), link, stages - 1, rule, f"Link(), or a list of {stages - 1}")
-    for place, one in enumerate(listed):
+    for place, each in enumerate(listed):
         where = "link" if isinstance(link, Link) else f"link[{place}]"
-        if not _is_amount(one.latency_seconds):
-            faults.append(_no_amount(where, "latency_seconds", one.latency_seconds))
-        if not (_is_number(one.bandwidth) and one.bandwidth > 0):
+        if not _is_amount(each.latency_seconds):
+            faults.append(_no_amount(where, "latency_seconds", each.latency_seconds))
+        if not (_is_number(each.bandwidth) and each.bandwidth > 0):
             rule = "a bandwidth is not a number of bytes per second, above 0"
-            faults.append(Fault(rule, f"{where}.bandwidth={one.bandwidth!r}", "bandwidth=float('inf')"))
+            faults.append(Fault(rule, f"{where}.bandwidth={each.bandwidth!r}", "bandwidth=float('inf')"))
         if isinstance(link, Link):
             break
     return listed, faults
 
 
 def _spread(
-    name: str, types: tuple[type, ...], given: Any, count: int, rule: str, works: str
+    name: str, types: tuple[type, ...], values: Any, count: int, rule: str, works: str
 ) -> tuple[list[Any], list[Fault]]:
-    if isinstance(given, types):
-        return [given] * count, []
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return [], [Fault(rule, f"{name}={brief(given)}", works)]
-    wrong = [place for place, one in enumerate(given) if not isinstance(one, types)]
-    faults = [Fault(rule, f"{name}[{place}]={brief(given[place])}", works) for place in wrong]
-    if len(given) != count:
-        faults.append(Fault(rule, f"{len(given)} of {count}", works))
-    return ([] if faults else list(given)), faults
+    if isinstance(values, types):
+        return [values] * count, []
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return [], [Fault(rule, f"{name}={brief(values)}", works)]
+    wrong = [place for place, value in enumerate(values) if not isinstance(value, types)]
+    faults = [Fault(rule, f"{name}[{place}]={brief(values[place])}", works) for place in wrong]
+    if len(values) != count:
+        faults.append(Fault(rule, f"{len(values)} of {count}", works))
+    return ([] if faults else list(values)), faults
 
 
 def _first_places(values: Sequence[_T]) -> dict[_T, int]:
@@ -214,12 +215,12 @@ def _first_places(values: Sequence[_T]) -> dict[_T, int]:
 
 
 def _stage_faults(where: str, stage: Stage) -> Iterator[Fault]:
-    for block, at in _first_places(stage.blocks).items():
+    for block, place in _first_places(stage.blocks).items():
         if isinstance(block, Block):
-            yield from _numbers(f"{where}.blocks[{at}]", block)
+            yield from _numbers(f"{where}.blocks[{place}]", block)
         else:
             yield Fault(
-                "a block of a stage is not a Block", f"{where}.blocks[{at}]={brief(block)}", "Stage((Block(),) * 8)"
+                "a block of a stage is not a Block", f"{where}.blocks[{place}]={brief(block)}", "Stage((Block(),) * 8)"
             )
     for name in ("before", "after"):
         part = getattr(stage, name)
@@ -250,13 +251,13 @@ _POSITIVE = ("forward_seconds", "recompute_seconds", "saved_bytes")
 
 def _idle_faults(where: str, stage: Stage) -> Iterator[Fault]:
     """Blocks that take no time or no memory: there is nothing to plan."""
-    for block, at in _first_places(stage.blocks).items():
+    for block, place in _first_places(stage.blocks).items():
         for name in _POSITIVE:
             if not getattr(block, name):
                 rule = "the forward or the recompute of a block takes no time, or it saves nothing"
-                yield Fault(rule, f"{where}.blocks[{at}].{name}={getattr(block, name)!r}", f"{name}=1.0")
+                yield Fault(rule, f"{where}.blocks[{place}].{name}={getattr(block, name)!r}", f"{name}=1.0")
         if not block.input_grad_seconds + block.weight_grad_seconds:
-            rule, received = "the backward of a block takes no time", f"{where}.blocks[{at}]: 0 seconds"
+            rule, received = "the backward of a block takes no time", f"{where}.blocks[{place}]: 0 seconds"
             yield Fault(rule, received, "Block(input_grad_seconds=1.0)")
     if not stage.forward_seconds:
         works = "Stage((), after=fixed(forward_seconds=1.0))"

@@ -172,11 +172,11 @@ def _first_backwards(schedule: Schedule) -> set[Visit]:
 
 
 def _faults(schedule: Schedule, kept: Sequence[object]) -> Iterator[Fault]:
-    for one in kept:
-        if isinstance(one, str) and one not in EXEMPTIONS:
+    for exemption in kept:
+        if isinstance(exemption, str) and exemption not in EXEMPTIONS:
             rule = f"an exemption is not one of {', '.join(EXEMPTIONS)}, or a (stage, micro-batch)"
-            yield Fault(rule, repr(one), repr(get_close_matches(one, EXEMPTIONS, n=1, cutoff=0.0)[0]))
-    yield from visit_faults(schedule, [one for one in kept if not isinstance(one, str)])
+            yield Fault(rule, repr(exemption), repr(get_close_matches(exemption, EXEMPTIONS, n=1, cutoff=0.0)[0]))
+    yield from visit_faults(schedule, [visit for visit in kept if not isinstance(visit, str)])
 
 
 def visit_faults(schedule: Schedule, visits: Collection[object]) -> Iterator[Fault]:

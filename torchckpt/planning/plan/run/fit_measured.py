@@ -79,7 +79,7 @@ def fitted(
     problem = problem_of(schedule, stages, "100%", links)
     everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
     limits = bytes_per_rank(budget, len(schedule.ranks), everything)
-    least = _recomputing_all(problem, [one.schedule for one in took], limits, beside)
+    least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
     if not least.fits:
         raise _too_small(least)
     best = least
@@ -106,7 +106,7 @@ def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, Extr
     limits = best.budget_bytes
     plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
     fitting = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans if plan is not None]
-    return min([best, *fitting], key=lambda one: one.plan.step_seconds)
+    return min([best, *fitting], key=lambda fit: fit.plan.step_seconds)
 
 
 class _Tries:
@@ -175,7 +175,7 @@ def _recomputing_all(
 
 def _too_small(least: Fitted) -> BudgetInfeasible:
     limits, peaks = least.budget_bytes, least.peak_bytes
-    rank = max(range(len(limits)), key=lambda one: peaks[one] / limits[one])
+    rank = max(range(len(limits)), key=lambda rank: peaks[rank] / limits[rank])
     return BudgetInfeasible(
         f"the budget is too small: rank {rank} takes {enough(peaks[rank])} bytes even if it recomputes everything\n"
         f"  received: {whole(limits[rank])} bytes for rank {rank}\n"

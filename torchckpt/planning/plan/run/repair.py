@@ -35,7 +35,7 @@ class _Budget:
         self.steps -= 1
         ranks = range(len(self.limits))
         levels = (list(highest_bytes(plan.step, rank, self.beside)) or [0.0] for rank in ranks)
-        return [(max(own) - limit, own.index(max(own))) for own, limit in zip(levels, self.limits)]
+        return [(max(level) - limit, level.index(max(level))) for level, limit in zip(levels, self.limits)]
 
 
 def repaired(plan: PipelinePlan, limits: Sequence[float], beside: Mapping[Action, ExtraMemory]) -> PipelinePlan | None:
@@ -53,13 +53,13 @@ def repaired(plan: PipelinePlan, limits: Sequence[float], beside: Mapping[Action
 def _reduced(plan: PipelinePlan, budget: _Budget) -> PipelinePlan | None:
     while budget.steps > 0:
         excess = budget.excess(plan)
-        rank = max(range(len(excess)), key=lambda at: excess[at][0])
+        rank = max(range(len(excess)), key=lambda rank: excess[rank][0])
         if excess[rank][0] <= 0:
             return plan
         smaller = [_dropped(plan, visit) for visit in _alive(plan, rank, excess[rank][1])]
         if not smaller:
             return None
-        plan = min(smaller, key=lambda one: one.step_seconds)
+        plan = min(smaller, key=lambda other: other.step_seconds)
         budget.steps -= len(smaller)
     return None
 
@@ -105,17 +105,17 @@ def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
         ))
         without_early = replace(choice, early=(), late=tuple(sorted((*choice.early, *choice.late))))
         return _with(replace(plan, schedule=schedule), visit, without_early)
-    block = max(choice.kept, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
-    kept = tuple(one for one in choice.kept if one != block)
-    return _with(plan, visit, replace(choice, kept=kept, late=tuple(sorted((*choice.late, block)))))
+    dropped = max(choice.kept, key=lambda block: _density(plan.problem.stages[visit[0]].blocks[block]))
+    kept = tuple(block for block in choice.kept if block != dropped)
+    return _with(plan, visit, replace(choice, kept=kept, late=tuple(sorted((*choice.late, dropped)))))
 
 
 def _kept(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
     """``plan`` with one late block of ``visit`` kept."""
     choice = plan.step.choice(visit)
-    block = min(choice.late, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
-    late = tuple(one for one in choice.late if one != block)
-    return _with(plan, visit, replace(choice, kept=tuple(sorted((*choice.kept, block))), late=late))
+    kept = min(choice.late, key=lambda block: _density(plan.problem.stages[visit[0]].blocks[block]))
+    late = tuple(block for block in choice.late if block != kept)
+    return _with(plan, visit, replace(choice, kept=tuple(sorted((*choice.kept, kept))), late=late))
 
 
 def _with(plan: PipelinePlan, visit: Visit, choice: Choice) -> PipelinePlan:

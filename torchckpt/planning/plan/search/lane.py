@@ -178,11 +178,11 @@ class Lane:
     def all_dropped(self) -> list[Holding]:
         return [holdings.levels[DROP_ORDERS[0]][-1] for holdings in self.holdings]
 
-    def profile(self, held: Sequence[Holding]) -> list[float]:
+    def profile(self, chosen: Sequence[Holding]) -> list[float]:
         """Bytes alive at each place if backwards are whole and recompute all dropped blocks."""
         profile, alive = [0.0] * len(self.kinds), 0.0
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
-            holding = held[visit]
+            holding = chosen[visit]
             if kind:
                 profile[place] = alive + holding.use_bytes[0] - holding.held_bytes
                 alive -= holding.held_bytes
