@@ -94,7 +94,7 @@ class Row:
     name: str
     step_seconds: float
     peak_bytes: tuple[float, ...]
-    """Per rank; empty if they are not known."""
+    """The peak of each rank; empty if it is not known."""
     none_seconds: float
     """The step in which nothing is recomputed."""
     bound_seconds: float

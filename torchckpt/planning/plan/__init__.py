@@ -17,8 +17,5 @@
 """
 from torchckpt.planning.plan.pipeline import plan_bound, plan_pipeline
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.work.block import Block as Block  # where they were before torchckpt.planning had them
-from torchckpt.planning.work.block import Stage as Stage
-from torchckpt.planning.work.choice import Choice as Choice
 
 __all__ = ["PipelinePlan", "plan_bound", "plan_pipeline"]

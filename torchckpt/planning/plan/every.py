@@ -27,7 +27,7 @@ class Comparison:
     too_small: tuple[str, ...]
     """Schedules that need more than the budget."""
     reference: PipelinePlan
-    """Whose step, if nothing is recomputed, all others are compared with: of the schedules, the first that fits."""
+    """The plan of the first schedule that fits. All are compared with its step in which nothing is recomputed."""
 
     @property
     def best(self) -> PipelinePlan:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class Rule(Row):
     """
 
     blocks: int
-    """So many of the first blocks of each stage are recomputed; a stage that has fewer recomputes all of its own."""
+    """The number of first blocks of each stage that are recomputed; a stage that has fewer recomputes all."""
 
 
 def everything(problem: Problem) -> Rule:
@@ -68,12 +69,10 @@ def _delays(schedule: Schedule) -> Iterator[Schedule]:
     """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait.
     ``_WORK`` limits their number, for these rules are for comparison, and must cost less than the plan."""
     yield schedule
-    waiting = most = 0
+    most = 0
     for order in schedule.ranks:
-        waiting = 0
-        for _, kind, _ in order:
-            waiting += (kind is Kind.INPUT_GRAD) - (kind is Kind.WEIGHT_GRAD)
-            most = max(most, waiting)
+        steps = ((kind is Kind.INPUT_GRAD) - (kind is Kind.WEIGHT_GRAD) for _, kind, _ in order)
+        most = max(most, *accumulate(steps, initial=0))
     orders = max(_FEWEST, _WORK // max(1, sum(map(len, schedule.ranks))))
     for few in sorted({most * part // orders for part in range(orders)}, reverse=True) if most else ():
         ranks = (tuple(_with_few_waiting(order, few)) for order in schedule.ranks)
@@ -150,7 +149,7 @@ class PlanFigures:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank."""
+        """The most bytes that the actions of each rank hold."""
         return self.step.peak_bytes
 
     @property

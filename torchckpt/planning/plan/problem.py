@@ -39,7 +39,7 @@ class Problem:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     budget_bytes: tuple[float, ...]
-    """Per rank."""
+    """The budget of each rank."""
     memory: DeviceMemory | None = None
     """The device memory from which the budgets were computed; None if the user gave budgets."""
 

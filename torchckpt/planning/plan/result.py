@@ -118,7 +118,7 @@ class PipelinePlan(PlanFigures, Drawn):
         )
 
     def to_json(self) -> str:
-        """For :meth:`from_json`."""
+        """The plan as text, which :meth:`from_json` reads."""
         return written(self)
 
     @classmethod

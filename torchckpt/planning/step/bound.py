@@ -111,11 +111,9 @@ def bound_of(step: Step, any_order: bool = False) -> Bound:
 
 
 def _supply(rank: int, step: Step, demand: float, room: float, bubbles: float) -> Supply:
-    left = demand
-    in_bubbles = min(left, room, bubbles)
-    left -= in_bubbles
-    in_stalls = min(left, room - in_bubbles)
-    left -= in_stalls
+    in_bubbles = min(demand, room, bubbles)
+    in_stalls = min(demand, room) - in_bubbles
+    left = demand - in_bubbles - in_stalls
     stages = [stage for stage, home in zip(step.stages, step.schedule.placement) if home == rank]
     beside = min(left, step.schedule.micro_batches * sum(stage.collective_seconds for stage in stages))
     return Supply(rank, demand, in_bubbles, in_stalls, beside, left - beside)

@@ -34,7 +34,7 @@ _ROUNDS = 3
 _WORK, _FEWEST = 300_000, 150
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
 _PARTS = 8
-"""So many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
+"""How many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
 _OVERHEAD = 20
 """The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
