@@ -70,7 +70,7 @@ def recompute_ahead(
         segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
             backward, one at a time. Early ones hide, late ones save memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
-            (see :func:`~torchckpt.planning.order.schedule.free_to_keep`), such as the last stage of 1F1B; none
+            (see :func:`~torchckpt.planning.work.choice.free_to_keep`), such as the last stage of 1F1B; none
             where only some ``segments`` are recomputed early. ``"none"``: nothing is kept.
         costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
