@@ -67,7 +67,7 @@ $(THERE)/.test: pyproject.toml constraints.txt
 	$(THERE)/bin/python -m pip install -q -c $(THERE)/constraints.txt torch==$(TORCH) -e '.[test]'
 	touch $@
 
-# What needs no torch, on a Python that has pytest: make pure PYTHON=python3.10
+# What needs no torch, on a Python that has pytest and typing_extensions: make pure PYTHON=python3.10
 PURE := tests/planning tests/command/test_command.py tests/test_results.py
 
 pure:

@@ -146,11 +146,11 @@ def test_imports_go_down(module):
         ("errors", "import torch", ["errors imports torch"]),
         ("typing", "from torch import Tensor", ["typing imports torch"]),
         ("typing", "from torchckpt.version import __version__", ["typing imports version"]),
-        ("planning.order.orders", "from torch.utils import data", ["planning.order.orders imports torch.utils"]),
+        ("planning.order.schedule", "from torch.utils import data", ["planning.order.schedule imports torch.utils"]),
         (
-            "planning.order.orders",
+            "planning.order.schedule",
             "from torchckpt.regions.flags import flags",
-            ["planning.order.orders imports regions.flags"],
+            ["planning.order.schedule imports regions.flags"],
         ),
         ("regions.core.frame", "from torchckpt.pipe import Pipe", ["regions.core.frame imports pipe"]),
         (
@@ -181,7 +181,7 @@ def test_imports_go_down(module):
         ),
         ("testing", "from torchckpt.__main__ import main", ["testing imports __main__"]),
         ("pipe.balance", "from torchckpt.command import balance", ["pipe.balance imports command.balance"]),
-        ("planning.order.orders", "import torchckpt.features", ["planning.order.orders imports features"]),
+        ("planning.order.schedule", "import torchckpt.features", ["planning.order.schedule imports features"]),
         ("planning.draw.svg", "from torchckpt.planning.plan import Stage", ["planning.draw.svg imports planning.plan"]),
         ("graph.step.emit", "from torchckpt.graph.run import call", ["graph.step.emit imports graph.run.call"]),
     ],
@@ -209,7 +209,7 @@ def test_import_that_goes_up_is_found(module, source, found):
             "import torch\nfrom torchckpt.errors import Fault\nfrom . import slots\nfrom .. import flags",
         ),
         ("regions.__init__", "from .core.frame import Frame\nfrom torchckpt.regions.core.call import Call"),
-        ("planning.order.orders", "from torchckpt.errors import Fault\nimport dataclasses"),
+        ("planning.order.schedule", "from torchckpt.errors import Fault\nimport dataclasses"),
     ],
 )
 def test_import_that_goes_down_is_none(module, source):

@@ -41,7 +41,7 @@ from torchckpt.planning import (
     simulate,
 )
 from torchckpt.planning import Block as Costs
-from torchckpt.planning.order.orders import free_to_keep
+from torchckpt.planning.work.choice import free_to_keep
 
 __all__ = ["measure", "rehearse"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchckpt.planning import Timeline
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned
-from torchckpt.planning.step.comparison import Comparison
+from torchckpt.planning.step.table import Comparison
 
 if TYPE_CHECKING:
     from train_gpt_distributed import Trainer

@@ -13,7 +13,6 @@ from torchckpt.planning import Choice
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned
 from torchckpt.planning.plan import PipelinePlan
-from torchckpt.planning.plan.text import by_stage
 
 from .model import Size
 from .side_by_side import Course, is_equal
@@ -51,7 +50,7 @@ def show_planned(build: Callable[..., Trainer], budget: str, steps: int, path: P
     equal = [is_equal(course, planned) for course in courses]
     reports = [course.typical() for course in courses]
     if planned.losses:
-        stages = by_stage(plan, UNITS)
+        stages = plan.by_stage(UNITS)
         said = (note(planned.trainer.size) + table(courses, reports, equal), stages, plan.summary)
         print("\n\n".join(said), end="\n\n", flush=True)
     if not all(equal):

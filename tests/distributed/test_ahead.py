@@ -30,7 +30,7 @@ from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.distributed.ahead import MEASURED_STEPS
 from torchckpt.errors import ScheduleError
 from torchckpt.planning import Block, Kind, Link
-from torchckpt.planning.order.orders import free_to_keep
+from torchckpt.planning.work.choice import free_to_keep
 from torchckpt.testing import count_recomputes
 
 pytestmark = with_gloo
@@ -236,7 +236,7 @@ def test_report_is_a_table_of_the_steps_and_stages(name):
         step(schedule, stages, *batch(4))
     report = schedule.report()
     head, *rows = report.table().splitlines()
-    assert head.split() == ["step", "overhead", "hidden"]
+    assert head.split() == ["step", "overhead", "bound", "hidden", "peak"]
     assert [row.split("  ")[0] for row in rows if "simulated" in row or "measured" in row] == [
         "none (simulated)",
         "at arrival (simulated)",

@@ -37,10 +37,10 @@ from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.modules import module_of
 from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.step.comparison import Comparison, compare
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.quickest import quickest_of
+from torchckpt.planning.step.table import Comparison, compare
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.scope import Scope
 
@@ -206,7 +206,7 @@ class RecomputeAhead(Runtime):
         self._forwarded(visit, scope, outputs)
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
-        keep = choice is State.KEPT if isinstance(choice, State) else frozenset(choice.kept)
+        keep = choice.restored_by is None if isinstance(choice, State) else frozenset(choice.restored_by(None))
         around = partial(self._replaying, visit)
         if not self._counts(visit):
             return Scope(keep, around)
@@ -261,8 +261,9 @@ class Frames:
         with scope.entered():
             yield
         if isinstance(choice, Choice):
-            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in choice.early]
-        elif choice is State.EARLY:
+            early = choice.restored_by(Kind.RECOMPUTE)
+            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in early]
+        elif choice.restored_by is Kind.RECOMPUTE:
             late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
             self._waiting[visit] = scope.frames[late:]
 

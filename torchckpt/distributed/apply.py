@@ -22,10 +22,10 @@ from torchckpt.distributed.within import RecomputeWithin
 from torchckpt.errors import Fault, called, check, kind
 from torchckpt.planning import Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
 from torchckpt.planning.budget import Bytes
-from torchckpt.planning.order.orders import Visit, free_to_keep
+from torchckpt.planning.order.schedule import Visit
+from torchckpt.planning.work.block import Links, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import exempt as exempted
-from torchckpt.planning.work.choice import no_such_visit, visit_faults
-from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
+from torchckpt.planning.work.choice import free_to_keep, no_such_visit, visit_faults
 
 __all__ = ["recompute_ahead", "schedule_of"]
 
@@ -98,7 +98,7 @@ def recompute_ahead(
         segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
             backward, one at a time. Early ones hide, late ones save memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
-            (see :func:`~torchckpt.planning.order.orders.free_to_keep`), such as the last stage of 1F1B; none
+            (see :func:`~torchckpt.planning.work.choice.free_to_keep`), such as the last stage of 1F1B; none
             where only some ``segments`` are recomputed early. ``"none"``: nothing is kept.
         costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must

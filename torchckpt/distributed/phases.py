@@ -19,12 +19,12 @@ from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
 from torchckpt.planning.budget import Bytes, bytes_per_rank
-from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
 from torchckpt.planning.plan.run.extra_memory import MeasuredStep
 from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
-from torchckpt.planning.plan.run.gradient_sums import done_whole, summed_as_given
+from torchckpt.planning.plan.run.order import done_whole, summed_as_given
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.placement import recomputed_early
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather
 from torchckpt.planning import Action, Block, Choice, Schedule, Stage, Step, fixed
-from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.regions.devices import Clock, Stamp

@@ -36,9 +36,9 @@ from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes
-from torchckpt.planning.order.orders import Visit
+from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
-from torchckpt.planning.plan.run.measured import PlannedStep, with_levels
+from torchckpt.planning.plan.run.fit_measured import PlannedStep, with_levels
 from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope

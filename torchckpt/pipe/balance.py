@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, called, check
 from torchckpt.pipe.partition import Layer, layer_faults, layers_of
 from torchckpt.planning.draw.units import aligned, number, percent
-from torchckpt.planning.order.orders import whole
+from torchckpt.planning.order.schedule import whole
 from torchckpt.planning.work.partition import balanced, count_faults
 from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.private import look_through

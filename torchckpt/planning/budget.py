@@ -73,10 +73,10 @@ def read_budgets(budgets: Mapping[str, object], most: Fraction | None = None) ->
     Raises:
         ArgumentError: with what is wrong with each.
     """
-    found = {name: read(written) for name, written in budgets.items()}
-    faults = [_fault(name, budgets[name], amount, most) for name, amount in found.items()]
+    amounts = {name: read(written) for name, written in budgets.items()}
+    faults = [_fault(name, budgets[name], amount, most) for name, amount in amounts.items()]
     check([fault for fault in faults if fault])
-    return [amount for amount in found.values() if amount]
+    return [amount for amount in amounts.values() if amount]
 
 
 def _fault(name: str, written: object, amount: Amount | None, most: Fraction | None) -> Fault | None:
@@ -163,7 +163,7 @@ def without_static(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple
     """
     most = max(static_bytes)
     if most < memory.total_bytes:
-        return tuple(memory.total_bytes - one for one in static_bytes)
+        return tuple(memory.total_bytes - taken for taken in static_bytes)
     rank = list(static_bytes).index(most)
     raise BudgetInfeasible(
         f"the device is too small: parameters, gradients and optimizer state leave no memory on rank {rank}\n"
@@ -191,7 +191,7 @@ def bytes_per_rank(limit: Bytes, ranks: int, peak_bytes: float) -> tuple[float, 
     if isinstance(limit, (str, Real)):
         amounts = read_budgets({"budget": limit}) * ranks
     elif isinstance(limit, Sequence) and len(limit) == ranks:
-        amounts = read_budgets({f"budget[{rank}]": one for rank, one in enumerate(limit)})
+        amounts = read_budgets({f"budget[{rank}]": budget for rank, budget in enumerate(limit)})
     else:
         received = f"{len(limit)} budgets" if isinstance(limit, Sequence) else f"budget={limit!r}"
         works = f"{WORKS}, or a list with one for each rank"

@@ -81,8 +81,8 @@ def device_named(name: str) -> Device:
     Raises:
         ArgumentError: no device has this name.
     """
-    found = DEVICES.get(name.lower()) if isinstance(name, str) else None
-    if found is None:
+    device = DEVICES.get(name.lower()) if isinstance(name, str) else None
+    if device is None:
         rule = f"the device is not one of {', '.join(DEVICES)}, or a Device"
         raise_fault(Fault(rule, f"device={name!r}", 'device="h100"'))
-    return found
+    return device

@@ -1,13 +1,19 @@
 """Figures: one step as data, simulated or measured, and what follows from it; and how every result is drawn."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from torchckpt.planning.order.schedule import Action, Schedule
 
-__all__ = ["Drawn", "Event", "Message", "TimelineFigures"]
+__all__ = ["Drawn", "Event", "Message", "Row", "TimelineFigures", "overhead"]
+
+
+def overhead(seconds: float, none_seconds: float) -> float:
+    """The share by which a step is longer than one that recomputes nothing; 0 if that one takes no time."""
+    return (seconds - none_seconds) / none_seconds if none_seconds else 0.0
 
 
 class Drawn:
@@ -79,3 +85,36 @@ class TimelineFigures:
         for event in self.events:
             busy[event.rank] += event.end_seconds - event.start_seconds
         return tuple(1 - seconds / step if step else 0.0 for seconds in busy)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A named step beside the one that recomputes nothing. Shares are of the latter."""
+
+    name: str
+    step_seconds: float
+    peak_bytes: tuple[float, ...]
+    """The peak of each rank; empty if it is not known."""
+    none_seconds: float
+    """The step in which nothing is recomputed."""
+    bound_seconds: float
+    """No step is shorter that recomputes as much; of a plan, none that fits its budget."""
+    arrival_seconds: float | None
+    """The step in which everything is recomputed when its gradient arrives; None if this one recomputes nothing."""
+
+    @property
+    def overhead(self) -> float:
+        return overhead(self.step_seconds, self.none_seconds)
+
+    @property
+    def bound(self) -> float:
+        """The least overhead that is possible."""
+        return overhead(self.bound_seconds, self.none_seconds)
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of what recompute at arrival adds that this step does not; None if there is nothing to hide."""
+        none, arrival = self.none_seconds, self.arrival_seconds
+        if arrival is None or not none < arrival < math.inf:
+            return None
+        return 1 - (self.step_seconds - none) / (arrival - none)

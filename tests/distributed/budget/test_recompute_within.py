@@ -302,7 +302,8 @@ def test_the_report_shows_planned_beside_measured():
     assert report.measured.schedule == schedule.schedule
     assert report.budget_bytes == (1e9,)
     text = str(report)
-    assert re.search(r"^planned +[\d.]+ ms .*\nmeasured +[\d.]+ ms .*\nbound +[\d.]+ ms ", text, re.MULTILINE)
+    head = r"^ +step  overhead +bound  hidden +peak"
+    assert re.search(head + r"\nplanned +[\d.]+ ms .*\nmeasured +[\d.]+ ms ", text, re.MULTILINE)
     assert re.search(r"^rank  planned peak  measured peak   budget\n0 .* 1000 MB$", text, re.MULTILINE)
     assert "everything fits, so nothing need be recomputed" in text
     assert early.measured.peak_bytes == schedule.plan.peak_bytes  # nothing else is known yet

@@ -9,7 +9,6 @@ import pytest
 from tests.planning.policies import early, placed
 from tests.planning.random_steps import random_step
 from torchckpt.planning import NAMES, Block, Kind, named_schedule, simulate
-from torchckpt.planning.order.orders import free_to_keep
 from torchckpt.planning.order.schedules import (
     dualpipe_v,
     eager_one_f_one_b,
@@ -21,6 +20,7 @@ from torchckpt.planning.order.schedules import (
     zero_bubble,
 )
 from torchckpt.planning.step.placement import without
+from torchckpt.planning.work.choice import free_to_keep
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 6), (3, 3), (3, 6), (3, 9), (4, 8), (4, 12), (5, 10)]
 NAMED = [

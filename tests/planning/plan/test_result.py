@@ -12,7 +12,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.planning import Action, Block, Kind, Stage, one_f_one_b, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.figures import WholeStep
-from torchckpt.planning.plan.text import _runs
+from torchckpt.planning.plan.result import _runs
 
 
 @pytest.fixture(scope="module")

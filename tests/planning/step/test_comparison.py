@@ -6,9 +6,9 @@ import pytest
 from tests.planning.policies import early, late
 from tests.planning.step.test_measured import spans_of
 from torchckpt.planning import Block, Link, bound, interleaved_one_f_one_b, one_f_one_b, simulate
-from torchckpt.planning.step.comparison import compare
 from torchckpt.planning.step.measured import Span, measured_timeline
 from torchckpt.planning.step.simulated import step_of
+from torchckpt.planning.step.table import compare
 
 MS = 2**-10  # nearly, and exact in binary
 COSTS = Block(16 * MS, 16 * MS, 16 * MS, 16 * MS, saved_bytes=64e6, boundary_bytes=4e6)
@@ -31,8 +31,8 @@ def test_a_step_that_is_as_on_paper():
     found = slowed(LAST_KEPT)
     assert found.deviation == 0
     assert found.measured.events == found.simulated.events
-    assert found.overhead(found.measured) == found.overhead(found.simulated)
-    assert found.hidden(found.measured) == found.hidden(found.simulated)
+    *_, simulated, measured = found.rows
+    assert (measured.overhead, measured.hidden) == (simulated.overhead, simulated.hidden)
     assert found.step == step_of(LAST_KEPT, COSTS, LINK)
 
 
@@ -42,25 +42,24 @@ def test_what_it_is_compared_with():
     assert found.arrival == simulate(plain, COSTS, LINK, late(plain), exposed=False)  # of everything
     assert found.simulated == simulate(LAST_KEPT, COSTS, LINK)
     assert found.none.step_seconds == simulate(plain, COSTS, LINK).step_seconds
-    assert found.bound_seconds == bound(LAST_KEPT, COSTS, LINK).overhead_seconds
+    assert found.rows[3].bound_seconds == bound(LAST_KEPT, COSTS, LINK).step_seconds
 
 
 def test_shares():
-    found = slowed(one_f_one_b(2, 2), 1.5, Block(), Link())
-    assert [timeline.step_seconds for timeline in (found.none, found.arrival, found.measured)] == [9, 12, 13.5]
-    assert found.overhead(found.arrival) == pytest.approx(1 / 3)
-    assert [found.hidden(timeline) for timeline in (found.none, found.arrival, found.measured)] == [1, 0, -0.5]
+    found = slowed(early(one_f_one_b(2, 2), "last_stage"), 1.5, Block(), Link())
+    assert [row.step_seconds for row in found.rows] == [9, 12, 9, 13.5]
+    assert [row.overhead for row in found.rows] == pytest.approx([0, 1 / 3, 0, 1 / 2])
+    assert [row.hidden for row in found.rows] == [None, 0, 1, -0.5]
     assert found.deviation == 0.5
 
 
 def test_the_table():
     assert str(slowed(LAST_KEPT, 1.25)).split("\n") == [
-        "                               step  overhead  hidden",
-        "none (simulated)           578.1 ms     0.0 %       -",
-        "at arrival (simulated)       750 ms    29.7 %    0.00",
-        "this schedule (simulated)  632.8 ms     9.5 %    0.68",
-        "this schedule (measured)     791 ms    36.8 %   -0.24",
-        "bound                      609.4 ms     5.4 %",
+        "                               step  overhead   bound  hidden    peak",
+        "none (simulated)           578.1 ms     0.0 %   0.0 %       -  256 MB",
+        "at arrival (simulated)       750 ms    29.7 %  14.9 %    0.00   76 MB",
+        "this schedule (simulated)  632.8 ms     9.5 %   5.4 %    0.68   76 MB",
+        "this schedule (measured)     791 ms    36.8 %   5.4 %   -0.24   76 MB",
         "",
         "stage   forward  backward  recompute  peak of rank",
         "0      15.62 ms  31.25 ms   15.62 ms         76 MB",
@@ -105,20 +104,20 @@ def test_the_chart_of_a_step_that_is_faster_than_on_paper():
     ]
 
 
-def test_nothing_recomputed_hides_everything_and_exposes_nothing():
-    found = slowed(one_f_one_b(4, 8))
-    assert (found.overhead(found.measured), found.hidden(found.measured), found.bound_seconds) == (0, 1, 0)
+def test_nothing_recomputed_hides_nothing_and_exposes_nothing():
+    row = slowed(one_f_one_b(4, 8)).rows[3]
+    assert (row.overhead, row.bound, row.hidden) == (0, 0, None)
 
 
 def test_recomputation_that_takes_no_time_hides_nothing():
-    found = slowed(LAST_KEPT, costs=Block(recompute_seconds=0.0))
-    assert (found.overhead(found.arrival), found.hidden(found.measured), found.bound_seconds) == (0, 0, 0)
+    _, arrival, _, measured = slowed(LAST_KEPT, costs=Block(recompute_seconds=0.0)).rows
+    assert (arrival.overhead, measured.bound, measured.hidden) == (0, 0, None)
 
 
 def test_a_step_that_takes_no_time():
     found = slowed(LAST_KEPT, costs=Block(0.0, 0.0, 0.0, 0.0), link=Link())
-    assert (found.overhead(found.measured), found.hidden(found.measured), found.deviation) == (0, 0, 0)
-    assert found.table().split("\n")[-7] == "bound                      0 ms     0.0 %"
+    assert (found.rows[3].overhead, found.rows[3].hidden, found.deviation) == (0, None, 0)
+    assert found.table().split("\n")[4] == "this schedule (measured)   0 ms     0.0 %  0.0 %       -  1e-06 MB"
     assert found.chart().split("\n")[:2] == ["measured", "stage 0 |"]
 
 

@@ -22,8 +22,8 @@ from torchckpt.planning import (
     simulate,
     with_recompute,
 )
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.step.greedy import greedy_orders
+from torchckpt.planning.order.schedule import Visit
+from torchckpt.planning.step.quickest import greedy_orders
 from torchckpt.planning.step.simulated import step_of
 
 

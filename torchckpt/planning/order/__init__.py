@@ -4,7 +4,6 @@
     validity          whether a schedule can run; if not, which action is wrong
     schedules         GPipe, 1F1B, interleaved, zero bubble, ZBV, DualPipeV
     program           a schedule compiled to numbers, and what runs it
-    orders            the order of one rank, and what is counted in it
-    schedule          the types: a schedule, and its actions, such as ``0F3``
+    schedule          the types: a schedule, and its actions, such as ``0F3``; what the order of a rank is made of
 """
 __all__: list[str] = []

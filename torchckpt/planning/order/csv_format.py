@@ -27,6 +27,10 @@ class _Cell(NamedTuple):
     line: int
     column: int
 
+    @property
+    def where(self) -> str:
+        return f"line {self.line}, column {self.column}"
+
 
 def to_csv(schedule: Schedule) -> str:
     """``schedule`` as CSV, without bubbles.
@@ -59,11 +63,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     check(_gaps({action.stage for row in orders for action, _ in row}))
     schedule = _schedule(name, tuple(tuple(action for action, _ in row) for row in orders))
 
-    def where(found: Misplaced) -> str:
-        if found.position is None:
-            return f"line {found.rank + 1}"
-        cell = orders[found.rank][found.position][1]
-        return f"line {cell.line}, column {cell.column}"
+    def where(action: Misplaced) -> str:
+        if action.position is None:
+            return f"line {action.rank + 1}"
+        return orders[action.rank][action.position][1].where
 
     check_schedule(schedule, where)
     return schedule
@@ -85,7 +88,7 @@ def _actions(text: str) -> Iterator[Action | None]:
 
 
 def _unknown(cell: _Cell) -> Fault:
-    rule = f"line {cell.line}, column {cell.column}: this is no action: a stage, one of F B I W R, and a micro-batch"
+    rule = f"{cell.where}: this is no action: a stage, one of F B I W R, and a micro-batch"
     return Fault(rule, repr(cell.text), "'0F3'")
 
 
@@ -95,8 +98,7 @@ def _beyond(orders: list[list[tuple[Action, _Cell]]]) -> Iterator[Fault]:
     for order in orders:
         for action, cell in order:
             if max(action.stage, action.micro_batch) >= count:
-                where = f"line {cell.line}, column {cell.column}"
-                wrong = f"{where}: a number is too large; stages and micro-batches count from 0, without gaps"
+                wrong = f"{cell.where}: a number is too large; stages and micro-batches count from 0, without gaps"
                 yield Fault(wrong, repr(cell.text), "'0F0'")
 
 

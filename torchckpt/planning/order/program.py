@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 
 __all__ = ["NOTHING", "Deciding", "Instruction", "Program", "Run", "compile_program", "run", "run_deciding"]
 
@@ -146,14 +145,14 @@ def run(program: Program, end_seconds: Sequence[Callable[[float], float]] | None
         while instruction is not None:
             needs, gives, seconds, wire, travel = instruction
             if needs >= 0:
-                there = arrived[needs]
-                if there < 0.0:
+                arrival = arrived[needs]
+                if arrival < 0.0:
                     waiting[needs] = rank
                     blocked[rank] = instruction
                     clocks[rank] = clock
                     break
-                if there > clock:
-                    clock = there
+                if arrival > clock:
+                    clock = arrival
             start_at(clock)
             clock = end_of(clock) if end_of else clock + seconds
             end_at(clock)

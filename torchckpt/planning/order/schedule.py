@@ -1,11 +1,17 @@
 """Schedule: the order of actions on every rank, as data."""
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Action", "Kind", "Schedule"]
+from torchckpt.errors import Fault, brief
+
+__all__ = [
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "at_least", "in_turn", "nearest", "phases", "visits", "whole",
+]
 
 class Kind(str, Enum):
     """The kind of an action. ``B`` is a whole backward; ``I`` (input gradients) and ``W`` (weight gradients) are its
@@ -21,12 +27,23 @@ class Kind(str, Enum):
         return self.value
 
 
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+"""The kinds of action that take a gradient from the next stage."""
+
+Visit: TypeAlias = tuple[int, int]
+"""A stage and a micro-batch."""
+
+
 class Action(NamedTuple):
     """``Action(0, Kind.FORWARD, 3)`` is ``0F3``: stage 0, forward, micro-batch 3."""
 
     stage: int
     kind: Kind
     micro_batch: int
+
+    @property
+    def visit(self) -> Visit:
+        return self.stage, self.micro_batch
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
@@ -52,3 +69,87 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+
+def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:
+    """Visits in groups of ``together`` micro-batches. A group goes through all ``stages`` before the next starts."""
+    groups = [range(first, min(first + together, m)) for first in range(0, m, together)]
+    return [(stage, i) for group in groups for stage in stages for i in group]
+
+
+def in_turn(
+    forwards: Sequence[Visit], backwards: Sequence[Visit], ahead: int, weights_behind: int | None = None
+) -> Iterator[Action]:
+    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards.
+
+    Args:
+        weights_behind: splits each backward. The weight gradients follow this many backwards after the input gradients;
+            0 is right after them. Default: None, whole backwards.
+    """
+    ahead = min(ahead, len(forwards))
+    kind = Kind.BACKWARD if weights_behind is None else Kind.INPUT_GRAD
+    behind = len(backwards) if weights_behind is None else weights_behind
+    for stage, i in forwards[:ahead]:
+        yield Action(stage, Kind.FORWARD, i)
+    for turn, (stage, i) in enumerate(backwards):
+        if ahead + turn < len(forwards):
+            yield Action(forwards[ahead + turn][0], Kind.FORWARD, forwards[ahead + turn][1])
+        yield Action(stage, kind, i)
+        if turn >= behind:
+            yield Action(backwards[turn - behind][0], Kind.WEIGHT_GRAD, backwards[turn - behind][1])
+    if weights_behind is not None:
+        for stage, i in backwards[max(0, len(backwards) - behind) :]:
+            yield Action(stage, Kind.WEIGHT_GRAD, i)
+
+
+def phases(plan: Iterable[tuple[int, str]], chunks: dict[str, int], m: int) -> Iterator[Action]:
+    """Expand a plan such as ``(3, "Fa"), (2, "Fb Ib Wb")``: three forwards of chunk a, then twice a forward of chunk b
+    and its split backward.
+
+    Each chunk takes its micro-batches in order. A word is skipped if its chunk has no micro-batch left. ``Wa`` is the
+    oldest pending weight gradient of chunk a; ``W`` is the oldest pending one of any chunk.
+
+    Args:
+        plan: pairs of a repeat count and the words to repeat.
+        chunks: for each lower-case letter, its stage.
+    """
+    done: Counter[tuple[str, bool]] = Counter()
+    pending: deque[tuple[str, int]] = deque()
+    for word in (word for times, words in plan for _ in range(times) for word in words.split()):
+        kind, chunk = Kind(word[0]), word[1:]
+        if kind is Kind.WEIGHT_GRAD:
+            oldest = next((entry for entry in pending if not chunk or entry[0] == chunk), None)
+            if oldest is not None:
+                pending.remove(oldest)
+                yield Action(chunks[oldest[0]], kind, oldest[1])
+            continue
+        i = done[chunk, kind is Kind.FORWARD]
+        if i == m:
+            continue
+        done[chunk, kind is Kind.FORWARD] += 1
+        if kind is Kind.INPUT_GRAD:
+            pending.append((chunk, i))
+        yield Action(chunks[chunk], kind, i)
+
+
+def whole(name: str, value: object) -> list[Fault]:
+    """A fault unless ``value`` is an integer of 1 or more."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return []
+    return [Fault(f"{name} is not an integer >= 1", f"{name}={brief(value)}", f"{name}=1")]
+
+
+def at_least(schedule: str, name: str, value: int, other_name: str, other: int, factor: int = 1) -> list[Fault]:
+    """Faults unless both are integers of 1 or more, and ``value >= factor * other``."""
+    faults = [*whole(other_name, other), *whole(name, value)]
+    if faults or value >= factor * other:
+        return faults
+    times = f"{factor} " if factor > 1 else ""
+    received = f"{name}={value}, {other_name}={other}"
+    works = f"{name}={factor * other}, the nearest"
+    return [Fault(f"{name} is too small: {schedule} needs {name} >= {times}{other_name}", received, works)]
+
+
+def nearest(value: int, works: Callable[[int], bool]) -> int:
+    """The number nearest to ``value`` for which ``works`` is true; of two equally near numbers, the larger."""
+    return next(n for distance in range(value) for n in (value + distance, value - distance) if works(n))

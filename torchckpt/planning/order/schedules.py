@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import Visit, at_least, in_turn, nearest, phases, visits, whole
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Visit,
+    at_least,
+    in_turn,
+    nearest,
+    phases,
+    visits,
+    whole,
+)
 
 __all__ = [
     "NAMES", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "looped_bfs", "named_schedule",
@@ -112,8 +122,8 @@ def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
     together = m // max(1, m // ranks)
 
     def order(rank: int) -> Iterable[Action]:
-        there, back = _there_and_back(range(rank, ranks * chunks, ranks), m, together)
-        return in_turn(there, back, (chunks - 1) * together + ranks - 1 - rank, weights_behind=rank)
+        forwards, backwards = _there_and_back(range(rank, ranks * chunks, ranks), m, together)
+        return in_turn(forwards, backwards, (chunks - 1) * together + ranks - 1 - rank, weights_behind=rank)
 
     return _looped("zero_bubble", ranks, chunks, m, order)
 
@@ -229,28 +239,28 @@ def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None
         ArgumentError: the name is unknown, or the counts do not fit the schedule.
     """
     key = _key(name) if isinstance(name, str) else ""
-    found = _IN_TORCH.get(key) or next((known for known in NAMES if key == _key(known)), None)
-    check(_faults(name, found, chunks))
-    if found in _ONE_STAGE:
-        return _ONE_STAGE[found](ranks, micro_batches)
+    full_name = _IN_TORCH.get(key) or next((known for known in NAMES if key == _key(known)), None)
+    check(_faults(name, full_name, chunks))
+    if full_name in _ONE_STAGE:
+        return _ONE_STAGE[full_name](ranks, micro_batches)
     if chunks is None:
-        chunks = 1 if found == "zero_bubble" else 2
-    return _CHUNKED[str(found)](ranks, chunks, micro_batches)
+        chunks = 1 if full_name == "zero_bubble" else 2
+    return _CHUNKED[str(full_name)](ranks, chunks, micro_batches)
 
 
 def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
 
 
-def _faults(name: object, found: str | None, chunks: int | None) -> list[Fault]:
+def _faults(name: object, full_name: str | None, chunks: int | None) -> list[Fault]:
     faults = []
-    if found is None:
+    if full_name is None:
         keys = {_key(known): known for known in NAMES} | _IN_TORCH
         close = get_close_matches(_key(str(name)), keys, n=1, cutoff=0.0)
         faults.append(Fault(f"the schedule is not one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]])))
-    elif found in _ONE_STAGE and chunks is not None:
-        rule = f"chunks are given, but {found!r} fixes its number of stages per rank"
-        faults.append(Fault(rule, f"chunks={chunks!r}", f"{found!r} without chunks, or 'interleaved_1f1b'"))
+    elif full_name in _ONE_STAGE and chunks is not None:
+        rule = f"chunks are given, but {full_name!r} fixes its number of stages per rank"
+        faults.append(Fault(rule, f"chunks={chunks!r}", f"{full_name!r} without chunks, or 'interleaved_1f1b'"))
     if chunks is not None:
         faults.extend(whole("chunks", chunks))
     return faults

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchckpt.errors import Fault, brief, check, raise_fault
@@ -52,10 +53,10 @@ def check_order(schedule: Schedule, where: Callable[[Misplaced], str] | None = N
     check([*_shape(schedule)] or located(misplaced(schedule), where))
 
 
-def located(found: Iterable[Misplaced], where: Callable[[Misplaced], str] | None = None) -> list[Fault]:
+def located(actions: Iterable[Misplaced], where: Callable[[Misplaced], str] | None = None) -> list[Fault]:
     """The faults, each with the place of its action in front."""
     where = where or _position
-    return [Fault(f"{where(one)}: {one.fault.wrong}", one.fault.received, one.fault.works) for one in found]
+    return [replace(action.fault, wrong=f"{where(action)}: {action.fault.wrong}") for action in actions]
 
 
 def stuck(schedule: Schedule, played: Run) -> Iterator[Misplaced]:
@@ -118,7 +119,7 @@ def _shape(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _elsewhere(schedule: Schedule, action: Action, rank: int) -> Fault:
-    here = [stage for stage, there in enumerate(schedule.placement) if there == rank]
+    here = [stage for stage, home in enumerate(schedule.placement) if home == rank]
     last = schedule.micro_batches - 1
     rule = f"the action is not of this rank, which has stages {here} and micro-batches 0 to {last}"
     return Fault(rule, str(action), str(Action(here[0] if here else 0, action.kind, 0)))
@@ -144,5 +145,5 @@ def _of(action: Action, bit: int) -> Action:
     return action._replace(kind=kind)
 
 
-def _position(found: Misplaced) -> str:
-    return f"rank {found.rank}" if found.position is None else f"rank {found.rank}, action {found.position}"
+def _position(action: Misplaced) -> str:
+    return f"rank {action.rank}" if action.position is None else f"rank {action.rank}, action {action.position}"

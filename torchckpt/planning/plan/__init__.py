@@ -3,8 +3,8 @@
     pipeline          what users call: ``plan_pipeline``, ``plan_bound``; blocks moved between stages
     every             all schedules side by side
     run               plans for steps that are run
-    result            what users get
-    stored, text      the plan as JSON, as tables and as a picture
+    result            what users get: the plan, its tables and its picture
+    stored            the plan as JSON
     figures           its figures, beside those of the usual ways to recompute
     search            what to keep and when to recompute; the bound
     problem           the input, checked
@@ -17,8 +17,5 @@
 """
 from torchckpt.planning.plan.pipeline import plan_bound, plan_pipeline
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.work.block import Block as Block  # where they were before torchckpt.planning had them
-from torchckpt.planning.work.block import Stage as Stage
-from torchckpt.planning.work.choice import Choice as Choice
 
 __all__ = ["PipelinePlan", "plan_bound", "plan_pipeline"]

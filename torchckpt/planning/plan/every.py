@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, check, raise_fault
 from torchckpt.planning.budget import DeviceMemory, Limit
 from torchckpt.planning.draw.units import aligned, percent
-from torchckpt.planning.order.orders import whole
-from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedule import Schedule, whole
 from torchckpt.planning.order.schedules import NAMES, named_schedule
 from torchckpt.planning.plan.pipeline import planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.text import units_of
-from torchckpt.planning.work.block import NOTHING, Stage, restaged
-from torchckpt.planning.work.inputs import Links, per_stage, plannable_faults
+from torchckpt.planning.work.block import NOTHING, Links, Stage, per_stage, plannable_faults, restaged
 
 __all__ = ["Comparison", "plan_every"]
 
@@ -30,7 +27,7 @@ class Comparison:
     too_small: tuple[str, ...]
     """Schedules that need more than the budget."""
     reference: PipelinePlan
-    """Whose step, if nothing is recomputed, all others are compared with: of the schedules, the first that fits."""
+    """The plan of the first schedule that fits. All are compared with its step in which nothing is recomputed."""
 
     @property
     def best(self) -> PipelinePlan:
@@ -38,7 +35,7 @@ class Comparison:
 
     def overhead(self, seconds: float) -> float:
         """The share by which a step of so many seconds is longer than the reference's that keeps all."""
-        return seconds / self.reference.keep_all_seconds - 1
+        return self.reference.overhead(seconds)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("schedule", "stages", "step", "over", "bound", "recomputed", "peak")]
@@ -47,11 +44,11 @@ class Comparison:
             rows.append((
                 plan.schedule.name,
                 str(plan.schedule.stages),
-                f"{plan.step_seconds:.4g}{' s' * bool(units_of(plan).time)}",
+                f"{plan.step_seconds:.4g}{' s' * bool(plan.units.time)}",
                 f"{self.overhead(plan.step_seconds) * 100:+.1f} %",
                 f"{share * 100:+.1f} %",
                 percent(plan.recomputed_share),
-                units_of(plan).of_memory(max(plan.peak_bytes)),
+                plan.units.of_memory(max(plan.peak_bytes)),
             ))
         lines = [aligned(rows), f"over {self.reference.schedule.name} that keeps all"]
         if self.too_small:

@@ -5,8 +5,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
+from torchckpt.planning.figures import Row, overhead
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.step.simulated import Step
@@ -20,37 +23,44 @@ _WORK, _FEWEST = 200_000, 8
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What people do without a plan: recompute the same for all stages and micro-batches, inside the backward."""
+class Rule(Row):
+    """What people do without a plan: recompute the same for all stages and micro-batches, inside the backward.
+
+    Its seconds are infinite if it does not fit the budget, however early weight gradients are done.
+    """
 
     blocks: int
-    """So many of the first blocks of each stage are recomputed; a stage that has fewer recomputes all of its own."""
-    step_seconds: float
-    """The seconds; infinite if the rule does not fit the budget, however early weight gradients are done."""
-    peak_bytes: tuple[float, ...] = ()
-    """Per rank."""
+    """The number of first blocks of each stage that are recomputed; a stage that has fewer recomputes all."""
 
 
 def everything(problem: Problem) -> Rule:
     """Recompute every block."""
-    return _quickest(problem, [max(len(stage.blocks) for stage in problem.stages)])
+    seconds, blocks, peaks = _quickest(problem, [max(len(stage.blocks) for stage in problem.stages)])
+    none, bound = problem.keep_all.seconds, problem.bound_seconds
+    return Rule("recomputing all", seconds, peaks, none, bound, seconds, blocks)
 
 
 def same_blocks(problem: Problem) -> Rule:
     """Recompute the first k blocks of every stage, with the k that makes the shortest step of those that fit."""
-    return _quickest(problem, range(max(len(stage.blocks) for stage in problem.stages) + 1))
+    seconds, blocks, peaks = _quickest(problem, range(max(len(stage.blocks) for stage in problem.stages) + 1))
+    none, bound = problem.keep_all.seconds, problem.bound_seconds
+    name = f"the same {'block' if blocks == 1 else f'{blocks} blocks'} on every stage"
+    return Rule(name, seconds, peaks, none, bound, None, blocks)
 
 
-def _quickest(problem: Problem, counts: Sequence[int]) -> Rule:
+def _quickest(problem: Problem, counts: Sequence[int]) -> tuple[float, int, tuple[float, ...]]:
     """The shortest step that drops the first blocks, one of ``counts``, over the numbers of weight gradients that may
-    wait. In one order, dropping more takes longer: so only the least count that fits is simulated."""
-    best = Rule(counts[0], math.inf)
+    wait. In one order, dropping more takes longer: so only the least count that fits is simulated.
+
+    Returns:
+        its seconds, its count, and the peak bytes of each rank; infinite seconds if no count fits.
+    """
+    best: tuple[float, int, tuple[float, ...]] = (math.inf, counts[0], ())
     for schedule in _delays(problem.schedule):
         for blocks in counts:
             step = problem.step(first_blocks(schedule, problem.stages, blocks), schedule)
             if all(peak <= lane.budget_bytes for peak, lane in zip(step.peak_bytes, problem.lanes)):
-                if (step.seconds, blocks) < (best.step_seconds, best.blocks):
-                    best = Rule(blocks, step.seconds, step.peak_bytes)
+                best = min(best, (step.seconds, blocks, step.peak_bytes), key=itemgetter(0, 1))
                 break
     return best
 
@@ -59,12 +69,10 @@ def _delays(schedule: Schedule) -> Iterator[Schedule]:
     """``schedule`` itself; if it has split backwards, then also with fewer and fewer weight gradients that wait.
     ``_WORK`` limits their number, for these rules are for comparison, and must cost less than the plan."""
     yield schedule
-    waiting = most = 0
+    most = 0
     for order in schedule.ranks:
-        waiting = 0
-        for _, kind, _ in order:
-            waiting += (kind is Kind.INPUT_GRAD) - (kind is Kind.WEIGHT_GRAD)
-            most = max(most, waiting)
+        steps = ((kind is Kind.INPUT_GRAD) - (kind is Kind.WEIGHT_GRAD) for _, kind, _ in order)
+        most = max(most, *accumulate(steps, initial=0))
     orders = max(_FEWEST, _WORK // max(1, sum(map(len, schedule.ranks))))
     for few in sorted({most * part // orders for part in range(orders)}, reverse=True) if most else ():
         ranks = (tuple(_with_few_waiting(order, few)) for order in schedule.ranks)
@@ -141,7 +149,7 @@ class PlanFigures:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank."""
+        """The most bytes that the actions of each rank hold."""
         return self.step.peak_bytes
 
     @property
@@ -180,6 +188,11 @@ class PlanFigures:
         """The step in which the first k blocks of every stage are, of all micro-batches, with the best k that fits."""
         return same_blocks(self.asked or self.problem)
 
+    def row(self, name: str, step_seconds: float, peak_bytes: tuple[float, ...]) -> Row:
+        """A step of this plan, beside keeping all, recomputing all, and the bound."""
+        every = self.all_recomputed.step_seconds
+        return Row(name, step_seconds, peak_bytes, self.keep_all_seconds, self.bound_seconds, every)
+
     @property
     def balance(self) -> tuple[int, ...]:
         """The number of blocks of each stage."""
@@ -192,4 +205,4 @@ class PlanFigures:
 
     def overhead(self, seconds: float) -> float:
         """The share by which a step of so many seconds is longer than one that keeps all."""
-        return seconds / self.keep_all_seconds - 1
+        return overhead(seconds, self.keep_all_seconds)

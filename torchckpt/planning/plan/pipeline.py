@@ -16,16 +16,14 @@ from dataclasses import replace
 
 from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Schedule
+from torchckpt.planning.order.schedule import Action, Schedule, Visit
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.candidates import search
 from torchckpt.planning.plan.search.dispatch import SimulatedStep
-from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE
+from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
+from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
-from torchckpt.planning.work.inputs import Links, Stages
 
 __all__ = ["plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
 
@@ -46,7 +44,7 @@ def planned(problem: Problem) -> PipelinePlan:
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
     best = search(problem.program, problem.lanes, target, keep_all=kept is not None)
-    plan = _plan(problem, best.step, best.held)
+    plan = _plan(problem, best.step, best.chosen)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
 
 
@@ -58,35 +56,28 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
 
 
-def _plan(problem: Problem, step: SimulatedStep, held: Sequence[Sequence[Holding]]) -> PipelinePlan:
+def _plan(problem: Problem, step: SimulatedStep, chosen: Sequence[Sequence[Holding]]) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
-    for lane, done, holdings in zip(problem.lanes, step.done, held):
+    for lane, done, holdings in zip(problem.lanes, step.done, chosen):
         early = [0] * len(holdings)
         for kind, visit, blocks, _, _ in done:
             if kind == RECOMPUTE:
                 early[visit] = blocks
         visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
         ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
-        choices |= dict(zip(lane.visits, map(_choice, holdings, early)))
+        choices |= dict(zip(lane.visits, map(Holding.choice, holdings, early)))
     return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
-
-
-def _choice(holding: Holding, early: int) -> Choice:
-    dropped = holding.dropped
-    kept = tuple(block for block in range(holding.kept + len(dropped)) if block not in dropped)
-    late = len(dropped) - early
-    return Choice(kept=kept, early=dropped[late:], late=dropped[:late])
 
 
 def _refuse(problem: Problem) -> None:
     """Raise the error for a budget that is too small, with the least budget that works and its plan."""
-    rank = max(problem.too_small, key=lambda one: problem.least_bytes[one] / problem.budget_bytes[one])
+    rank = max(problem.too_small, key=lambda rank: problem.least_bytes[rank] / problem.budget_bytes[rank])
     least = problem.least_bytes[rank]
     needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]
     if len(set(problem.budget_bytes)) == 1:  # one for all
         needed = [max(needed)] * len(needed)
-    others = [one for one in problem.too_small if one != rank]
+    others = [other for other in problem.too_small if other != rank]
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
     raise BudgetInfeasible(
         f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything\n"

@@ -12,13 +12,20 @@ from torchckpt.planning.order.program import Program
 from torchckpt.planning.order.schedule import Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
 from torchckpt.planning.plan.search.bound import least_seconds
-from torchckpt.planning.plan.search.holding import Holdings
-from torchckpt.planning.plan.search.lane import Lane
+from torchckpt.planning.plan.search.lane import Holdings, Lane
 from torchckpt.planning.step.placement import recomputed_early, without
 from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.block import Link, Stage, restaged
+from torchckpt.planning.work.block import (
+    Link,
+    Links,
+    Stage,
+    Stages,
+    per_boundary,
+    per_stage,
+    plannable_faults,
+    restaged,
+)
 from torchckpt.planning.work.choice import Choices
-from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage, plannable_faults
 
 __all__ = ["Problem", "problem_of"]
 
@@ -32,7 +39,7 @@ class Problem:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     budget_bytes: tuple[float, ...]
-    """Per rank."""
+    """The budget of each rank."""
     memory: DeviceMemory | None = None
     """The device memory from which the budgets were computed; None if the user gave budgets."""
 

@@ -1,15 +1,18 @@
 """Result: the plan that users get: its figures, and how it is printed, drawn and stored."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from torchckpt.planning.draw.svg import svg
+from torchckpt.planning.draw.units import Units, aligned, number, percent, units_for
 from torchckpt.planning.figures import Drawn
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.stored import read, written
-from torchckpt.planning.plan.text import picture, summary, table
-from torchckpt.planning.work.choice import Choices
+from torchckpt.planning.work.choice import Choice, Choices, State
 
 __all__ = ["PipelinePlan"]
 
@@ -27,20 +30,95 @@ class PipelinePlan(PlanFigures, Drawn):
         return cls(problem.within(tuple(map(max, plan.peak_bytes, problem.budget_bytes))), schedule, choices)
 
     @property
+    def units(self) -> Units:
+        """Bytes and seconds where budgets are large; else memory in the caller's own unit, time as a bare number."""
+        return units_for(max(self.problem.budget_bytes), memory="")
+
+    @property
     def summary(self) -> str:
-        """One line: the step, its bound, and what people do without a plan."""
-        return summary(self)
+        """One line: the step, its bound, and what people do without a plan, over keeping all."""
+        step = f"step {self._text(self.step_seconds)}, {self._over(self.step_seconds)} over keeping all"
+        step += f" (bound {self._over(self.bound_seconds)})"
+        if not self.recomputed_share:
+            return f"{step}; everything fits, so nothing need be recomputed"
+        rules = (self.all_recomputed, self.same_recomputed)
+        return f"{step}; {', '.join(f'{rule.name} {self._over(rule.step_seconds)}' for rule in rules)}"
+
+    def by_stage(self, units: Units | None = None) -> str:
+        """A table of what each stage recomputes. The choices are its last column, as they may be long; a legend
+        follows. Default: in the units of the plan."""
+        units = units or self.units
+        rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
+        names = "/".join(state.value for state in State)
+        texts = [names]
+        for stage, work in enumerate(self.problem.stages):
+            redone = self.recompute_seconds[stage]
+            every = self.schedule.micro_batches * work.recompute_seconds
+            share = percent(redone / every) if every else "-"
+            rank = self.schedule.placement[stage]
+            blocks, saved = str(len(work.blocks)), units.of_memory(work.saved_bytes)
+            rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
+            texts.append(_runs([self.step.choice((stage, i)) for i in range(self.schedule.micro_batches)]))
+        lines = aligned(rows).split("\n")
+        width = max(map(len, lines))
+        key = f"blocks {names} by micro-batch: {'; '.join(state.words for state in State)}"
+        return "\n".join([*(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)), "", key])
 
     def print(self) -> None:
         """The tables by stage and by rank, and what the plan is worth."""
         print(self)
 
+    def __str__(self) -> str:
+        counts = f"{len(self.problem.stages)} stages on {len(self.schedule.ranks)} ranks, {self.schedule.micro_batches}"
+        head = f"{self.schedule.name}: {counts} micro-batches"
+        return "\n\n".join((head, self.by_stage(), aligned(self._by_rank()), self.summary))
+
+    def _by_rank(self) -> list[tuple[str, ...]]:
+        units = self.units
+        rows: list[tuple[str, ...]] = [("rank", "peak", "budget", "idle")]
+        budgets, peaks = self.whole_step or (self.problem.budget_bytes, self.peak_bytes)
+        has_static = any(stage.static_bytes for stage in self.problem.stages)
+        if has_static:
+            rows = [(*rows[0], "parameters and optimizer")]
+        for rank, idle in enumerate(self.timeline.idle_share):
+            row = (str(rank), units.of_memory(peaks[rank]), units.of_memory(budgets[rank]), percent(idle))
+            rows.append((*row, units.of_memory(self.static_bytes[rank])) if has_static else row)
+        return rows
+
+    def _text(self, seconds: float) -> str:
+        """The seconds of a step, with their unit where stages are in bytes and seconds."""
+        if self.units.time and seconds < 1:
+            return self.units.of_time(seconds)
+        amount = f"{seconds:.1f}" if 10 <= seconds < 1e6 else number(seconds)
+        return f"{amount} s" if self.units.time else amount
+
+    def _over(self, seconds: float) -> str:
+        share = self.overhead(seconds) * 100
+        return f"{share if abs(share) >= 0.05 else 0.0:+.1f} %" if math.isfinite(share) else "does not fit"
+
     def _svg(self) -> str:
-        """Who does what when, and of each rank the memory over time under its budget."""
-        return picture(self)
+        """The step that keeps all and the planned step: the actions of each rank, and its memory under its budget."""
+        before, after, units = self.problem.keep_all.timeline, self.timeline, replace(self.units, digits=3)
+        least, most = (units.of_memory(max(step.peak_bytes)) for step in (after, before))
+        change = f"for {self.overhead(self.step_seconds) * 100:.1f} % more time"
+        counts = f"{self.schedule.stages} stages, {self.schedule.micro_batches} micro-batches"
+        title, lines = "Everything fits, so nothing is recomputed", []
+        if self.recomputed_share:
+            title = f"Peak memory {least} in place of {most}, {change}"
+            lines = [{}, {"bound": self.bound_seconds}]
+        return svg(
+            before,
+            after,
+            names=("everything kept", "planned"),
+            budget_bytes=self.problem.budget_bytes,
+            units=units,
+            title=title,
+            subtitle=f"{self.schedule.name}: {counts}; planned within the budget of each rank",
+            lines=lines,
+        )
 
     def to_json(self) -> str:
-        """For :meth:`from_json`."""
+        """The plan as text, which :meth:`from_json` reads."""
         return written(self)
 
     @classmethod
@@ -54,5 +132,29 @@ class PipelinePlan(PlanFigures, Drawn):
         stored = read(text)
         return cls(stored.problem, stored.schedule, stored.choices, stored.asked, stored.whole_step)
 
-    def __str__(self) -> str:
-        return f"{table(self)}\n\n{self.summary}"
+
+_LONGEST_PERIOD = 12
+"""Micro-batches that are written as one pattern."""
+
+
+def _runs(choices: Sequence[Choice]) -> str:
+    """The choices as text. ``3/0/5 x4, (8/0/0, 0/8/0) x2``: four equal micro-batches, then a pair that occurs twice."""
+    texts, runs, start = list(map(str, choices)), [], 0
+    while start < len(texts):
+        period = max(range(1, _LONGEST_PERIOD + 1), key=lambda length: (_covered(texts, start, length), -length))
+        covered = max(period, _covered(texts, start, period))
+        if covered == period:
+            period = covered = 1
+        text = ", ".join(texts[start : start + period])
+        times = covered // period
+        runs.append((f"({text}) x{times}" if period > 1 else f"{text} x{times}") if times > 1 else text)
+        start += covered
+    return ", ".join(runs)
+
+
+def _covered(texts: Sequence[str], start: int, period: int) -> int:
+    """The texts from ``start`` on that repeat the first ``period`` of them, these included: their number, or 0."""
+    times = 1
+    while texts[start : start + period] == texts[start + times * period : start + (times + 1) * period]:
+        times += 1
+    return times * period if times > 1 else 0

@@ -55,18 +55,18 @@ def read(text: str) -> PlanFigures:
             _refuse(f"format {stored['format']}")
         ranks = len(stored["budget_bytes"])
         given, planned = (_schedule(stored[name], stored["schedule"], ranks) for name in ("given", "planned"))
-        stages = [_stage(one) for one in stored["stages"]]
+        stages = [_stage(stage) for stage in stored["stages"]]
         links = [Link(*pair) for pair in stored["links"]]
         budgets = _amounts(stored["budget_bytes"], ranks)
         asked = problem_of(given, stages, "100%", links).within(budgets)
         problem = replace(asked, stages=restaged(stages, stored["balance"]))
         choices = {
-            (stage, i): Choice(*(tuple(part) for part in one))
-            for stage, own in enumerate(stored["choices"])
-            for i, one in enumerate(own)
+            (stage, i): Choice(*map(tuple, choice))
+            for stage, of_stage in enumerate(stored["choices"])
+            for i, choice in enumerate(of_stage)
         }
         whole = stored.get("whole_step")
-        step = None if whole is None else WholeStep(*(_amounts(own, ranks) for own in whole))
+        step = None if whole is None else WholeStep(*(_amounts(amounts, ranks) for amounts in whole))
         plan = PlanFigures(problem, planned, choices, None if problem.stages == asked.stages else asked, step)
         _check(plan)
         return plan
@@ -119,9 +119,9 @@ def _check(plan: PlanFigures) -> None:
     if planned.placement != problem.schedule.placement or planned.micro_batches != problem.schedule.micro_batches:
         _refuse("the planned schedule has other stages, ranks or micro-batches")
     for rank, orders in enumerate(zip(problem.schedule.ranks, planned.ranks)):
-        given, own = (_whole(order) for order in orders)
-        split = {(stage, i) for stage, kind, i in orders[0] if kind is Kind.INPUT_GRAD}
-        if given != own or not split.issuperset((stage, i) for stage, kind, i in orders[1] if kind is Kind.INPUT_GRAD):
+        before, after = (_whole(order) for order in orders)
+        given, split = ({action.visit for action in order if action.kind is Kind.INPUT_GRAD} for order in orders)
+        if before != after or not split <= given:
             _refuse(f"rank {rank} has another order of forwards and backwards than the schedule that was given")
     replayed = recomputed_early(planned)
     for stage, own_stage in enumerate(problem.stages):
@@ -129,13 +129,16 @@ def _check(plan: PlanFigures) -> None:
             choice = choices[stage, i]
             if not (isinstance(choice, Choice) and choice.is_of(len(own_stage.blocks))):
                 _refuse(f"choices of stage {stage}, micro-batch {i}")
-            if bool(choice.early) != ((stage, i) in replayed):
-                said = f"{len(choice.early)} early blocks, {'an' if (stage, i) in replayed else 'no'} R"
-                _refuse(f"stage {stage}, micro-batch {i}: {said}")
+            early = choice.restored_by(Kind.RECOMPUTE)
+            if bool(early) != ((stage, i) in replayed):
+                _refuse(
+                    f"stage {stage}, micro-batch {i}: {len(early)} early blocks, "
+                    f"{'an' if (stage, i) in replayed else 'no'} R"
+                )
     check_schedule(planned)
     for rank in plan.over_budget:
-        held, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]
-        _refuse(f"rank {rank} holds {held:.12g} bytes, its budget is {budget:.12g}")
+        peak, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]
+        _refuse(f"rank {rank} holds {peak:.12g} bytes, its budget is {budget:.12g}")
 
 
 def _whole(order: Sequence[Action]) -> list[Action]:

@@ -11,16 +11,14 @@ from typing import TypeAlias
 from torchckpt.errors import Fault, called, check
 from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
 from torchckpt.planning.figures import Event, Message
-from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.program import Run
-from torchckpt.planning.order.schedule import Action, Kind
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Visit
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Block, Link
 
 __all__ = ["Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
 
-_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[
     apart = []
     for span in spans:
         stage, kind, i = span.action
-        if kind in _BACKWARDS and (stage, i) in inside:
+        if kind in BACKWARDS and (stage, i) in inside:
             turn = min(span.start_seconds + inside[stage, i], span.end_seconds)
             apart.append(replace(span, action=Action(stage, Kind.RECOMPUTE, i), end_seconds=turn))
             apart.append(replace(span, due_seconds=turn, start_seconds=turn))
@@ -163,7 +161,7 @@ def _messages(step: Step, spans: Spans) -> Iterator[tuple[Span, Span]]:
     taken = {awaited: span for on_rank in spans for awaited, span in _takers(step, on_rank)}
     for span in (span for on_rank in spans for span in on_rank):
         stage, kind, i = span.action
-        if kind is Kind.FORWARD or kind in _BACKWARDS:
+        if kind is Kind.FORWARD or kind in BACKWARDS:
             receiver = taken.get((stage, kind is Kind.FORWARD, i))
             if receiver is not None and placement[receiver.action.stage] != placement[stage]:
                 yield span, receiver
@@ -177,10 +175,10 @@ def _takers(step: Step, spans: Sequence[Span]) -> Iterator[tuple[tuple[int, bool
         stage, kind, i = span.action
         if kind is Kind.FORWARD:
             yield (stage - 1, True, i), span
-        elif kind in _BACKWARDS:
+        elif kind in BACKWARDS:
             recompute = Action(stage, Kind.RECOMPUTE, i)
-            is_late = before is not None and before.action == recompute and bool(step.choice((stage, i)).late)
-            yield (stage + 1, False, i), before if is_late and before is not None else span
+            is_late = bool(step.choice((stage, i)).restored_by(kind=Kind.BACKWARD))
+            yield (stage + 1, False, i), before if is_late and before and before.action == recompute else span
         before = span
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
+from typing_extensions import assert_never
+
 from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.work.block import Stage
-from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.choice import Choice, State
 
-__all__ = ["Change", "Curve", "Level", "change_of", "curve", "levels_of", "use_bytes"]
+__all__ = ["Change", "Curve", "Level", "changes_of", "curve", "levels_of", "use_bytes"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """The bytes alive on one rank, as (seconds, bytes) at each change."""
@@ -40,22 +42,30 @@ class Level(NamedTuple):
     """The most bytes of a backward before it recomputes anything, if that was measured."""
 
 
-def change_of(kind: Kind, stage: Stage, choice: Choice) -> Change:
-    """The change by an action of this kind, on a visit of ``stage`` with this choice."""
-    blocks = stage.blocks
-    early = sum(blocks[block].freed_bytes for block in choice.early)
-    late = sum(blocks[block].freed_bytes for block in choice.late)
-    held = stage.saved_bytes - early - late
-    if kind is Kind.FORWARD:
-        return Change(held, 0.0)
-    if kind is Kind.RECOMPUTE:
-        return Change(early, 0.0)
-    if kind is Kind.INPUT_GRAD:
-        return Change(late, 0.0)
-    if kind is Kind.WEIGHT_GRAD:
-        return Change(0.0, stage.saved_bytes)
+def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:
+    """The change by an action of each kind, on a visit of ``stage`` with this choice."""
+    kept, early, late = [_dropped_bytes(stage, choice, state) for state in _STATES]
+    held = stage.saved_bytes - kept - early - late
     highest = use_bytes(stage, choice.late)
-    return Change(highest - held - early, highest)
+    return {
+        Kind.FORWARD: Change(held, 0.0),
+        Kind.BACKWARD: Change(highest - held - early, highest),
+        Kind.INPUT_GRAD: Change(late, 0.0),
+        Kind.WEIGHT_GRAD: Change(0.0, stage.saved_bytes),
+        Kind.RECOMPUTE: Change(early, 0.0),
+    }
+
+
+_STATES = tuple(State)
+
+
+def _dropped_bytes(stage: Stage, choice: Choice, state: State) -> float:
+    """The bytes that blocks in this state free when their forward has ended, and take again when they are restored."""
+    if state is State.KEPT:
+        return 0.0
+    if state is State.EARLY or state is State.LATE:
+        return sum([stage.blocks[block].freed_bytes for block in choice.blocks(state)])
+    assert_never(state)
 
 
 def use_bytes(stage: Stage, late: Collection[int]) -> float:

@@ -8,14 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import Visit, whole
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit, whole
 from torchckpt.planning.order.validity import check_order
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 
 __all__ = ["recomputed_early", "with_recompute", "without"]
 
-_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 @called("with_recompute()")
@@ -58,20 +56,22 @@ def recomputed_early(schedule: Schedule) -> frozenset[Visit]:
 
 
 def _has_early(choice: Choice | State) -> bool:
-    return choice is State.EARLY or (isinstance(choice, Choice) and bool(choice.early))
+    if isinstance(choice, State):
+        return choice.restored_by is Kind.RECOMPUTE
+    return bool(choice.restored_by(Kind.RECOMPUTE))
 
 
 def _before_backwards(order: Sequence[Action], visits: Collection[Visit], k: int) -> Iterator[Action]:
     """``order`` with the recomputes for a backward and for the next ``k - 1`` placed right before that backward. A
     recompute whose forward has not run yet comes before a later backward."""
-    backwards = [(stage, i) for stage, kind, i in order if kind in _BACKWARDS]
+    backwards = [(stage, i) for stage, kind, i in order if kind in BACKWARDS]
     alive: set[Visit] = set()
     begun = reached = 0
     for action in order:
         stage, kind, i = action
         if kind is Kind.FORWARD:
             alive.add((stage, i))
-        elif kind in _BACKWARDS:
+        elif kind in BACKWARDS:
             while reached < min(begun + k, len(backwards)) and backwards[reached] in alive:
                 if backwards[reached] in visits:
                     yield Action(backwards[reached][0], Kind.RECOMPUTE, backwards[reached][1])

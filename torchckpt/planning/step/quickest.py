@@ -6,28 +6,26 @@ critical path moves one position earlier or later as long as that shortens the s
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from torchckpt.errors import called
 from torchckpt.planning.figures import Event
-from torchckpt.planning.order.program import Instruction, Program, run
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
-from torchckpt.planning.step.greedy import greedy_orders
+from torchckpt.planning.order.program import Instruction, Program, run, run_deciding
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.step.placement import with_recompute
 from torchckpt.planning.step.simulated import Step, step_of
 from torchckpt.planning.step.timeline import critical_path
-from torchckpt.planning.work.block import Block
+from torchckpt.planning.work.block import Block, Links, Stages
 from torchckpt.planning.work.choice import Choices
-from torchckpt.planning.work.inputs import Links, Stages
 
-__all__ = ["quickest", "quickest_of"]
+__all__ = ["greedy_orders", "quickest", "quickest_of"]
 
 _Orders: TypeAlias = tuple[tuple[Action, ...], ...]
 
 _PATIENCES = (0.0, 0.25, 0.5, 1.0)
-_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 _WORK = 200_000
 """Budget of the local search, in simulated actions."""
 _SHORTER = 1e-9
@@ -128,7 +126,7 @@ def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple
     """``order`` with ``recompute`` one position later, then one position earlier; only orders that are allowed."""
     position = order.index(recompute)
     later = order[position + 1]
-    if later[::2] != recompute[::2]:
+    if later.visit != recompute.visit:
         yield (*order[:position], later, recompute, *order[position + 2 :])
     if _may_be_earlier(order, position, k):
         yield (*order[: position - 1], recompute, order[position - 1], *order[position + 1 :])
@@ -137,8 +135,80 @@ def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple
 def _may_be_earlier(order: Sequence[Action], position: int, k: int) -> bool:
     """Whether the recompute at ``position`` may run before the action in front of it."""
     earlier, recompute = order[position - 1], order[position]
-    if earlier[::2] == recompute[::2]:
+    if earlier.visit == recompute.visit:
         return False
-    backwards = (action[::2] for action in order[position:] if action.kind in _BACKWARDS)
-    between = next(count for count, visit in enumerate(backwards) if visit == recompute[::2])
-    return earlier.kind not in _BACKWARDS or between + 1 < k
+    backwards = (action.visit for action in order[position:] if action.kind in BACKWARDS)
+    between = next(count for count, visit in enumerate(backwards) if visit == recompute.visit)
+    return earlier.kind not in BACKWARDS or between + 1 < k
+
+
+
+
+def greedy_orders(
+    schedule: Schedule, program: Program, k: int, patience: float = 0.0
+) -> tuple[tuple[Action, ...], ...]:
+    """A greedy placement: a recompute starts as soon as its rank is idle and has no forward or backward that is ready.
+
+    Each rank decides what to run next when it becomes free; the result is the order of these decisions. A running
+    action is never interrupted, so a recompute that starts just before a message arrives delays the work on that
+    message. A rank with ``patience`` waits for the message instead. Forwards and backwards keep their order.
+
+    Args:
+        schedule: a schedule in which each ``R`` stands before its backward, in the order of the backwards.
+        k: a rank recomputes only what one of its next ``k`` backwards needs.
+        patience: a share from 0 to 1. A rank that knows when its next message arrives starts a recompute first only if
+            at least this share of the recompute is done when the message arrives. Default: 0, never wait.
+    """
+    ranks = [_Rank(*pair, k, patience) for pair in zip(schedule.ranks, program.ranks)]
+    main = (
+        tuple(instruction for action, instruction in zip(*pair) if action.kind is not Kind.RECOMPUTE)
+        for pair in zip(schedule.ranks, program.ranks)
+    )
+    run_deciding(replace(program, ranks=tuple(main)), ranks)
+    return tuple(tuple(rank.done) for rank in ranks)
+
+
+class _Rank:
+    """One rank: its forwards and backwards in order (``main``), and its recomputes in order."""
+
+    left_seconds = 0.0
+
+    def __init__(self, order: Sequence[Action], instructions: Sequence[Instruction], k: int, patience: float) -> None:
+        self.k, self.patience = k, patience
+        self.seconds = {action: seconds for action, (_, _, seconds, _, _) in zip(order, instructions)}
+        self.main = [action for action in order if action.kind is not Kind.RECOMPUTE]
+        self.recomputes = deque(action for action in order if action.kind is Kind.RECOMPUTE)
+        self.forward_place = self._places(Kind.FORWARD)
+        self.backward_place = self._places(*BACKWARDS)
+        self.turn = {visit: turn for turn, visit in enumerate(self.backward_place)}
+        self.place = self.backwards = 0
+        self.done: list[Action] = []
+
+    def _places(self, *kinds: Kind) -> dict[Visit, int]:
+        return {(stage, i): place for place, (stage, kind, i) in enumerate(self.main) if kind in kinds}
+
+    def next_in_order(self) -> Action:
+        return self.recomputes[0] if self._is_due() else self.main[self.place]
+
+    def while_idle(self, idle_seconds: float) -> Action | None:
+        if not self.recomputes:
+            return None
+        recompute = self.recomputes[0]
+        visit = recompute.visit
+        if self.forward_place[visit] >= self.place or self.turn[visit] >= self.backwards + self.k:
+            return None
+        is_worth = idle_seconds >= self.patience * self.seconds[recompute] or self._is_due()
+        return recompute if is_worth else None
+
+    def run(self, action: Action, now: float, awaited: int) -> float:
+        if action.kind is Kind.RECOMPUTE:
+            self.recomputes.popleft()
+        else:
+            self.backwards += action.kind in BACKWARDS
+            self.place += 1
+        self.done.append(action)
+        return now + self.seconds[action]
+
+    def _is_due(self) -> bool:
+        """Whether the next forward or backward needs the next recompute."""
+        return bool(self.recomputes) and self.backward_place[self.recomputes[0].visit] == self.place

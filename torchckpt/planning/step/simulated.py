@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
+from typing_extensions import assert_never
+
 from torchckpt.errors import Fault, brief, called, check
 from torchckpt.planning.figures import Event, Message
-from torchckpt.planning.order.orders import Visit
 from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 from torchckpt.planning.order.validity import check_order, check_schedule
-from torchckpt.planning.step.memory import Change, Curve, Level, change_of, curve, levels_of
+from torchckpt.planning.step.memory import Change, Curve, Level, changes_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
 from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
-from torchckpt.planning.work.block import Block, Link, Stage
+from torchckpt.planning.work.block import Block, Link, Links, Stage, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
-from torchckpt.planning.work.inputs import Links, Stages, per_boundary, per_stage
 
 __all__ = ["Step", "simulate", "step_of"]
 
@@ -47,8 +47,8 @@ class Step:
 
     def choice(self, visit: Visit) -> Choice:
         """The choice for the blocks of ``visit``."""
-        choice = self.choices.get(visit, State.KEPT)
-        return choice if isinstance(choice, Choice) else self._uniform[visit[0], choice]
+        choice = self._choice_by_visit.get(visit)
+        return self._uniform[visit[0]][State.KEPT] if choice is None else choice
 
     @cached_property
     def program(self) -> Program:
@@ -67,11 +67,12 @@ class Step:
         def seconds_of(action: Action) -> float:
             stage, kind, i = action
             if kind is Kind.RECOMPUTE:
-                return self._recompute_seconds(stage, self.choice((stage, i)).early)
+                return self._restoring_seconds((stage, i), State.EARLY)
             return seconds[stage, kind]
 
-        blocks = ((visit, self.choice(visit).late) for visit in self.choices)
-        late = {visit: self._recompute_seconds(visit[0], late) for visit, late in blocks if late}
+        late = {
+            visit: self._restoring_seconds(visit, State.LATE) for visit in self.choices if self.choice(visit).late
+        }
         return compile_program(self.schedule, seconds_of, self.travel_seconds, late)
 
     @cached_property
@@ -136,28 +137,45 @@ class Step:
     def recomputed(self) -> dict[Visit, float]:
         """The visits of which something is recomputed, and the seconds of that."""
         visits = ((visit, self.choice(visit).recomputed) for visit in self.choices)
-        return {visit: self._recompute_seconds(visit[0], blocks) for visit, blocks in visits if blocks}
+        return {
+            visit: sum([self.stages[visit[0]].blocks[block].recompute_seconds for block in blocks])
+            for visit, blocks in visits
+            if blocks
+        }
 
     @cached_property
-    def _change_by_key(self) -> dict[tuple[Kind, int, int], Change]:
+    def _changes_by_key(self) -> dict[tuple[int, int], dict[Kind, Change]]:
         """The changes that were counted before, as most visits of a stage share their choice."""
         return {}
 
     @cached_property
-    def _uniform(self) -> dict[tuple[int, State], Choice]:
-        stages = enumerate(self.stages)
-        return {(stage, state): Choice.all(state, len(work.blocks)) for stage, work in stages for state in State}
+    def _choice_by_visit(self) -> dict[Visit, Choice]:
+        return {
+            visit: self._uniform[visit[0]][choice] if isinstance(choice, State) else choice
+            for visit, choice in self.choices.items()
+        }
 
-    def _recompute_seconds(self, stage: int, blocks: Sequence[int]) -> float:
-        return sum(self.stages[stage].blocks[block].recompute_seconds for block in blocks)
+    @cached_property
+    def _uniform(self) -> list[dict[State, Choice]]:
+        """By stage, the choice in which all blocks are in one state."""
+        return [{state: Choice.all(state, len(stage.blocks)) for state in State} for stage in self.stages]
+
+    def _restoring_seconds(self, visit: Visit, state: State) -> float:
+        """The seconds in which the blocks of ``visit`` that are in ``state`` are made again for their backward."""
+        if state is State.KEPT:
+            return 0.0
+        if state is State.EARLY or state is State.LATE:
+            blocks = self.stages[visit[0]].blocks
+            return sum([blocks[block].recompute_seconds for block in self.choice(visit).blocks(state)])
+        assert_never(state)
 
     def _change(self, action: Action) -> Change:
         stage, kind, i = action
         choice = self.choice((stage, i))
-        key = kind, stage, id(choice)
-        if key not in self._change_by_key:
-            self._change_by_key[key] = change_of(kind, self.stages[stage], choice)
-        return self._change_by_key[key]
+        key = stage, id(choice)
+        if key not in self._changes_by_key:
+            self._changes_by_key[key] = changes_of(self.stages[stage], choice)
+        return self._changes_by_key[key][kind]
 
     def _changes(self, rank: int) -> Iterator[Change]:
         """The changes of each action of :attr:`program`. What a backward takes, its late recompute does."""

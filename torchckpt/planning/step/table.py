@@ -1,30 +1,32 @@
-"""Report: what ways of recomputing cost on one schedule, side by side, beside the bound."""
+"""Table: named steps side by side, beside the one that recomputes nothing, and the bound; paper or measured."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
 from torchckpt.errors import Fault, called, check
+from torchckpt.planning.draw.gantt import gantt
 from torchckpt.planning.draw.svg import svg
-from torchckpt.planning.draw.units import Units, aligned, percent
-from torchckpt.planning.figures import Drawn
-from torchckpt.planning.order.orders import whole
-from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.draw.units import Units, aligned, percent, units_of_clock
+from torchckpt.planning.figures import Drawn, Row, overhead
+from torchckpt.planning.order.schedule import Schedule, whole
 from torchckpt.planning.order.validity import check_schedule
 from torchckpt.planning.step.bound import bound_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute, without
 from torchckpt.planning.step.quickest import quickest_of
 from torchckpt.planning.step.simulated import Step, step_of
 from torchckpt.planning.step.timeline import Timeline
-from torchckpt.planning.work.block import Block
+from torchckpt.planning.work.block import Block, Links, Stages
 from torchckpt.planning.work.choice import EXEMPTIONS, Choices, ahead, arrival, exempt, none
-from torchckpt.planning.work.inputs import Links, Stages
 
-__all__ = ["AS_GIVEN", "POLICIES", "Report", "Row", "in_words", "policy_faults", "report", "step_named"]
+__all__ = [
+    "AS_GIVEN", "POLICIES", "Comparison", "Report", "TimedRow", "compare", "in_words", "policy_faults", "report",
+    "step_named", "table_of",
+]
 
 _KEPT = ("", *(f"/{kept}" for kept in EXEMPTIONS))
 POLICIES = ("none", *(when + kept for when in ("arrival", "ahead") for kept in _KEPT))
@@ -38,69 +40,73 @@ _WORDS = {
     "ahead": ("recomputed ahead of the gradient", "Recomputing ahead of gradients"),
 }
 _DRAWN = Units(memory="micro-batch", many="micro-batches")
-_HEADS = ("recompute", "step", "overhead", "bound", "hidden", "peak")
+
+
+def table_of(rows: Iterable[Row], units: Units, head: str = "") -> str:
+    """The table for people: names are on the left, numbers on the right of their columns.
+
+    Args:
+        head: what the names are.
+    """
+    cells = [(head, "step", "overhead", "bound", "hidden", "peak")]
+    for row in rows:
+        step, hidden = units.of_time(row.step_seconds), "-" if row.hidden is None else f"{row.hidden:.2f}"
+        peak = units.of_memory(max(row.peak_bytes)) if row.peak_bytes else "-"
+        cells.append((row.name, step, percent(row.overhead), percent(row.bound), hidden, peak))
+    return aligned(cells)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way of recomputing. Shares are of the step in which nothing is recomputed."""
+class TimedRow(Row):
+    """A row whose step can be drawn."""
 
-    name: str
     timeline: Timeline
-    overhead: float
-    bound: float
-    """The least overhead that is possible for what this row recomputes."""
-    hidden: float | None
-    """The share of what recompute at arrival exposes that this row does not; None where neither recomputes."""
 
     @property
-    def bound_seconds(self) -> float:
-        """The step, if it had the least overhead."""
-        return self.none_seconds * (1 + self.bound)
-
-    @property
-    def none_seconds(self) -> float:
-        """The step in which nothing is recomputed."""
-        return self.timeline.step_seconds / (1 + self.overhead)
-
-    @property
-    def idle_share(self) -> float:
-        """The share of the step in which a rank computes nothing, the mean of all ranks."""
-        shares = self.timeline.idle_share
-        return sum(shares) / len(shares) if shares else 0.0
-
-    def cells(self, units: Units) -> tuple[str, ...]:
-        return (
-            self.name,
-            units.of_time(self.timeline.step_seconds),
-            percent(self.overhead),
-            percent(self.bound),
-            "-" if self.hidden is None else f"{self.hidden:.2f}",
-            units.of_memory(max(self.timeline.peak_bytes)),
-        )
+    def moments(self) -> dict[str, float]:
+        """The lines down its picture, by name."""
+        return {"no recomputation": self.none_seconds, "bound": self.bound_seconds}
 
     def as_json(self) -> dict[str, Any]:
+        idle = self.timeline.idle_share
         return {
             "recompute": self.name,
-            "step_seconds": self.timeline.step_seconds,
+            "step_seconds": self.step_seconds,
             "overhead": self.overhead,
             "bound": self.bound,
             "hidden": self.hidden,
-            "idle": self.idle_share,
-            "peak_bytes": list(self.timeline.peak_bytes),
+            "idle": sum(idle) / len(idle) if idle else 0.0,
+            "peak_bytes": list(self.peak_bytes),
         }
+
+
+def _rows(steps: Mapping[str, Step], none: Step, arrival: Step) -> tuple[TimedRow, ...]:
+    """The rows of ``steps``, beside the same step that recomputes nothing, and all at arrival."""
+    least, most = none.seconds, arrival.seconds
+    return tuple(
+        TimedRow(
+            name,
+            step.seconds,
+            step.timeline.peak_bytes,
+            least,
+            least + bound_of(step).overhead_seconds,
+            most if step.recomputed else None,
+            step.timeline,
+        )
+        for name, step in steps.items()
+    )
 
 
 @dataclass(frozen=True)
 class Report(Drawn):
-    """The rows of a table, in the order in which they were asked for."""
+    """Ways to recompute on one schedule, in the order in which they were asked for."""
 
     schedule: Schedule
-    rows: tuple[Row, ...]
+    rows: tuple[TimedRow, ...]
 
     def table(self, units: Units | None = None) -> str:
-        """The table for people: names are on the left, numbers on the right of their columns."""
-        return aligned([_HEADS, *(row.cells(units or Units()) for row in self.rows)])
+        """The table for people; by default memory counts in A."""
+        return table_of(self.rows, units or Units(), "recompute")
 
     def draw(
         self, path: str | PathLike[str] | None = None, *, budget_bytes: float | None = None, subtitle: str = ""
@@ -113,16 +119,14 @@ class Report(Drawn):
             budget_bytes: where to draw a line across the memory.
             subtitle: what the picture is of.
         """
-        names = [in_words(row.name) for row in self.rows]
-        lines = [{"no recomputation": row.none_seconds, "bound": row.bound_seconds} for row in self.rows]
         picture = svg(
             *(row.timeline for row in self.rows),
-            names=names,
+            names=[in_words(row.name) for row in self.rows],
             budget_bytes=budget_bytes,
             units=_DRAWN,
             title=self._finding,
             subtitle=subtitle,
-            lines=lines,
+            lines=[row.moments for row in self.rows],
         )
         return self._written(path, picture)
 
@@ -133,8 +137,7 @@ class Report(Drawn):
         match = _POLICY.fullmatch(last.name)
         doing = _WORDS[match[1] and match[1].partition(":")[0]][1] if match else "Recomputing as given"
         other = next((row for row in self.rows[:-1] if row.name == "arrival"), self.rows[0])
-        before = last.none_seconds if last is other else other.timeline.step_seconds
-        change = last.timeline.step_seconds / before - 1 if before else 0.0
+        change = overhead(last.step_seconds, last.none_seconds if last is other else other.step_seconds)
         return f"{doing} makes the step {percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
 
     def as_json(self) -> dict[str, Any]:
@@ -172,12 +175,11 @@ def report(
     """
     check_schedule(schedule)
     check([fault for name in names for fault in policy_faults(name)])
-    given = step_of(schedule, stages, link)
-    steps = {AS_GIVEN: given} if recomputed_early(schedule) else {}
-    plain = replace(given, schedule=without(schedule), choices={})
+    step = step_of(schedule, stages, link)
+    steps = {AS_GIVEN: step} if recomputed_early(schedule) else {}
+    plain = replace(step, schedule=without(schedule), choices={})
     steps |= {name: step_named(plain, name) for name in names}
-    least, most = plain.seconds, step_named(plain, "arrival").seconds
-    return Report(plain.schedule, tuple(_row(name, step, least, most) for name, step in steps.items()))
+    return Report(plain.schedule, _rows(steps, plain, step_named(plain, "arrival")))
 
 
 def step_named(plain: Step, name: str) -> Step:
@@ -201,7 +203,7 @@ def policy_faults(name: str) -> list[Fault]:
     match = _POLICY.fullmatch(name)
     if match is None:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
-        exempt_too = ", ".join(f"/{one}" for one in EXEMPTIONS)
+        exempt_too = ", ".join(f"/{exemption}" for exemption in EXEMPTIONS)
         rule = f"the policy is not none, arrival, ahead or ahead:K; the last three also with {exempt_too}"
         return [Fault(rule, repr(name), repr(close))]
     return whole("k", int(match[2])) if match[2] else []
@@ -224,8 +226,92 @@ def in_words(name: str) -> str:
     return f"recomputed {'at arrival' if when == 'arrival' else 'ahead'}{several}{kept}"
 
 
-def _row(name: str, step: Step, least: float, most: float) -> Row:
-    """The row of ``step``. ``least`` and ``most`` are the steps that recompute nothing, and all at arrival."""
-    added, floor = step.seconds - least, bound_of(step).overhead_seconds
-    hidden = 1 - added / (most - least) if step.recomputed and most > least else None
-    return Row(name, step.timeline, added / least if least else 0.0, floor / least if least else 0.0, hidden)
+@dataclass(frozen=True)
+class Comparison(Drawn):
+    """A measured step, and the same step on paper, with the costs that it had."""
+
+    rows: tuple[TimedRow, ...]
+    """Nothing recomputed, everything at arrival, and this schedule, all three simulated; then the measured step."""
+    step: Step
+    """What was simulated, with the costs that were measured."""
+
+    @property
+    def measured(self) -> Timeline:
+        return self.rows[3].timeline
+
+    @property
+    def simulated(self) -> Timeline:
+        """The step on paper, of the same schedule."""
+        return self.rows[2].timeline
+
+    @property
+    def none(self) -> Timeline:
+        """The step on paper without recomputation."""
+        return self.rows[0].timeline
+
+    @property
+    def arrival(self) -> Timeline:
+        """The step on paper in which everything is recomputed when its gradient is there."""
+        return self.rows[1].timeline
+
+    @property
+    def deviation(self) -> float:
+        """The share by which the measured step is longer than the simulated one."""
+        return overhead(self.measured.step_seconds, self.simulated.step_seconds)
+
+    def table(self) -> str:
+        """The tables for people: the steps, then the stages.
+
+        Everything is measured against the simulated step without recomputation, so what the machine adds to the
+        measured one counts as overhead, and what is not recomputed at all as hidden.
+        """
+        units = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
+        stages: list[tuple[str, ...]] = [("stage", "forward", "backward", "recompute", "peak of rank")]
+        peaks = self.measured.peak_bytes
+        for stage, work in enumerate(self.step.stages):
+            backward = work.input_grad_seconds + work.weight_grad_seconds
+            times = work.forward_seconds, backward, work.recompute_seconds
+            peak = units.of_memory(peaks[self.measured.schedule.placement[stage]])
+            stages.append((str(stage), *map(units.of_time, times), peak))
+        return f"{table_of(self.rows, units)}\n\n{aligned(stages)}"
+
+    def chart(self, width: int = 160) -> str:
+        """The measured step over the simulated one, as text on one scale of time."""
+        full = max(self.measured.step_seconds, self.simulated.step_seconds)
+        measured, simulated = (gantt(timeline, width, full) for timeline in (self.measured, self.simulated))
+        return f"measured\n{measured}\n\nsimulated\n{simulated}"
+
+    def _svg(self) -> str:
+        """The measured step over the simulated one, with lines at the step without recomputation and at the bound, both
+        on paper."""
+        by = f"{abs(self.deviation) * 100:.1f} % {'longer' if self.deviation > 0 else 'shorter'} than"
+        most = max((*self.measured.peak_bytes, *self.simulated.peak_bytes), default=0.0)
+        units = units_of_clock(most)
+        step = replace(units, digits=3).of_time(self.measured.step_seconds)
+        return svg(
+            self.measured,
+            self.simulated,
+            names=("measured", "on paper, with the costs that were measured"),
+            title=f"The step takes {step}, {by if self.deviation else 'as'} on paper",
+            lines=[self.rows[3].moments] * 2,
+            units=units,
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def compare(measured: Timeline, step: Step) -> Comparison:
+    """``measured`` beside ``step``, the same on paper, with costs that were measured too."""
+    none = replace(step, schedule=without(step.schedule), choices={})
+    arrival = step_named(none, "arrival")
+    steps = {"none (simulated)": none, "at arrival (simulated)": arrival, "this schedule (simulated)": step}
+    *others, simulated = _rows(steps, none, arrival)
+    row = replace(
+        simulated,
+        name="this schedule (measured)",
+        step_seconds=measured.step_seconds,
+        peak_bytes=measured.peak_bytes,
+        timeline=measured,
+    )
+    return Comparison((*others, replace(simulated, timeline=step.explained()), row), step)

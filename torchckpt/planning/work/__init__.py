@@ -1,8 +1,7 @@
 """What a step does: its work, and what becomes of it.
 
-    inputs            stages and links as users give them, checked
     choice            the states of a block, and the policies
-    block             seconds and bytes of blocks, stages and links
+    block             seconds and bytes of blocks, stages and links; as users give them, checked
     partition         layers cut into stages
 """
 __all__: list[str] = []

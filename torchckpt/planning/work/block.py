@@ -5,14 +5,18 @@ kept is ``saved_bytes``, what it holds if it is recomputed is ``boundary_bytes``
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 from torchckpt.errors import Fault, brief, called, raise_fault
 
-__all__ = ["NOTHING", "Block", "Link", "Stage", "fixed", "restaged"]
-
+__all__ = [
+    "NOTHING", "Block", "Link", "Links", "Stage", "Stages", "fixed", "per_boundary", "per_stage", "plannable_faults",
+    "restaged",
+]
 @dataclass(frozen=True)
 class Block:
     """A region that can be recomputed from its input, such as a layer of a transformer. Times in seconds (or any one
@@ -138,3 +142,135 @@ class Link:
     latency_seconds: float = 0.0
     bandwidth: float = float("inf")
     """Bytes per second."""
+
+
+_T = TypeVar("_T")
+
+Stages: TypeAlias = "Block | Stage | Sequence[Block | Stage]"
+"""What each stage does: one for every stage, or a list with one for each. A Block stands for a stage of that block."""
+
+Links: TypeAlias = "float | Link | Sequence[Link]"
+"""Between any two neighbouring stages on different ranks: the seconds of a message, a Link, or a list of Links."""
+
+
+def per_stage(stages: Stages, count: int) -> tuple[list[Stage], list[Fault]]:
+    """The stages of a schedule that has ``count`` of them, and their faults."""
+    rule = f"stages is not a Stage or a Block, or a list with one for each of the schedule's {count}"
+    listed, faults = _spread("stages", (Stage, Block), stages, count, rule, f"[Stage((Block(),) * 8)] * {count}")
+    for stage, place in _first_places(listed).items():
+        where = f"stages[{place}]" if isinstance(stages, Sequence) else "stages"
+        faults.extend(_stage_faults(where, stage) if isinstance(stage, Stage) else _numbers(where, stage))
+    each = {block: Stage((block,)) for block in _first_places(listed) if isinstance(block, Block)}
+    return ([] if faults else [each[stage] if isinstance(stage, Block) else stage for stage in listed]), faults
+
+
+def plannable_faults(stages: Sequence[Stage]) -> list[Fault]:
+    """What keeps ``stages``, which have no faults, from being planned."""
+    places = _first_places(stages)
+    faults = [fault for stage in places for fault in _idle_faults(f"stages[{places[stage]}]", stage)]
+    if not faults and not any(stage.blocks for stage in stages):
+        works = "[Stage((Block(),) * 8)] * 4"
+        faults.append(Fault("no stage has blocks, and only blocks are recomputed", "none", works))
+    return faults
+
+
+def per_boundary(link: Links, stages: int) -> tuple[list[Link], list[Fault]]:
+    """The link of every pair of neighbouring stages, and their faults."""
+    if isinstance(link, (int, float)) and not isinstance(link, bool):
+        link = Link(link)
+    rule = f"link is not one Link, or one for each of {stages - 1} pairs of neighbouring stages"
+    listed, faults = _spread("link", (Link,), link, stages - 1, rule, f"Link(), or a list of {stages - 1}")
+    for place, each in enumerate(listed):
+        where = "link" if isinstance(link, Link) else f"link[{place}]"
+        if not _is_amount(each.latency_seconds):
+            faults.append(_no_amount(where, "latency_seconds", each.latency_seconds))
+        if not (_is_number(each.bandwidth) and each.bandwidth > 0):
+            rule = "a bandwidth is not a number of bytes per second, above 0"
+            faults.append(Fault(rule, f"{where}.bandwidth={each.bandwidth!r}", "bandwidth=float('inf')"))
+        if isinstance(link, Link):
+            break
+    return listed, faults
+
+
+def _spread(
+    name: str, types: tuple[type, ...], values: Any, count: int, rule: str, works: str
+) -> tuple[list[Any], list[Fault]]:
+    if isinstance(values, types):
+        return [values] * count, []
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return [], [Fault(rule, f"{name}={brief(values)}", works)]
+    wrong = [place for place, value in enumerate(values) if not isinstance(value, types)]
+    faults = [Fault(rule, f"{name}[{place}]={brief(values[place])}", works) for place in wrong]
+    if len(values) != count:
+        faults.append(Fault(rule, f"{len(values)} of {count}", works))
+    return ([] if faults else list(values)), faults
+
+
+def _first_places(values: Sequence[_T]) -> dict[_T, int]:
+    """For each distinct value, the first place where it is."""
+    places: dict[_T, int] = {}
+    for place, value in enumerate(values):
+        places.setdefault(value, place)
+    return places
+
+
+def _stage_faults(where: str, stage: Stage) -> Iterator[Fault]:
+    for block, place in _first_places(stage.blocks).items():
+        if isinstance(block, Block):
+            yield from _numbers(f"{where}.blocks[{place}]", block)
+        else:
+            yield Fault(
+                "a block of a stage is not a Block", f"{where}.blocks[{place}]={brief(block)}", "Stage((Block(),) * 8)"
+            )
+    for name in ("before", "after"):
+        part = getattr(stage, name)
+        wrong = list(_numbers(f"{where}.{name}", part)) if isinstance(part, Block) else []
+        yield from wrong
+        if not wrong and not (isinstance(part, Block) and part.freed_bytes == 0):
+            rule = "what comes before or after the blocks of a stage was not made by fixed()"
+            works = "Stage(blocks, after=fixed(forward_seconds=1.0))"
+            yield Fault(rule, f"{where}.{name}={brief(part)}", works)
+    for name in ("message_bytes", "collective_seconds"):
+        value = getattr(stage, name)
+        if value is not None and not _is_amount(value):
+            yield _no_amount(where, name, value)
+
+
+def _numbers(where: str, block: Block) -> Iterator[Fault]:
+    wrong = [field.name for field in fields(Block) if not _is_amount(getattr(block, field.name))]
+    for name in wrong:
+        yield _no_amount(where, name, getattr(block, name))
+    if not wrong and block.boundary_bytes > block.saved_bytes:
+        received = f"{where}: saved_bytes={block.saved_bytes!r}, boundary_bytes={block.boundary_bytes!r}"
+        works = "Block(saved_bytes=34e6, boundary_bytes=2e6)"
+        yield Fault("a block saves less than its boundary", received, works)
+
+
+_POSITIVE = ("forward_seconds", "recompute_seconds", "saved_bytes")
+
+
+def _idle_faults(where: str, stage: Stage) -> Iterator[Fault]:
+    """Blocks that take no time or no memory: there is nothing to plan."""
+    for block, place in _first_places(stage.blocks).items():
+        for name in _POSITIVE:
+            if not getattr(block, name):
+                rule = "the forward or the recompute of a block takes no time, or it saves nothing"
+                yield Fault(rule, f"{where}.blocks[{place}].{name}={getattr(block, name)!r}", f"{name}=1.0")
+        if not block.input_grad_seconds + block.weight_grad_seconds:
+            rule, received = "the backward of a block takes no time", f"{where}.blocks[{place}]: 0 seconds"
+            yield Fault(rule, received, "Block(input_grad_seconds=1.0)")
+    if not stage.forward_seconds:
+        works = "Stage((), after=fixed(forward_seconds=1.0))"
+        yield Fault("the forward of a stage takes no time", f"{where}: 0 seconds", works)
+
+
+def _no_amount(where: str, name: str, value: object) -> Fault:
+    return Fault("seconds or bytes are not a finite number >= 0", f"{where}.{name}={value!r}", f"{name}=1.0")
+
+
+def _is_amount(value: object) -> bool:
+    return _is_number(value) and 0 <= value < math.inf  # type: ignore[operator]  # narrowed by _is_number
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -9,37 +9,62 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
+from typing_extensions import assert_never
+
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Kind, Schedule
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.work.block import Stage
 
 __all__ = [
-    "EXEMPTIONS",
-    "Choice",
-    "Choices",
-    "Exemption",
-    "State",
-    "ahead",
-    "arrival",
-    "exempt",
-    "first_blocks",
-    "no_such_visit",
-    "none",
-    "visit_faults",
+    "EXEMPTIONS", "Choice", "Choices", "Exemption", "State", "ahead", "arrival", "exempt", "first_blocks",
+    "free_to_keep", "no_such_visit", "none", "visit_faults",
 ]
 
 
 class State(Enum):
-    """What becomes of one block of one visit. Each state is a field of :class:`Choice`."""
+    """What becomes of one block of one visit. Each state is a field of :class:`Choice`.
+
+    What tables, stored plans and runs have to know of a state is a property of it. The bytes of a state are counted in
+    ``step/memory.py``, its seconds in ``step/simulated.py``, and ``plan/search`` chooses it. Where states differ, the
+    type checker finds the branch that a new one lacks.
+    """
 
     KEPT = "kept"
     EARLY = "early"
-    """Recomputed by an ``R`` action, before the gradient arrives."""
     LATE = "late"
-    """Recomputed inside the backward, when the gradient has arrived."""
+
+    @cached_property
+    def restored_by(self) -> Kind | None:
+        """The kind of action that recomputes the block; None if it is in memory up to its backward.
+
+        ``Kind.BACKWARD`` stands for both forms of a backward, whole and for inputs alone.
+        """
+        if self is State.KEPT:
+            return None
+        if self is State.EARLY:
+            return Kind.RECOMPUTE
+        if self is State.LATE:
+            return Kind.BACKWARD
+        assert_never(self)
+
+    @property
+    def words(self) -> str:
+        """What the state is, for the legend of a table."""
+        if self is State.KEPT:
+            return "kept"
+        if self is State.EARLY:
+            return "recomputed before the gradient arrives"
+        if self is State.LATE:
+            return "inside the backward"
+        assert_never(self)
+
+
+_RECOMPUTED = [state for state in State if state.restored_by is not None]
+_STATES = {kind: [state for state in State if state.restored_by is kind] for kind in (None, *Kind)}
 
 
 @dataclass(frozen=True)
@@ -57,16 +82,20 @@ class Choice:
 
     def blocks(self, state: State) -> tuple[int, ...]:
         """The blocks in ``state``."""
-        return getattr(self, state.value)  # type: ignore[no-any-return]  # a field each
+        return getattr(self, state._value_)  # type: ignore[no-any-return]  # a field each
 
     def is_of(self, blocks: int) -> bool:
         """Whether this is a choice for a stage of so many blocks: each is in one state."""
         return sorted(block for state in State for block in self.blocks(state)) == list(range(blocks))
 
+    def restored_by(self, kind: Kind | None) -> tuple[int, ...]:
+        """The blocks whose :attr:`State.restored_by` is ``kind``."""
+        return tuple(chain.from_iterable(map(self.blocks, _STATES[kind])))
+
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The blocks that run twice."""
-        return (*self.early, *self.late)
+        return tuple(chain.from_iterable(map(self.blocks, _RECOMPUTED)))
 
     def __str__(self) -> str:
         return "/".join(str(len(self.blocks(state))) for state in State)
@@ -137,17 +166,17 @@ def _visits(schedule: Schedule) -> Iterator[Visit]:
 def _first_backwards(schedule: Schedule) -> set[Visit]:
     first: dict[int, int] = {}
     for stage, kind, i in (action for order in schedule.ranks for action in order):
-        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+        if kind in BACKWARDS:
             first.setdefault(stage, i)
     return set(first.items())
 
 
 def _faults(schedule: Schedule, kept: Sequence[object]) -> Iterator[Fault]:
-    for one in kept:
-        if isinstance(one, str) and one not in EXEMPTIONS:
+    for exemption in kept:
+        if isinstance(exemption, str) and exemption not in EXEMPTIONS:
             rule = f"an exemption is not one of {', '.join(EXEMPTIONS)}, or a (stage, micro-batch)"
-            yield Fault(rule, repr(one), repr(get_close_matches(one, EXEMPTIONS, n=1, cutoff=0.0)[0]))
-    yield from visit_faults(schedule, [one for one in kept if not isinstance(one, str)])
+            yield Fault(rule, repr(exemption), repr(get_close_matches(exemption, EXEMPTIONS, n=1, cutoff=0.0)[0]))
+    yield from visit_faults(schedule, [visit for visit in kept if not isinstance(visit, str)])
 
 
 def visit_faults(schedule: Schedule, visits: Collection[object]) -> Iterator[Fault]:
@@ -170,3 +199,53 @@ def _is_there(schedule: Schedule, visit: object) -> bool:
         return False
     stage, i = visit
     return bool(0 <= stage < schedule.stages and 0 <= i < schedule.micro_batches)
+
+
+_MADE, _USED, _FREED = range(3)
+_MOMENTS = {
+    Kind.FORWARD: (_MADE,),
+    Kind.BACKWARD: (_USED, _FREED),
+    Kind.INPUT_GRAD: (_USED,),
+    Kind.WEIGHT_GRAD: (_FREED,),
+}
+
+
+def free_to_keep(schedule: Schedule) -> frozenset[Visit]:
+    """The (stage, micro-batch) pairs that can be kept without a higher peak than if everything were recomputed.
+
+    In 1F1B these are all micro-batches of the last stage, which holds one at a time anyway. On the other stages of
+    1F1B, and in GPipe, it is the micro-batch whose backward runs first.
+
+    >>> sorted(free_to_keep(one_f_one_b(2, 3)))
+    [(0, 0), (1, 0), (1, 1), (1, 2)]
+
+    The count assumes that a micro-batch is recomputed right before its backward. Its boundary is then alive from the
+    forward to the recompute, and its activations, the boundary among them, from there to the end of the backward.
+    Activations that are kept are alive from the forward on. All micro-batches are taken to be of equal size, and
+    boundaries to be small: they only decide which of two moments with equally many live micro-batches is higher.
+    """
+    return frozenset(visit for order in schedule.ranks for visit in _free_on_a_rank(order))
+
+
+def _free_on_a_rank(order: Sequence[Action]) -> list[Visit]:
+    spans: dict[Visit, list[int]] = {}
+    for place, (stage, kind, i) in enumerate(order):
+        for moment in _MOMENTS.get(kind, ()):
+            spans.setdefault((stage, i), [0, 0, 0])[moment] = place
+    saved = len(order) + 1  # a micro-batch outweighs all boundaries, each of which counts 1
+    alive = [0] * len(order)
+    for made, used, freed in spans.values():
+        _add(1, alive, made, used - 1)
+        _add(saved, alive, used, freed)
+    peak = max(alive, default=0)
+    free = []
+    for visit, (made, used, _) in sorted(spans.items(), key=lambda item: item[1][_USED]):
+        if max(alive[made:used], default=0) + saved - 1 <= peak:
+            _add(saved - 1, alive, made, used - 1)
+            free.append(visit)
+    return free
+
+
+def _add(amount: int, alive: list[int], first: int, last: int) -> None:
+    for place in range(first, last + 1):
+        alive[place] += amount

@@ -8,7 +8,7 @@ from math import inf, lcm
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.orders import whole
+from torchckpt.planning.order.schedule import whole
 
 __all__ = ["balanced", "count_faults"]
 
@@ -45,8 +45,8 @@ def balanced(costs: Sequence[float], partitions: int) -> list[int]:
     starts: list[dict[int, int]] = []
     for stages in range(2, partitions + 1):
         first = stages if stages < partitions else layers
-        keys, own = _one_stage_more(keys, sums, first, stages + spare, stages - 1)
-        starts.append(own)
+        keys, starts_of_stage = _one_stage_more(keys, sums, first, stages + spare, stages - 1)
+        starts.append(starts_of_stage)
     return _counts(starts, layers)
 
 
@@ -115,7 +115,7 @@ def _with(key: _Key, cost: int, layers: int) -> _Key:
 def _counts(starts: Sequence[dict[int, int]], layers: int) -> list[int]:
     """Layers per stage, read from the last stage back: each stage ends where the next one starts."""
     counts = []
-    for own in reversed(starts):
-        counts.append(layers - own[layers])
-        layers = own[layers]
+    for start in reversed(starts):
+        counts.append(layers - start[layers])
+        layers = start[layers]
     return [layers, *reversed(counts)]

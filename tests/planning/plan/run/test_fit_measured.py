@@ -11,8 +11,8 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.planning import Block, Choice, Kind, Link, Stage, one_f_one_b, with_recompute, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.run.extra_memory import MeasuredStep
-from torchckpt.planning.plan.run.fit_measured import before_pairs, fitted
-from torchckpt.planning.plan.run.gradient_sums import done_whole
+from torchckpt.planning.plan.run.fit_measured import fitted
+from torchckpt.planning.plan.run.order import before_pairs, done_whole
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 

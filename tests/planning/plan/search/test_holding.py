@@ -9,7 +9,7 @@ import pytest
 from tests.planning.plan.exhaustive import backward_bytes
 from tests.planning.plan.random_pipelines import random_stages
 from torchckpt.planning import Block, Stage
-from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holdings, use_bytes
+from torchckpt.planning.plan.search.lane import DROP_ORDERS, Holdings, use_bytes
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,8 +7,7 @@ import pytest
 
 from torchckpt.planning import Block, Stage
 from torchckpt.planning.order.schedules import named_schedule
-from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holdings
-from torchckpt.planning.plan.search.lane import CHOICES, Lane
+from torchckpt.planning.plan.search.lane import CHOICES, DROP_ORDERS, Holdings, Lane
 
 CELLS = [("1f1b", 3, 5), ("1f1b", 4, 4), ("gpipe", 2, 4), ("zbv", 2, 2), ("interleaved_1f1b", 2, 2)]
 

@@ -87,18 +87,18 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
             replays[number] = max(measured.rises, replays.get(number, 0.0))
     before = counted_left = 0.0
     for action, counted in zip(step.schedule.ranks[rank], step.levels(rank)):
-        choice, stage = step.choice((action.stage, action.micro_batch)), step.stages[action.stage]
+        choice, stage = step.choice(action.visit), step.stages[action.stage]
         extra = _of(action, beside)
         if action.kind is Kind.FORWARD:
-            extra = _less(extra, kept := _last_kept(choice.kept, stage))
+            extra = _less(extra, kept := _last_kept(choice.restored_by(None), stage))
             if kept:  # which it takes as its replay does
                 extra = extra._replace(rises=max(extra.rises, extra.leaves + replays.get(action.stage, 0.0)))
         elif action.kind is Kind.RECOMPUTE and not extra.rises:  # nothing was replayed then
             run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
-            last = stage.blocks[min(choice.early)]  # they are replayed from the last one to the first
-            rises = _less(run, last.freed_bytes).rises - run.leaves
+            last = min(choice.restored_by(Kind.RECOMPUTE))  # they are replayed from the last one to the first
+            rises = _less(run, stage.blocks[last].freed_bytes).rises - run.leaves
             extra = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
-        elif action.kind is Kind.INPUT_GRAD and choice.late:  # they were replayed by an R then
+        elif action.kind is Kind.INPUT_GRAD and choice.restored_by(Kind.BACKWARD):  # they were replayed by an R then
             extra = extra._replace(rises=max(extra.rises, replays.get(action.stage, 0.0)))
         yield max(counted.highest + before + extra.rises, counted_left + before + extra.enters)
         before, counted_left = before + extra.leaves, counted.left

@@ -8,23 +8,28 @@ all of it so much more, and it is planned again. The shortest plan that fits is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.draw.units import Units, aligned
+from torchckpt.planning.order.schedule import Action, Schedule
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, beside_of, peak_bytes
-from torchckpt.planning.plan.run.gradient_sums import summed_as_given
+from torchckpt.planning.plan.run.order import before_pairs, summed_as_given
 from torchckpt.planning.plan.run.repair import repaired
+from torchckpt.planning.step.memory import Curve, Level
 from torchckpt.planning.step.placement import without
+from torchckpt.planning.step.table import table_of
+from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks
 
-__all__ = ["Fitted", "before_pairs", "fitted"]
+__all__ = ["Fitted", "PlannedStep", "fitted", "with_levels"]
 
 _TRIES = 8
 """The most plans that are made."""
@@ -74,7 +79,7 @@ def fitted(
     problem = problem_of(schedule, stages, "100%", links)
     everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
     limits = bytes_per_rank(budget, len(schedule.ranks), everything)
-    least = _recomputing_all(problem, [one.schedule for one in took], limits, beside)
+    least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
     if not least.fits:
         raise _too_small(least)
     best = least
@@ -101,38 +106,7 @@ def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, Extr
     limits = best.budget_bytes
     plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
     fitting = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans if plan is not None]
-    return min([best, *fitting], key=lambda one: one.plan.step_seconds)
-
-
-def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -> PipelinePlan:
-    """``plan``, with the recomputes that stand inside of a pair before it, as they will run; with those of the pair's
-    own forward after it."""
-    if not pairs:
-        return plan
-    ranks = tuple(tuple(_apart(order, pairs)) for order in plan.schedule.ranks)
-    return replace(plan, schedule=replace(plan.schedule, ranks=ranks))
-
-
-def _apart(order: Sequence[Action], pairs: Collection[tuple[Action, Action]]) -> Iterator[Action]:
-    """``order`` without recomputes inside of ``pairs``, but for one between the forward and the backward of a visit,
-    where it must stand."""
-    recomputes: list[Action] = []
-    first: Action | None = None
-    for action in order:
-        if action.kind is Kind.RECOMPUTE:
-            recomputes.append(action)
-            continue
-        after: list[Action] = []
-        if first is not None:
-            visit = first.stage, first.micro_batch
-            is_pair = (first, action) in pairs and (action.stage, action.micro_batch) != visit
-            after = [one for one in recomputes if is_pair and (one.stage, one.micro_batch) == visit]
-            before = [one for one in recomputes if one not in after]
-            yield from (*before, first) if is_pair else (first, *before)
-        elif recomputes:
-            yield from recomputes
-        first, recomputes = action, after
-    yield from (*filter(None, [first]), *recomputes)
+    return min([best, *fitting], key=lambda fit: fit.plan.step_seconds)
 
 
 class _Tries:
@@ -201,7 +175,7 @@ def _recomputing_all(
 
 def _too_small(least: Fitted) -> BudgetInfeasible:
     limits, peaks = least.budget_bytes, least.peak_bytes
-    rank = max(range(len(limits)), key=lambda one: peaks[one] / limits[one])
+    rank = max(range(len(limits)), key=lambda rank: peaks[rank] / limits[rank])
     return BudgetInfeasible(
         f"the budget is too small: rank {rank} takes {enough(peaks[rank])} bytes even if it recomputes everything\n"
         f"  received: {whole(limits[rank])} bytes for rank {rank}\n"
@@ -210,3 +184,65 @@ def _too_small(least: Fitted) -> BudgetInfeasible:
         least.plan,
         rank,
     )
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A planned step beside the steps that were measured. Collections of bytes have one entry per rank."""
+
+    plan: PipelinePlan
+    measured: Timeline
+    """The last step. Its curves of memory are of the step whose bytes were counted."""
+    steps_seconds: tuple[float, ...]
+    """The seconds of the steps that are remembered."""
+    budget_bytes: tuple[float, ...]
+    planned_peak_bytes: tuple[float, ...]
+    """The planned peaks. Where steps were measured before the plan was made, they count all that a step takes."""
+    measured_peak_bytes: tuple[float, ...] | None
+    """The peaks of the second step of this plan, beyond the bytes that were allocated before it. None until then."""
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the measured steps."""
+        return median(self.steps_seconds)
+
+    @property
+    def deviation(self) -> float:
+        """The share by which the measured step is longer than the planned one."""
+        return self.step_seconds / self.plan.step_seconds - 1
+
+    def table(self) -> str:
+        """The tables for people: the step, the peaks of the ranks, and what each stage recomputes."""
+        rows = (
+            self.plan.row("planned", self.plan.step_seconds, self.planned_peak_bytes),
+            self.plan.row("measured", self.step_seconds, self.measured_peak_bytes or ()),
+        )
+        measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
+        peaks: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
+        for rank, amounts in enumerate(zip(self.planned_peak_bytes, measured, self.budget_bytes)):
+            texts = ("-" if amount is None else _UNITS.of_memory(amount) for amount in amounts)
+            peaks.append((str(rank), *texts))
+        return f"{table_of(rows, _UNITS)}\n\n{aligned(peaks)}\n\n{self.plan.by_stage()}"
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.plan.summary}"
+
+
+_UNITS = Units(time="ms", seconds=1e-3, memory="MB", bytes=1e6)
+
+
+def with_levels(measured: Timeline, levels: Sequence[Mapping[Action, Level]]) -> Timeline:
+    """``measured``, with the bytes that its actions were measured to hold on each rank."""
+    times: list[dict[Action, tuple[float, float]]] = [{} for _ in measured.schedule.ranks]
+    for event in measured.events:
+        times[event.rank].setdefault(event.action, (event.start_seconds, event.end_seconds))
+    return replace(measured, memory=tuple(map(_curve, times, levels)))
+
+
+def _curve(times: Mapping[Action, tuple[float, float]], taken: Mapping[Action, Level]) -> Curve:
+    """The curve of one rank: the most that each action takes, from its start on, and what it leaves."""
+    curve = [(0.0, 0.0)]
+    for action, (start, end) in sorted(times.items(), key=lambda pair: pair[1]):
+        if action in taken:
+            curve += [(start, taken[action].highest), (end, taken[action].left)]
+    return tuple(curve)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchckpt.planning.figures import Event
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, highest_bytes
 from torchckpt.planning.step.timeline import critical_path
@@ -21,7 +20,6 @@ __all__ = ["repaired"]
 
 _WORK, _FEWEST = 100_000, 100
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
-_ENDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 @dataclass
@@ -37,7 +35,7 @@ class _Budget:
         self.steps -= 1
         ranks = range(len(self.limits))
         levels = (list(highest_bytes(plan.step, rank, self.beside)) or [0.0] for rank in ranks)
-        return [(max(own) - limit, own.index(max(own))) for own, limit in zip(levels, self.limits)]
+        return [(max(level) - limit, level.index(max(level))) for level, limit in zip(levels, self.limits)]
 
 
 def repaired(plan: PipelinePlan, limits: Sequence[float], beside: Mapping[Action, ExtraMemory]) -> PipelinePlan | None:
@@ -55,13 +53,13 @@ def repaired(plan: PipelinePlan, limits: Sequence[float], beside: Mapping[Action
 def _reduced(plan: PipelinePlan, budget: _Budget) -> PipelinePlan | None:
     while budget.steps > 0:
         excess = budget.excess(plan)
-        rank = max(range(len(excess)), key=lambda at: excess[at][0])
+        rank = max(range(len(excess)), key=lambda rank: excess[rank][0])
         if excess[rank][0] <= 0:
             return plan
         smaller = [_dropped(plan, visit) for visit in _alive(plan, rank, excess[rank][1])]
         if not smaller:
             return None
-        plan = min(smaller, key=lambda one: one.step_seconds)
+        plan = min(smaller, key=lambda other: other.step_seconds)
         budget.steps -= len(smaller)
     return None
 
@@ -86,16 +84,15 @@ def _alive(plan: PipelinePlan, rank: int, place: int) -> Iterator[Visit]:
     begun = {(stage, i) for stage, kind, i in order[: place + 1] if kind is Kind.FORWARD}
     for stage, kind, i in order[place:]:
         choice = plan.step.choice((stage, i))
-        if kind in _ENDS and (stage, i) in begun and (choice.kept or choice.early):
+        if kind in BACKWARDS and (stage, i) in begun and (choice.kept or choice.early):
             yield stage, i
 
 
 def _critical(plan: PipelinePlan) -> list[Visit]:
     """The visits that recompute blocks late on the critical path."""
     path = critical_path(plan.schedule, plan.step.program, plan.step.run)
-    actions = [event.action for event in path if isinstance(event, Event) and event.action.kind in _ENDS]
-    visits = [(stage, i) for stage, _, i in actions]
-    return [visit for visit in visits if plan.step.choice(visit).late]
+    actions = [event.action for event in path if isinstance(event, Event) and event.action.kind in BACKWARDS]
+    return [action.visit for action in actions if plan.step.choice(action.visit).late]
 
 
 def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
@@ -106,19 +103,19 @@ def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
             tuple(action for action in order if action != Action(visit[0], Kind.RECOMPUTE, visit[1]))
             for order in plan.schedule.ranks
         ))
-        without_early = replace(choice, early=(), late=tuple(sorted(choice.recomputed)))
+        without_early = replace(choice, early=(), late=tuple(sorted((*choice.early, *choice.late))))
         return _with(replace(plan, schedule=schedule), visit, without_early)
-    block = max(choice.kept, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
-    kept = tuple(one for one in choice.kept if one != block)
-    return _with(plan, visit, replace(choice, kept=kept, late=tuple(sorted((*choice.late, block)))))
+    dropped = max(choice.kept, key=lambda block: _density(plan.problem.stages[visit[0]].blocks[block]))
+    kept = tuple(block for block in choice.kept if block != dropped)
+    return _with(plan, visit, replace(choice, kept=kept, late=tuple(sorted((*choice.late, dropped)))))
 
 
 def _kept(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
     """``plan`` with one late block of ``visit`` kept."""
     choice = plan.step.choice(visit)
-    block = min(choice.late, key=lambda one: _density(plan.problem.stages[visit[0]].blocks[one]))
-    late = tuple(one for one in choice.late if one != block)
-    return _with(plan, visit, replace(choice, kept=tuple(sorted((*choice.kept, block))), late=late))
+    kept = min(choice.late, key=lambda block: _density(plan.problem.stages[visit[0]].blocks[block]))
+    late = tuple(block for block in choice.late if block != kept)
+    return _with(plan, visit, replace(choice, kept=tuple(sorted((*choice.kept, kept))), late=late))
 
 
 def _with(plan: PipelinePlan, visit: Visit, choice: Choice) -> PipelinePlan:

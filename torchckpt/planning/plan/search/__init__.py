@@ -3,6 +3,6 @@
     candidates        what to keep, and how to decide: a local search
     dispatch          one step in which ranks decide as time goes by
     bound, window     what no plan goes below
-    lane, holding     the actions of a rank, and what is kept of its visits; what one visit has in memory
+    lane              the actions of a rank, what is kept of its visits, and what one visit has in memory
 """
 __all__: list[str] = []

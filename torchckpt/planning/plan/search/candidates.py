@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from torchckpt.planning.order.program import Program
 from torchckpt.planning.plan.search.dispatch import SimulatedStep, Strategy, dispatch
-from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holding
-from torchckpt.planning.plan.search.lane import CHOICES, Lane, Reserve
+from torchckpt.planning.plan.search.lane import CHOICES, DROP_ORDERS, Holding, Lane, Reserve
 
 __all__ = ["Candidate", "search"]
 
@@ -35,7 +34,7 @@ _ROUNDS = 3
 _WORK, _FEWEST = 300_000, 150
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
 _PARTS = 8
-"""So many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
+"""How many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
 _OVERHEAD = 20
 """The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
@@ -46,19 +45,19 @@ class Candidate:
     """Choices, and the step that was simulated with them."""
 
     reserves: tuple[Reserve, ...]
-    held: tuple[list[Holding], ...]
+    chosen: tuple[list[Holding], ...]
     """The holding of each rank and visit."""
     strategy: Strategy
     step: SimulatedStep
 
     @property
     def recompute_seconds(self) -> float:
-        return sum(holding.late_seconds[0] for rank in self.held for holding in rank)
+        return sum(holding.late_seconds[0] for rank in self.chosen for holding in rank)
 
-    def with_rank(self, rank: int, reserve: Reserve, held: list[Holding]) -> Candidate:
+    def with_rank(self, rank: int, reserve: Reserve, chosen: list[Holding]) -> Candidate:
         """This one with other choices for ``rank``. Its step is still the old one."""
         reserves = (*self.reserves[:rank], reserve, *self.reserves[rank + 1 :])
-        return replace(self, reserves=reserves, held=(*self.held[:rank], held, *self.held[rank + 1 :]))
+        return replace(self, reserves=reserves, chosen=(*self.chosen[:rank], chosen, *self.chosen[rank + 1 :]))
 
 
 def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool = False) -> Candidate:
@@ -81,13 +80,13 @@ class _Search:
         self.random = Random(0)
         self.work = max(_WORK, _FEWEST * sum(map(len, lanes)))
         """The actions that may still be simulated."""
-        blocks = {own.stage.blocks for lane in lanes for own in lane.holdings}
-        self.is_equal = all(len(set(own)) <= 1 for own in blocks)
+        blocks = {holdings.stage.blocks for lane in lanes for holdings in lane.holdings}
+        self.is_equal = all(len(set(of_stage)) <= 1 for of_stage in blocks)
         self.most_blocks = max(map(len, blocks), default=0)
         self.is_split = any(any(lane.is_split) for lane in lanes)
-        held = [lane.all_kept() if keep_all else lane.all_dropped() for lane in lanes]
+        chosen = [lane.all_kept() if keep_all else lane.all_dropped() for lane in lanes]
         reserves = [lane.reserve(0, 0, DROP_ORDERS[0], CHOICES[0]) for lane in lanes]
-        self.best = self._simulated(tuple(reserves), tuple(held), Strategy())
+        self.best = self._simulated(tuple(reserves), tuple(chosen), Strategy())
 
     def run(self) -> Candidate:
         if self.is_split and self.keep_all:
@@ -115,19 +114,19 @@ class _Search:
     def _simulated(
         self,
         reserves: tuple[Reserve, ...],
-        held: tuple[list[Holding], ...],
+        chosen: tuple[list[Holding], ...],
         strategy: Strategy,
         before: SimulatedStep | None = None,
         limit_seconds: float = float("inf"),
     ) -> Candidate:
         expected = before.arrived if before and strategy.patience else None
-        step = dispatch(self.program, self.lanes, held, strategy, expected, limit_seconds)
+        step = dispatch(self.program, self.lanes, chosen, strategy, expected, limit_seconds)
         self.work -= _OVERHEAD + sum(map(len, step.done))
-        return Candidate(reserves, held, strategy, step)
+        return Candidate(reserves, chosen, strategy, step)
 
     def _simulated_again(self, changed: Candidate, limit_seconds: float = float("inf")) -> Candidate:
         """``changed`` with a new step. Ranks expect messages at the times of its old step."""
-        return self._simulated(changed.reserves, changed.held, changed.strategy, changed.step, limit_seconds)
+        return self._simulated(changed.reserves, changed.chosen, changed.strategy, changed.step, limit_seconds)
 
     def _offer(self, candidate: Candidate) -> None:
         if candidate.step.sort_key < self.best.step.sort_key:
@@ -137,9 +136,9 @@ class _Search:
         """Try the same choice for all ranks and all visits."""
         for early, wait, order, choice in self._uniform():
             reserves = tuple(lane.reserve(early, wait, order, choice) for lane in self.lanes)
-            held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-            kept = tuple(of_rank for of_rank in held if of_rank is not None)
-            for strategy in _QUICK if len(kept) == len(held) else ():
+            chosen = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
+            kept = tuple(of_rank for of_rank in chosen if of_rank is not None)
+            for strategy in _QUICK if len(kept) == len(chosen) else ():
                 if self.is_done:
                     return
                 self._offer(self._simulated(reserves, kept, strategy))
@@ -189,11 +188,11 @@ class _Search:
                 if self.is_done or self.work <= until:
                     return
                 reserve = lane.reserve(early, 0, DROP_ORDERS[0], choice)
-                held = lane.keep(reserve)
-                if held is None or held == current.held[rank]:
+                chosen = lane.keep(reserve)
+                if chosen is None or chosen == current.chosen[rank]:
                     continue
                 limit = current.step.step_seconds * (1 + _ROUNDING)
-                candidate = self._simulated_again(current.with_rank(rank, reserve, held), limit)
+                candidate = self._simulated_again(current.with_rank(rank, reserve, chosen), limit)
                 self._offer(candidate)
                 if candidate.step.sort_key < current.step.sort_key:
                     current = candidate
@@ -201,8 +200,8 @@ class _Search:
     def _half_reserved(self, choice: str, strategy: Strategy) -> Candidate:
         """Another start for the search: each rank reserves memory for half of the blocks of each visit."""
         reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
-        held = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-        return self._simulated(reserves, tuple(of_rank for of_rank in held if of_rank is not None), strategy)
+        chosen = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
+        return self._simulated(reserves, tuple(of_rank for of_rank in chosen if of_rank is not None), strategy)
 
     def _improve(self, current: Candidate, until: int) -> None:
         """Change ``current`` until ``until`` of the work is left. A change that is as good or better stays."""
@@ -211,7 +210,7 @@ class _Search:
             changed = self._changed(current, path)
             if changed is None:
                 self.work -= _OVERHEAD
-            elif changed.held == current.held and changed.strategy == current.strategy:
+            elif changed.chosen == current.chosen and changed.strategy == current.strategy:
                 self.work -= _OVERHEAD
                 current = changed
             else:
@@ -231,8 +230,8 @@ class _Search:
         if not lane.visits:
             return None
         reserve = self._changed_reserve(lane, current.reserves[rank], visit)
-        held = lane.keep(reserve)
-        return None if held is None else current.with_rank(rank, reserve, held)
+        chosen = lane.keep(reserve)
+        return None if chosen is None else current.with_rank(rank, reserve, chosen)
 
     def _rank_and_visit(self, path: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """A rank and a visit, most often on the critical path."""
@@ -285,10 +284,10 @@ class _Search:
         order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")
         for rank, lane in enumerate(self.lanes):
             reserve = lane.reserve(0, 0, order, choice)
-            held = lane.keep(reserve)
-            if held is None:
+            chosen = lane.keep(reserve)
+            if chosen is None:
                 continue
-            other = best.with_rank(rank, reserve, held)
+            other = best.with_rank(rank, reserve, chosen)
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
                 candidate = self._simulated_again(other)
                 if candidate.step.step_seconds <= limit:

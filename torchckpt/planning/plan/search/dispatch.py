@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchckpt.planning.order.program import Program, run_deciding
-from torchckpt.planning.plan.search.holding import Holding
-from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Holding, Lane
 
 __all__ = ["Done", "SimulatedStep", "Strategy", "dispatch"]
 
@@ -38,7 +37,7 @@ class Strategy:
 
 Done: TypeAlias = tuple[int, int, int, float, int]
 """One action of a rank: its kind, its visit, how many blocks are early, its end, the token that it waited for."""
-Choice: TypeAlias = tuple[int, int, int]
+Next: TypeAlias = tuple[int, int, int]
 """The next action: its kind, its visit, how many blocks are early."""
 
 
@@ -74,7 +73,7 @@ class SimulatedStep:
 def dispatch(
     program: Program,
     lanes: Sequence[Lane],
-    held: Sequence[Sequence[Holding]],
+    chosen: Sequence[Sequence[Holding]],
     strategy: Strategy,
     expected: Sequence[float] | None,
     limit_seconds: float,
@@ -84,12 +83,12 @@ def dispatch(
     Args:
         program: the program of the schedule without its weight gradients.
         lanes: one for each rank.
-        held: the holding of each rank and visit.
+        chosen: the holding of each rank and visit.
         strategy: how ranks decide when they would idle.
         expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
         limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
     """
-    ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, held)]
+    ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, chosen)]
     messages = run_deciding(program, ranks, expected, limit_seconds)
     done = [rank.done for rank in ranks]
     if messages is None:
@@ -100,30 +99,30 @@ def dispatch(
 class _Rank:
     """The state of one rank, and its next decision."""
 
-    def __init__(self, lane: Lane, held: Sequence[Holding], strategy: Strategy) -> None:
-        self.lane, self.held = lane, held
+    def __init__(self, lane: Lane, chosen: Sequence[Holding], strategy: Strategy) -> None:
+        self.lane, self.chosen = lane, chosen
         self.all_at_once, self.next_only = strategy.all_at_once, strategy.next_only
         self.patience = strategy.patience
         self.budget_bytes = lane.budget_bytes
         if strategy.memory_share < _LONG:
             most = max(lane.profile(lane.all_kept()), default=0.0)
             self.budget_bytes = min(self.budget_bytes, strategy.memory_share * most)
-        self.profile = lane.profile(held)
+        self.profile = lane.profile(chosen)
         """Bytes at each place, with the early blocks that were recomputed, without pending weight gradients."""
         self.place = 0
         self.alive_bytes = 0.0
-        self.early = [0] * len(held)
+        self.early = [0] * len(chosen)
         self.waiting: list[int] = []
         """Visits whose weight gradients are still pending."""
         self.next_use = 0
         self.done: list[Done] = []
-        self.left_seconds = lane.plain_seconds + sum(holding.late_seconds[0] for holding in held)
+        self.left_seconds = lane.plain_seconds + sum(holding.late_seconds[0] for holding in chosen)
 
-    def next_in_order(self) -> Choice:
+    def next_in_order(self) -> Next:
         """The next action of the order, or a weight gradient that makes room for it: kind, visit, early blocks."""
         lane, waiting = self.lane, self.waiting
         visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
-        holding, early = self.held[visit], self.early[visit]
+        holding, early = self.chosen[visit], self.early[visit]
         if kind == FORWARD:
             adds = holding.held_bytes
         elif kind == BACKWARD:
@@ -137,12 +136,12 @@ class _Rank:
                 kind = BACKWARD
         return kind, visit, early
 
-    def while_idle(self, idle_seconds: float) -> Choice | None:
+    def while_idle(self, idle_seconds: float) -> Next | None:
         """What to do if the next action of the order cannot start for at least ``idle_seconds``; None to wait."""
         recompute = self._recompute()
         if recompute:
             _, visit, early = recompute
-            if idle_seconds >= self.patience * self.held[visit].early_seconds[early]:
+            if idle_seconds >= self.patience * self.chosen[visit].early_seconds[early]:
                 return recompute
         if self.waiting:
             visit = self.waiting[0]
@@ -150,18 +149,18 @@ class _Rank:
                 return WEIGHT_GRAD, visit, 0
         return None
 
-    def _recompute(self) -> Choice | None:
+    def _recompute(self) -> Next | None:
         """The early recompute to start now, of the next visit that has one; None if there is none, or if it waits."""
-        lane, held, begun = self.lane, self.held, self.early
-        backward, forward, place, visits = lane.backward_place, lane.forward_place, self.place, len(held)
+        lane, chosen, begun = self.lane, self.chosen, self.early
+        backward, forward, place, visits = lane.backward_place, lane.forward_place, self.place, len(chosen)
         visit = self.next_use
-        while visit < visits and (backward[visit] < place or begun[visit] or not held[visit].dropped):
+        while visit < visits and (backward[visit] < place or begun[visit] or not chosen[visit].dropped):
             visit += 1
         self.next_use, looked = visit, 0
         while visit < visits and looked < _LOOK and forward[visit] < place:
             if self.next_only and backward[visit] != place:
                 return None
-            if held[visit].dropped and not begun[visit]:
+            if chosen[visit].dropped and not begun[visit]:
                 looked += 1
                 early, later = self._room(visit)
                 if later > early and (self.waiting or self.all_at_once):
@@ -173,7 +172,7 @@ class _Rank:
 
     def _room(self, visit: int) -> tuple[int, int]:
         """The number of blocks that can be early now, and later, when weight gradients are done or at the backward."""
-        holding, place, use, budget = self.held[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
+        holding, place, use, budget = self.chosen[visit], self.place, self.lane.backward_place[visit], self.budget_bytes
         high = max(self.profile[place:use]) if use > place else 0.0
         now = budget - (high if high > self.alive_bytes else self.alive_bytes)
         later = _LONG if self.all_at_once else budget - high
@@ -186,8 +185,8 @@ class _Rank:
                     return count, most
         return 0, most
 
-    def run(self, choice: Choice, now: float, awaited: int) -> float:
-        kind, visit, early = choice
+    def run(self, decision: Next, now: float, awaited: int) -> float:
+        kind, visit, early = decision
         seconds = self._start(kind, visit, early)
         self.left_seconds -= seconds
         end = now + seconds
@@ -196,7 +195,7 @@ class _Rank:
 
     def _start(self, kind: int, visit: int, early: int) -> float:
         """Count what an action does to the memory; returns its seconds."""
-        holding, holdings = self.held[visit], self.lane.holdings[visit]
+        holding, holdings = self.chosen[visit], self.lane.holdings[visit]
         if kind == WEIGHT_GRAD:
             self.waiting.pop(0)
             self.alive_bytes -= holdings.full_bytes
@@ -216,7 +215,7 @@ class _Rank:
         return holding.late_seconds[early] + holdings.input_grad_seconds
 
     def _begin(self, visit: int, early: int) -> None:
-        holding, use = self.held[visit], self.lane.backward_place[visit]
+        holding, use = self.chosen[visit], self.lane.backward_place[visit]
         more = holding.early_bytes[early]
         self.early[visit] = early
         self.alive_bytes += more

@@ -3,6 +3,13 @@
 Each rank decides by bytes alone: a kept block occupies its bytes from the forward to the backward. Where the budget is
 exceeded, a block of a visit that is alive is dropped. A good choice is the visit whose backward comes last (Belady
 1966); for equal blocks it is optimal. A lane has no weight gradients: :mod:`dispatch` decides when they run.
+
+A dropped block is recomputed *early*, by an ``R`` action before the gradient arrives, or *late*, inside the backward.
+The last of the dropped blocks are the early ones. A backward goes from the last block to the first, so it recomputes
+the late ones in memory that later blocks have freed.
+
+Bytes are those of :mod:`~torchckpt.planning.step.memory`, whose sums a :class:`Holding` has ready: a search counts some
+hundred thousand places, and a step of its own for each try would take several times as long.
 """
 from __future__ import annotations
 
@@ -10,11 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Kind, Schedule
-from torchckpt.planning.plan.search.holding import DROP_ORDERS, Holding, Holdings
+from typing_extensions import assert_never
 
-__all__ = ["BACKWARD", "CHOICES", "FORWARD", "INPUT_GRAD", "KINDS", "RECOMPUTE", "WEIGHT_GRAD", "Lane", "Reserve"]
+from torchckpt.planning.order.schedule import Kind, Schedule, Visit
+from torchckpt.planning.step.memory import use_bytes
+from torchckpt.planning.work.block import Block, Stage
+from torchckpt.planning.work.choice import Choice, State
+
+__all__ = [
+    "BACKWARD", "CHOICES", "DROP_ORDERS", "FORWARD", "INPUT_GRAD", "KINDS", "RECOMPUTE", "WEIGHT_GRAD", "Holding",
+    "Holdings", "Lane", "Reserve",
+]
 
 KINDS = tuple(Kind)
 """Inside the search a kind is an index of this tuple, since comparing numbers is quicker."""
@@ -26,6 +39,100 @@ blocks (``even``), or the block of any visit with the fewest recompute seconds p
 
 _ROUNDING = 1e-11
 """The share of a budget that sums of bytes may exceed it by, due to rounding. Less than a byte of 60 GB."""
+
+
+DROP_ORDERS = ("first", "cheap", "small", "large")
+"""Which block of a stage is dropped first: the first one, the one with the fewest recompute seconds per byte, the one
+that frees the fewest bytes, or the one that frees the most. If all blocks are equal, the orders are the same."""
+
+
+class Holding:
+    """The bytes and seconds of a visit for one choice of dropped blocks. Lists are indexed by how many are early."""
+
+    __slots__ = ("dropped", "early_bytes", "early_seconds", "held_bytes", "kept", "late_seconds", "use_bytes")
+
+    def __init__(self, stage: Stage, dropped: tuple[int, ...]) -> None:
+        blocks = stage.blocks
+        self.dropped = dropped
+        self.kept = len(blocks) - len(dropped)
+        self.held_bytes = stage.saved_bytes - sum(blocks[block].freed_bytes for block in dropped)
+        """Bytes from the forward to the backward, without early blocks."""
+        self.early_bytes: list[float] = []
+        """Bytes that ``R`` adds."""
+        self.early_seconds: list[float] = []
+        self.late_seconds: list[float] = []
+        self.use_bytes: list[float] = []
+        """Bytes at the peak of a whole backward."""
+        for early in range(len(dropped) + 1):
+            late, back = dropped[: len(dropped) - early], dropped[len(dropped) - early :]
+            self.early_bytes.append(sum(blocks[block].freed_bytes for block in back))
+            self.early_seconds.append(sum(blocks[block].recompute_seconds for block in back))
+            self.late_seconds.append(sum(blocks[block].recompute_seconds for block in late))
+            self.use_bytes.append(use_bytes(stage, late))
+
+    def choice(self, early: int) -> Choice:
+        """The choice of which so many blocks are early."""
+        return Choice(*(self._in_state(state, len(self.dropped) - early) for state in State))
+
+    def _in_state(self, state: State, late: int) -> tuple[int, ...]:
+        if state is State.KEPT:
+            return tuple(block for block in range(self.kept + len(self.dropped)) if block not in self.dropped)
+        if state is State.EARLY:
+            return self.dropped[late:]
+        if state is State.LATE:
+            return self.dropped[:late]
+        assert_never(state)
+
+    def reserved_bytes(self, blocks: int) -> float:
+        """The peak bytes of the backward if ``blocks`` are in memory when it starts, kept or early."""
+        return self.use_bytes[min(len(self.dropped), max(0, blocks - self.kept))]
+
+
+class Holdings:
+    """The holdings of one stage, each made when it is first asked for."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.blocks = len(stage.blocks)
+        self.full_bytes = stage.saved_bytes
+        self.forward_seconds = stage.forward_seconds
+        self.input_grad_seconds = stage.input_grad_seconds
+        self.weight_grad_seconds = stage.weight_grad_seconds
+        self.backward_seconds = stage.input_grad_seconds + stage.weight_grad_seconds
+        self.orders = _drop_orders(stage)
+        self._by_dropped: dict[tuple[int, ...], Holding] = {}
+        self.levels = {
+            name: [self.without(order[:count]) for count in range(len(order) + 1)]
+            for name, order in self.orders.items()
+        }
+        """The holding after each number of drops, by drop order."""
+        self.droppable = len(self.orders[DROP_ORDERS[0]])
+        """The number of blocks that free bytes if they are dropped."""
+        self.densities = {
+            name: [density(stage.blocks[place]) for place in order] for name, order in self.orders.items()
+        }
+
+    def without(self, dropped: Sequence[int]) -> Holding:
+        key = tuple(sorted(dropped))
+        if key not in self._by_dropped:
+            self._by_dropped[key] = Holding(self.stage, key)
+        return self._by_dropped[key]
+
+
+def density(block: Block) -> float:
+    """The recompute seconds that a byte of memory saves if the block is kept."""
+    return block.recompute_seconds / block.freed_bytes if block.freed_bytes else float("inf")
+
+
+def _drop_orders(stage: Stage) -> dict[str, tuple[int, ...]]:
+    blocks = stage.blocks
+    places = [place for place, block in enumerate(blocks) if block.freed_bytes]
+    return {
+        "first": tuple(places),
+        "cheap": tuple(sorted(places, key=lambda place: density(blocks[place]))),
+        "small": tuple(sorted(places, key=lambda place: blocks[place].freed_bytes)),
+        "large": tuple(sorted(places, key=lambda place: -blocks[place].freed_bytes)),
+    }
 
 
 @dataclass(frozen=True)
@@ -71,11 +178,11 @@ class Lane:
     def all_dropped(self) -> list[Holding]:
         return [holdings.levels[DROP_ORDERS[0]][-1] for holdings in self.holdings]
 
-    def profile(self, held: Sequence[Holding]) -> list[float]:
+    def profile(self, chosen: Sequence[Holding]) -> list[float]:
         """Bytes alive at each place if backwards are whole and recompute all dropped blocks."""
         profile, alive = [0.0] * len(self.kinds), 0.0
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
-            holding = held[visit]
+            holding = chosen[visit]
             if kind:
                 profile[place] = alive + holding.use_bytes[0] - holding.held_bytes
                 alive -= holding.held_bytes

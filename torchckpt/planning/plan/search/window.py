@@ -42,8 +42,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-from torchckpt.planning.plan.search.holding import Holdings, density
-from torchckpt.planning.plan.search.lane import FORWARD, Lane
+from torchckpt.planning.plan.search.lane import FORWARD, Holdings, Lane, density
 from torchckpt.planning.step.memory import use_bytes
 
 __all__ = ["Capacity", "Window"]

@@ -9,7 +9,9 @@ at the second one:
     bytes     |#########|           |#####|
 
 So a repeat changes the memory of all positions between two touches by one number. Only the positions whose touches
-change are simulated again. In the code, ``repeated`` is the position of the first run that a repeat runs again.
+change are simulated again. (That is a second account beside :func:`memory.simulate`: a search makes thousands of
+changes, and the whole schedule would take its length for each.) In the code, ``repeated`` is the position of the first
+run that a repeat runs again.
 """
 from __future__ import annotations
 

@@ -1,20 +1,19 @@
-"""Gradient sums: weight gradients of a stage in the order of the schedule, since rounding depends on that order.
+"""Order: the order of a plan as it can be run.
 
-A plan moves weight gradients. Those of one stage are added up. So weight gradients and whole backwards of a stage have
-to stay in the order of the schedule. A weight gradient that comes too late is moved earlier; one that comes too early
-is moved later.
+A plan moves weight gradients. Those of one stage are added up, and rounding depends on the order. So weight gradients
+and whole backwards of a stage have to stay in the order of the schedule: a weight gradient that comes too late is moved
+earlier, one that comes too early is moved later. Two actions that torch runs as one have no recompute between them.
 """
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from torchckpt.planning.order.orders import Visit
-from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 
-__all__ = ["done_whole", "summed_as_given"]
+__all__ = ["before_pairs", "done_whole", "summed_as_given"]
 
 _SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
@@ -82,3 +81,33 @@ def _ordered(planned: Sequence[Action], given: Sequence[Action], tied: bool) -> 
 
 def _weights(visit: Visit) -> Action:
     return Action(visit[0], Kind.WEIGHT_GRAD, visit[1])
+
+
+def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -> PipelinePlan:
+    """``plan``, with the recomputes that stand inside of a pair before it, as they will run; with those of the pair's
+    own forward after it."""
+    if not pairs:
+        return plan
+    ranks = tuple(tuple(_apart(order, pairs)) for order in plan.schedule.ranks)
+    return replace(plan, schedule=replace(plan.schedule, ranks=ranks))
+
+
+def _apart(order: Sequence[Action], pairs: Collection[tuple[Action, Action]]) -> Iterator[Action]:
+    """``order`` without recomputes inside of ``pairs``, but for one between the forward and the backward of a visit,
+    where it must stand."""
+    recomputes: list[Action] = []
+    first: Action | None = None
+    for action in order:
+        if action.kind is Kind.RECOMPUTE:
+            recomputes.append(action)
+            continue
+        after: list[Action] = []
+        if first is not None:
+            is_pair = (first, action) in pairs and action.visit != first.visit
+            after = [recompute for recompute in recomputes if is_pair and recompute.visit == first.visit]
+            before = [recompute for recompute in recomputes if recompute not in after]
+            yield from (*before, first) if is_pair else (first, *before)
+        elif recomputes:
+            yield from recomputes
+        first, recomputes = action, after
+    yield from (*filter(None, [first]), *recomputes)

@@ -8,7 +8,7 @@ import pytest
 from tests.planning.plan.by_hand import actions, one_rank
 from torchckpt.planning import Block, Choice, Kind, Schedule, Stage
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
-from torchckpt.planning.plan.run.gradient_sums import done_whole, summed_as_given
+from torchckpt.planning.plan.run.order import done_whole, summed_as_given
 
 GIVEN = "0F0 0F1 0F2 0I0 0B1 0W0 0I2 0W2"
 

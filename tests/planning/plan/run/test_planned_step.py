@@ -1,13 +1,14 @@
 """Steps of a plan beside the plan."""
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from torchckpt.planning import Block, Stage, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
-from torchckpt.planning.plan.run.measured import PlannedStep
+from torchckpt.planning.plan.run.fit_measured import PlannedStep
 
 PLAN = plan_pipeline(one_f_one_b(2, 4), [Stage((Block(saved_bytes=1e6, boundary_bytes=6e4),) * 4)] * 2, "60%")
 SLOWER = replace(
@@ -38,12 +39,12 @@ def test_the_step_is_the_median():
 
 
 def test_the_table():
-    over = f"{PLAN.overhead(PLAN.step_seconds) * 100:.1f} %"
+    over, bound = (f"{PLAN.overhead(seconds) * 100:.1f}" for seconds in (PLAN.step_seconds, PLAN.bound_seconds))
     lines = str(step()).splitlines()
-    assert lines[0].split() == ["step", "over", "keeping", "all"]
-    assert lines[1].startswith("planned")
-    assert lines[1].endswith(over)
-    assert lines[5:8] == [
+    assert lines[0].split() == ["step", "overhead", "bound", "hidden", "peak"]
+    assert re.fullmatch(rf"planned +\d+ ms +{over} % +{bound} % +0\.\d\d  5.9 MB", lines[1])
+    assert re.fullmatch(rf"measured +\d+ ms +[\d.]+ % +{bound} % +-\d\.\d\d  5.8 MB", lines[2])
+    assert lines[4:7] == [
         "rank  planned peak  measured peak  budget",
         "0           5.9 MB         5.8 MB    6 MB",
         "1           4.5 MB         4.4 MB    6 MB",
@@ -52,4 +53,4 @@ def test_the_table():
 
 
 def test_bytes_that_were_not_counted():
-    assert str(step(measured_peak_bytes=None)).splitlines()[6] == "0           5.9 MB              -    6 MB"
+    assert str(step(measured_peak_bytes=None)).splitlines()[5] == "0           5.9 MB              -    6 MB"
