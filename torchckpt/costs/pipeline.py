@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 
@@ -159,15 +160,15 @@ def _faults(
     efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object
 ) -> list[Fault]:
     faults = []
-    if not _is_number(efficiency) or not 0 < efficiency <= 1:  # type: ignore[operator]  # it is a number
+    if not _is_number(efficiency) or not 0 < efficiency <= 1:
         rule = "efficiency is not a share of the peak, above 0 and at most 1"
         faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
     if dtype is not None and dtype not in _DTYPES:
         faults.append(Fault(f"dtype is not one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
-    if optimizer_bytes is not None and not (_is_number(optimizer_bytes) and 0 <= optimizer_bytes < float("inf")):  # type: ignore[operator]  # it is a number
+    if optimizer_bytes is not None and not (_is_number(optimizer_bytes) and 0 <= optimizer_bytes < float("inf")):
         rule = "optimizer_bytes is not a number of bytes, 0 or more"
         faults.append(Fault(rule, f"optimizer_bytes={optimizer_bytes!r}", "optimizer_bytes=12"))
-    if bandwidth is not None and not (_is_number(bandwidth) and bandwidth > 0):  # type: ignore[operator]  # it is a number
+    if bandwidth is not None and not (_is_number(bandwidth) and bandwidth > 0):
         rule = "link_bytes_per_second is not a number above 0"
         faults.append(Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9"))
     if kernels not in KERNELS:
@@ -176,5 +177,5 @@ def _faults(
     return faults
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
