@@ -12,10 +12,10 @@ from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.planning.draw.units import units_of_bytes
-from torchckpt.planning.remat.draw.plan_svg import draw_plan
-from torchckpt.planning.remat.draw.table import Summary, page, plan_rows, table
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, repeats
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
+from torchckpt.planning.remat.plan_svg import draw_plan
+from torchckpt.planning.remat.table import Summary, page, plan_rows, table
 
 __all__ = ["Plan"]
 

@@ -21,21 +21,9 @@ from itertools import groupby
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, raise_fault
-from torchckpt.planning.draw.canvas import (
-    CHARACTER,
-    STYLE,
-    TEXT,
-    Axis,
-    Canvas,
-    clipped,
-    grid,
-    headed,
-    legend,
-    scale,
-    upright,
-)
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import Units, units_of_bytes
-from torchckpt.planning.remat.draw.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
+from torchckpt.planning.remat.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 
 __all__ = ["draw_plan"]
@@ -84,14 +72,14 @@ def draw_plan(
     plan = _Plan(flow, runs(flow, schedule), runs(flow, flow.eager), budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
-    headed(canvas, _LEFT, finding, facts)
+    canvas.headed(_LEFT, finding, facts)
     _axes(canvas, plan)
     _curves(canvas, plan)
     _levels(canvas, plan)
     y = _lanes(canvas, plan)
     if plan.repeats:
         y = _names(canvas, plan, [path or operation.name for path, operation in zip(paths, flow.operations)], y)
-    return canvas.text(legend(canvas, _entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
+    return canvas.text(canvas.legend(_entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
 
 
 _Part: TypeAlias = tuple[float, float, float]
@@ -184,9 +172,9 @@ def _highest(every: Sequence[Run]) -> Run:
 def _axes(canvas: Canvas, plan: _Plan) -> None:
     """[3], [5]"""
     units = plan.units
-    grid(canvas, plan.memory, _LEFT, _END, units.bytes, 5)
-    upright(canvas, 20, (_TOP + _BOTTOM) / 2, f"memory, {units.memory}", "middle")
-    scale(canvas, plan.time, _BOTTOM, units.seconds)
+    canvas.grid(plan.memory, _LEFT, _END, units.bytes, 5)
+    canvas.upright(20, (_TOP + _BOTTOM) / 2, f"memory, {units.memory}", "middle")
+    canvas.scale(plan.time, _BOTTOM, units.seconds)
     unit = "% of the eager step" if units.time == "%" else units.time
     canvas.words((_LEFT + _END) / 2, _BOTTOM + 33, f"time, {unit}", class_="middle")
 
@@ -285,7 +273,7 @@ def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float
         if flat:
             canvas.words(label.place, y + 14, label.name, class_="middle small")
         else:
-            upright(canvas, label.place + _SMALL * 0.36, y + 5, label.name, "end small")
+            canvas.upright(label.place + _SMALL * 0.36, y + 5, label.name, "end small")
     if len(labels) < wanted:
         canvas.words(_LEFT - 8, y + 14, f"{len(labels)} of {wanted}", class_="end small")
         canvas.words(_LEFT - 8, y + 26, "named", class_="end small")

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planning.remat.draw.test_plan_svg import REPEATING, uneven
+from tests.planning.remat.test_plan_svg import REPEATING, uneven
 from torchckpt.errors import ArgumentError
-from torchckpt.planning.remat.draw.table import Row, Summary, plan_rows, table
+from torchckpt.planning.remat.table import Row, Summary, plan_rows, table
 
 SUMMARY = Summary(22_700_000, 57_900_000, 9_100_000, 0.127, 23_100_000)
 MB = 10**6
