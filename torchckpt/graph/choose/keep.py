@@ -10,11 +10,10 @@ from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.values import Value, Values
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
-from torchckpt.planning.remat.flow.late import late, separating_storages
+from torchckpt.planning.remat.flow.late import every_sqrt, late, separating_storages
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.improve import remove_repeats
 from torchckpt.planning.remat.search.planner import least
-from torchckpt.planning.remat.search.select import every_sqrt
 
 __all__ = ["POLICIES", "Keep", "check_keep", "kept_by", "schedule_of"]
 

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import KIND_NAMES, Units, label, percent, row_name
@@ -67,7 +67,7 @@ def svg(
         title, subtitle: above all panels: what the picture shows, in words, and of what.
         lines: per timeline, by name the seconds at which to draw lines down its panel.
     """
-    layout = _layout(timelines, budget_bytes, units or Units(), copies, lines)
+    layout = _Layout(timelines, budget_bytes, units or Units(), copies, lines)
     canvas = Canvas(_WIDTH)
     y, titles = canvas.headed(_LEFT, title, subtitle), [title] if title else []
     for index, timeline in enumerate(timelines):
@@ -98,47 +98,34 @@ def compare(
     return svg(before, after, names=names, budget_bytes=budget_bytes, units=units)
 
 
-@dataclass(frozen=True)
 class _Layout:
     """What all panels of a picture share. ``bytes_of_ranks`` is empty where there is one budget for all ranks."""
 
-    time: Axis
-    memory_bytes: float
-    budget_bytes: float | None
-    bytes_of_ranks: tuple[float, ...]
-    units: Units
-    row_height: float
-    show_labels: bool
-    show_copies: bool
-    show_memory: bool
-
-    @property
-    def pitch(self) -> float:
+    def __init__(
+        self,
+        timelines: Sequence[TimelineFigures],
+        budget: float | Sequence[float] | None,
+        units: Units,
+        show_copies: bool,
+        lines: Sequence[Mapping[str, float]],
+    ) -> None:
+        self.units, self.show_copies = replace(units, digits=_DIGITS), show_copies
+        self.bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
+        self.budget_bytes = budget if isinstance(budget, (int, float)) else max(self.bytes_of_ranks, default=None)
+        ends = [timeline.step_seconds for timeline in timelines]
+        ends += [end for moments in lines for end in moments.values()]
+        self.time = Axis(max(ends, default=0.0), _LEFT, _END)
+        ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
+        self.row_height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
+        self.pitch = _ARRIVALS + self.row_height + (2 * _WIRE if show_copies else 0.0)
         """From one rank to the next."""
-        return _ARRIVALS + self.row_height + (2 * _WIRE if self.show_copies else 0.0)
-
-
-def _layout(
-    timelines: Sequence[TimelineFigures],
-    budget: float | Sequence[float] | None,
-    units: Units,
-    copies: bool,
-    lines: Sequence[Mapping[str, float]],
-) -> _Layout:
-    bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
-    line = budget if isinstance(budget, (int, float)) else max(bytes_of_ranks, default=None)
-    ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
-    ends = [timeline.step_seconds for timeline in timelines] + [end for moments in lines for end in moments.values()]
-    peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
-    time = Axis(max(ends, default=0.0), _LEFT, _END)
-    height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
-    show_labels = all(_most_labels_fit(timeline, time, height) for timeline in timelines)
-    # Where each curve is 0 or one and the same amount, it says no more than the peak in words.
-    amounts = {amount for timeline in timelines for curve in timeline.memory for _, amount in curve if amount}
-    show_memory = not timelines or len(amounts) > 1 or bool(amounts and line is not None)
-    most = max(*peaks, line or 0.0, 0.0, 0.0) * 1.12
-    units = replace(units, digits=_DIGITS)
-    return _Layout(time, most, line, bytes_of_ranks, units, height, show_labels, copies, show_memory)
+        self.show_labels = all(_most_labels_fit(timeline, self.time, self.row_height) for timeline in timelines)
+        peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
+        self.memory_bytes = max(*peaks, self.budget_bytes or 0.0, 0.0, 0.0) * 1.12
+        # Where each curve is 0 or one and the same amount, it says no more than the peak in words.
+        amounts = {amount for timeline in timelines for curve in timeline.memory for _, amount in curve if amount}
+        has_line = bool(amounts and self.budget_bytes is not None)
+        self.show_memory = not timelines or len(amounts) > 1 or has_line
 
 
 def _most_labels_fit(timeline: TimelineFigures, time: Axis, height: float) -> bool:

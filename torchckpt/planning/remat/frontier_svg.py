@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, cycle, islice
 from typing import NamedTuple, TypeAlias
 
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped
-from torchckpt.planning.draw.units import Units, percent, units_of_bytes
+from torchckpt.planning.draw.units import percent, units_of_bytes
 
 __all__ = ["draw_frontier"]
 
@@ -66,7 +66,7 @@ def draw_frontier(
         cost: what the shares are of, such as ``extra FLOPs`` or ``extra time``.
         budgets: of any point, what its budget was; written beside it where there is room.
     """
-    picture = _Frontier(tuple(sorted(points)), dict(others or {}), eager_peak_bytes)
+    picture = _Frontier(points, others or {}, eager_peak_bytes)
     canvas = Canvas(_WIDTH)
     canvas.headed(_LEFT, title, picture.facts)
     _axes(canvas, picture, cost)
@@ -91,40 +91,21 @@ def draw_frontier(
     return canvas.text(bottom, f"{title}: {picture.facts}", _STYLE)
 
 
-@dataclass(frozen=True)
 class _Frontier:
-    """What is drawn, and its scales."""
+    """What is drawn, and its scales. ``line`` is the least share up to each peak."""
 
-    points: tuple[Point, ...]
-    others: Mapping[str, Sequence[Point]]
-    eager_peak_bytes: int
-
-    @property
-    def all(self) -> list[Point]:
-        return [*self.points, *chain.from_iterable(self.others.values())]
-
-    @property
-    def line(self) -> list[Point]:
-        """The least share up to each peak."""
+    def __init__(self, points: Sequence[Point], others: Mapping[str, Sequence[Point]], eager_peak_bytes: int) -> None:
+        self.points, self.others, self.eager_peak_bytes = sorted(points), others, eager_peak_bytes
+        self.all = [*self.points, *chain.from_iterable(others.values())]
         peaks = [peak for peak, _ in self.points]
-        return list(zip(peaks, accumulate((share for _, share in self.points), min)))
-
-    @property
-    def memory(self) -> Axis:
-        peaks = (peak for peak, _ in self.all)
-        return Axis(max((self.eager_peak_bytes, *peaks)) * 1.04, _LEFT, _END)
-
-    @property
-    def cost(self) -> Axis:
+        self.line = list(zip(peaks, accumulate((share for _, share in self.points), min)))
+        self.memory = Axis(max((eager_peak_bytes, *(peak for peak, _ in self.all))) * 1.04, _LEFT, _END)
         most = max((share for _, share in self.all), default=0.0)
-        return Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
+        self.cost = Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
+        self.units = replace(units_of_bytes(self.memory.extent), digits=3)
 
     def place(self, point: Point) -> tuple[float, float]:
         return self.memory(point[0]), self.cost(point[1])
-
-    @property
-    def units(self) -> Units:
-        return replace(units_of_bytes(self.memory.extent), digits=3)
 
     @property
     def facts(self) -> str:
