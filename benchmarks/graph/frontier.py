@@ -20,7 +20,7 @@ from benchmarks.graph.torch_baselines import ROUTES, budgeted, by_block
 from benchmarks.turns import in_turn, ratios
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
-from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
+from torchckpt.planning.remat.frontier_svg import draw_frontier
 
 __all__ = ["BUDGETS", "MODELS", "count", "draw", "measure", "show"]
 

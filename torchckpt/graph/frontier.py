@@ -14,9 +14,9 @@ from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
 from torchckpt.planning.draw.units import aligned, units_of_bytes
 from torchckpt.planning.figures import Drawn
-from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
-from torchckpt.planning.remat.draw.table import page
-from torchckpt.planning.remat.search.frontier import frontier as solutions_of
+from torchckpt.planning.remat.frontier_svg import draw_frontier
+from torchckpt.planning.remat.search.planner import frontier as solutions_of
+from torchckpt.planning.remat.table import page
 
 __all__ = ["Frontier", "frontier"]
 

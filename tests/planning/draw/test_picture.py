@@ -8,11 +8,11 @@ import pytest
 
 from tests.planning.draw.picture import Picture, faults
 from tests.planning.draw.test_svg import STEPS
-from tests.planning.remat.draw.test_frontier_svg import OTHERS, OURS
-from tests.planning.remat.draw.test_plan_svg import FLOWS, drawn, paths_of
+from tests.planning.remat.test_frontier_svg import OTHERS, OURS
+from tests.planning.remat.test_plan_svg import FLOWS, drawn, paths_of
 from torchckpt.planning.draw.svg import compare, svg
-from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
 from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.frontier_svg import draw_frontier
 from torchckpt.planning.step.timeline import Timeline
 
 STRANGE = "<b>&\x00\"'" * 20

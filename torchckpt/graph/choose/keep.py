@@ -14,11 +14,10 @@ from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.graph.annotations import mark_of, module_of, regions_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
-from torchckpt.planning.remat.flow.late import Home, Region, late, separating_storages
+from torchckpt.planning.remat.flow.late import Home, Region, every_sqrt, late, separating_storages
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.improve import remove_repeats
 from torchckpt.planning.remat.search.planner import least
-from torchckpt.planning.remat.search.select import every_sqrt
 
 __all__ = ["POLICIES", "Keep", "Value", "Values", "check_keep", "kept_by", "schedule_of"]
 

@@ -1,7 +1,6 @@
 """Timelines for people: text, SVG, traces.
 
-    svg, gantt, trace    the three forms of a timeline, with the panel of held bytes
-    layout            where rows and lines of a picture stand
+    svg, gantt, trace    the three forms of a timeline; ``svg`` has the panel of held bytes
     canvas, units     what all pictures share: elements, axes, grids, legends; how numbers are written
 """
 __all__: list[str] = []

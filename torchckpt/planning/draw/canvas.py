@@ -8,10 +8,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torchckpt.planning.draw.units import number
 
-__all__ = [
-    "CHARACTER", "COLOURS", "STYLE", "TEXT", "Axis", "Canvas", "clipped", "draw_key", "grid", "headed", "legend",
-    "scale", "upright",
-]
+__all__ = ["CHARACTER", "COLOURS", "STYLE", "TEXT", "Axis", "Canvas", "clipped"]
 
 
 class Canvas:
@@ -49,6 +46,59 @@ class Canvas:
     def words(self, x: float, y: float, content: str, **attributes: object) -> None:
         self._parts.append(f"<text{_written({'x': x, 'y': y, **attributes})}>{_clean(content)}</text>")
 
+    def headed(self, x: float, title: str, subtitle: str) -> float:
+        """Write what a picture shows, and below it of what, from ``x`` on. Returns where the picture begins."""
+        if not title:
+            return 0.0
+        self.words(x, 28, clipped(title, int((self.width - x) / (18 * CHARACTER))), class_="title")
+        if not subtitle:
+            return 34.0
+        self.words(x, 50, clipped(subtitle, int((self.width - x) / (14 * 0.56))), class_="facts")
+        return 58.0
+
+    def scale(self, axis: Axis, y: float, unit: float, most: int = 10, *, above: bool = False) -> None:
+        """Draw a horizontal ``axis`` at ``y``, with ticks and numbers below it; ``above`` it, they are in per cent."""
+        self.line(axis.start, y, axis.end, y, class_="axis")
+        for tick in axis.ticks(most, unit):
+            self.line(axis(tick), y, axis(tick), y - 4 if above else y + 4, class_="axis")
+            text = number(tick / unit)
+            self.words(axis(tick), y - 9 if above else y + 17, f"{text} %" if above else text, class_="middle")
+
+    def grid(self, axis: Axis, left: float, right: float, unit: float, most: int, after: str = "") -> None:
+        """Draw a line from ``left`` to ``right`` at each tick of a vertical ``axis``, with its number before it."""
+        for tick in axis.ticks(most, unit):
+            self.line(left, axis(tick), right, axis(tick), class_="grid")
+            self.words(left - 8, axis(tick) + 4, f"{number(tick / unit)}{after}", class_="end")
+
+    def upright(self, x: float, y: float, text: str, kind: str) -> None:
+        """Write ``text`` from below to above."""
+        self.words(x, y, text, class_=kind, transform=f"rotate(-90 {x:.2f} {y:g})")
+
+    def key(self, style: str, x: float, y: float) -> None:
+        """Draw what stands before a name in a legend: a line of the style ``budget``, else a box."""
+        if style == "budget":
+            self.line(x - 2, y - 4, x + 14, y - 4, class_=style)
+        else:
+            self.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
+
+    def legend(
+        self,
+        entries: Iterable[tuple[str, str]],
+        left: float,
+        y: float,
+        key: Callable[[str, float, float], None] | None = None,
+    ) -> float:
+        """Draw the ``key`` of each style with its name, in lines from ``left`` on. Returns where the picture ends."""
+        x = left
+        for style, name in entries:
+            width = 34 + len(name) * TEXT * 0.6
+            if x + width > self.width and x > left:
+                x, y = left, y + 18
+            (key or self.key)(style, x, y)
+            self.words(x + 18, y, name)
+            x += width
+        return y + 16
+
     def text(self, height: float, title: str, style: str) -> str:
         """The SVG document, ``height`` high, on a white background. ``title`` is read by screen readers."""
         size = {"width": self.width, "height": height, "viewBox": f"0 0 {_short(self.width)} {_short(height)}"}
@@ -62,15 +112,13 @@ class Canvas:
 
 
 def _written(attributes: dict[str, object]) -> str:
-    return "".join(f" {name.rstrip('_').replace('_', '-')}={quoteattr(_value(at))}" for name, at in attributes.items())
+    names = (name.rstrip("_").replace("_", "-") for name in attributes)
+    values = (quoteattr(_allowed(_short(value))) for value in attributes.values())
+    return "".join(f" {name}={value}" for name, value in zip(names, values))
 
 
-def _value(value: object) -> str:
-    return _short(value) if isinstance(value, (int, float)) else _allowed(str(value))
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+def _short(value: object) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, (int, float)) else str(value)
 
 
 def _clean(content: str) -> str:
@@ -137,62 +185,3 @@ def clipped(name: str, longest: int, *, tail: bool = False) -> str:
     if len(name) <= longest:
         return name
     return "..." + name[3 - longest:] if tail else name[: longest - 3] + "..."
-
-
-def headed(canvas: Canvas, x: float, title: str, subtitle: str) -> float:
-    """Write what a picture shows, and below it of what, from ``x`` on. Returns where the picture begins."""
-    if not title:
-        return 0.0
-    canvas.words(x, 28, clipped(title, int((canvas.width - x) / (18 * CHARACTER))), class_="title")
-    if not subtitle:
-        return 34.0
-    canvas.words(x, 50, clipped(subtitle, int((canvas.width - x) / (14 * 0.56))), class_="facts")
-    return 58.0
-
-
-def scale(canvas: Canvas, axis: Axis, y: float, unit: float, most: int = 10, *, above: bool = False) -> None:
-    """Draw a horizontal ``axis`` at ``y``, with ticks and numbers below it; ``above`` it, they are in per cent."""
-    canvas.line(axis.start, y, axis.end, y, class_="axis")
-    for tick in axis.ticks(most, unit):
-        canvas.line(axis(tick), y, axis(tick), y - 4 if above else y + 4, class_="axis")
-        text = number(tick / unit)
-        canvas.words(axis(tick), y - 9 if above else y + 17, f"{text} %" if above else text, class_="middle")
-
-
-def grid(canvas: Canvas, axis: Axis, left: float, right: float, unit: float, most: int, after: str = "") -> None:
-    """Draw a line from ``left`` to ``right`` at each tick of a vertical ``axis``, with its number before it."""
-    for tick in axis.ticks(most, unit):
-        canvas.line(left, axis(tick), right, axis(tick), class_="grid")
-        canvas.words(left - 8, axis(tick) + 4, f"{number(tick / unit)}{after}", class_="end")
-
-
-def upright(canvas: Canvas, x: float, y: float, text: str, kind: str) -> None:
-    """Write ``text`` from below to above."""
-    canvas.words(x, y, text, class_=kind, transform=f"rotate(-90 {x:.2f} {y:g})")
-
-
-def draw_key(canvas: Canvas, style: str, x: float, y: float) -> None:
-    """Draw what stands before a name in a legend: a line of the style ``budget``, else a box."""
-    if style == "budget":
-        canvas.line(x - 2, y - 4, x + 14, y - 4, class_=style)
-    else:
-        canvas.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
-
-
-def legend(
-    canvas: Canvas,
-    entries: Iterable[tuple[str, str]],
-    left: float,
-    y: float,
-    key: Callable[[Canvas, str, float, float], None] = draw_key,
-) -> float:
-    """Draw the ``key`` of each style with its name, in lines from ``left`` on. Returns where the picture ends."""
-    x = left
-    for style, name in entries:
-        width = 34 + len(name) * TEXT * 0.6
-        if x + width > canvas.width and x > left:
-            x, y = left, y + 18
-        key(canvas, style, x, y)
-        canvas.words(x + 18, y, name)
-        x += width
-    return y + 16

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def _exact(timeline: TimelineFigures, shortest: float, room: int) -> _Grid | Non
     if timeline.step_seconds > shortest * room:
         return None
     times = {time for event in timeline.events for time in (event.start_seconds, event.end_seconds)}
-    unit = _unit(time / shortest for time in times) * shortest
+    unit = _unit([time / shortest for time in times]) * shortest
     if not unit:
         return None
     longest = max(len(label(timeline.schedule, event.action)) for event in timeline.events)
@@ -79,27 +79,18 @@ def _exact(timeline: TimelineFigures, shortest: float, room: int) -> _Grid | Non
     return None
 
 
-def _unit(times: Iterable[float]) -> float:
+def _unit(times: Sequence[float]) -> float:
     """The greatest common divisor of all ``times``; 0 if they are not multiples of a common simple fraction."""
-    divisor = Fraction(0)
-    for time in times:
-        fraction = Fraction(time).limit_denominator(_FINEST)
-        if abs(float(fraction) - time) > _TOLERANCE * max(1.0, abs(time)):
-            return 0.0
-        divisor = _common(divisor, fraction)
-    return float(divisor)
-
-
-def _common(one: Fraction, other: Fraction) -> Fraction:
-    return Fraction(
-        math.gcd(one.numerator * other.denominator, other.numerator * one.denominator),
-        one.denominator * other.denominator,
-    )
+    fractions = [Fraction(time).limit_denominator(_FINEST) for time in times]
+    if any(abs(float(fraction) - time) > _TOLERANCE * max(1.0, abs(time)) for fraction, time in zip(fractions, times)):
+        return 0.0
+    parts = math.lcm(*(fraction.denominator for fraction in fractions))
+    return math.gcd(*(int(fraction * parts) for fraction in fractions)) / parts
 
 
 def _spelled(timeline: TimelineFigures, events: list[Event], grid: _Grid) -> str:
     """Each event by its label, dashes up to its end, and a blank where there is room for one."""
-    row = _idle(0, grid.column(timeline.step_seconds), grid)
+    row = ["." if column % grid.cell == 0 else " " for column in range(grid.column(timeline.step_seconds))]
     for event in events:
         start, end = grid.column(event.start_seconds), grid.column(event.end_seconds)
         name = label(timeline.schedule, event.action)
@@ -108,10 +99,6 @@ def _spelled(timeline: TimelineFigures, events: list[Event], grid: _Grid) -> str
         gap = " " if end - start > len(name) and (grid.numbered or grid.cell > 1) else ""
         row[start:end] = (name.ljust(end - start - len(gap), "-") + gap)[: end - start]
     return "".join(row)
-
-
-def _idle(start: int, end: int, grid: _Grid) -> list[str]:
-    return ["." if column % grid.cell == 0 else " " for column in range(start, end)]
 
 
 def _crowded(events: list[Event], grid: _Grid, room: int) -> str:

@@ -15,25 +15,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas, clipped, draw_key, grid, headed, legend, scale
-from torchckpt.planning.draw.layout import ARRIVALS, LEFT, RIGHT, WIDTH, WIRE, Layout, box, fits, label_size, layout_of
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import KIND_NAMES, Units, label, percent, row_name
-from torchckpt.planning.figures import Event, Message, TimelineFigures
+from torchckpt.planning.figures import Message, TimelineFigures
 from torchckpt.planning.order.schedule import Kind
 
 __all__ = ["compare", "svg"]
 
+_WIDTH, _LEFT, _RIGHT = 960.0, 84.0, 24.0
+_END = _WIDTH - _RIGHT
+_ARRIVALS, _WIRE = 5.0, 9.0  # ticks above a row; a row of messages in one direction
 _FEW_RANKS = 8  # of more, only the curve that peaks is drawn
 _CAPTION, _TOGETHER = 24.0, 72.0
-_OWN, _APART = 40.0, 6.0  # of one rank, where each is drawn by itself
+_SINGLE, _APART = 40.0, 6.0  # the curve of one rank, where each is drawn by itself
+_DIGITS = 3  # of a number in a picture
 _STYLE = STYLE + """
 .idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
 .moment{stroke:#111827;stroke-width:1.2;stroke-dasharray:4 3} .there{fill:#9fd3f2} .back{fill:#6b8fc9}
 .largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
 """
-_ON_DARK = "BIW"
-
+_SHADES = dict.fromkeys("BIW", "light")  # of words on these kinds
 _TITLE, _TIMES = 32.0, 38.0
 _LINE = 16.0  # of text
 _LETTER = 0.6  # wide, in sizes of the font
@@ -64,15 +67,24 @@ def svg(
         title, subtitle: above all panels: what the picture shows, in words, and of what.
         lines: per timeline, by name the seconds at which to draw lines down its panel.
     """
-    layout = layout_of(timelines, budget_bytes, units or Units(), copies, lines)
-    canvas = Canvas(WIDTH)
-    y, titles = headed(canvas, LEFT, title, subtitle), [title] if title else []
+    layout = _Layout(timelines, budget_bytes, units or Units(), copies, lines)
+    canvas = Canvas(_WIDTH)
+    y, titles = canvas.headed(_LEFT, title, subtitle), [title] if title else []
     for index, timeline in enumerate(timelines):
         name = names[index] if index < len(names) else _name(timeline)
         facts = _facts(timeline, timelines[0] if index else None, layout.units)
         titles.append(f"{name}: {facts}")
         y = _panel(canvas, timeline, (name, facts), layout, y, lines[index] if index < len(lines) else {})
-    return canvas.text(legend(canvas, _entries(timelines, layout), LEFT, y + 8, _key), "; ".join(titles), _STYLE)
+
+    def key(style: str, x: float, y: float) -> None:
+        if style == "arrival":
+            canvas.line(x + 6, y - 9, x + 6, y + 1, class_=style)
+        elif style in ("largest", "curve"):
+            canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
+        else:
+            canvas.key(style, x, y)
+
+    return canvas.text(canvas.legend(_entries(timelines, layout), _LEFT, y + 8, key), "; ".join(titles), _STYLE)
 
 
 def compare(
@@ -84,6 +96,58 @@ def compare(
 ) -> str:
     """``before`` over ``after``, on the same scales; see :func:`svg`."""
     return svg(before, after, names=names, budget_bytes=budget_bytes, units=units)
+
+
+class _Layout:
+    """What all panels of a picture share. ``bytes_of_ranks`` is empty where there is one budget for all ranks."""
+
+    def __init__(
+        self,
+        timelines: Sequence[TimelineFigures],
+        budget: float | Sequence[float] | None,
+        units: Units,
+        show_copies: bool,
+        lines: Sequence[Mapping[str, float]],
+    ) -> None:
+        self.units, self.show_copies = replace(units, digits=_DIGITS), show_copies
+        self.bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
+        self.budget_bytes = budget if isinstance(budget, (int, float)) else max(self.bytes_of_ranks, default=None)
+        ends = [timeline.step_seconds for timeline in timelines]
+        ends += [end for moments in lines for end in moments.values()]
+        self.time = Axis(max(ends, default=0.0), _LEFT, _END)
+        ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
+        self.row_height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
+        self.pitch = _ARRIVALS + self.row_height + (2 * _WIRE if show_copies else 0.0)
+        """From one rank to the next."""
+        self.show_labels = all(_most_labels_fit(timeline, self.time, self.row_height) for timeline in timelines)
+        peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
+        self.memory_bytes = max(*peaks, self.budget_bytes or 0.0, 0.0, 0.0) * 1.12
+        # Where each curve is 0 or one and the same amount, it says no more than the peak in words.
+        amounts = {amount for timeline in timelines for curve in timeline.memory for _, amount in curve if amount}
+        has_line = bool(amounts and self.budget_bytes is not None)
+        self.show_memory = not timelines or len(amounts) > 1 or has_line
+
+
+def _most_labels_fit(timeline: TimelineFigures, time: Axis, height: float) -> bool:
+    labels = [(label(timeline.schedule, event.action), event) for event in timeline.events]
+    widths = [_box(time, event.start_seconds, event.end_seconds)[1] for _, event in labels]
+    fitting = sum(_fits(text, width, height) for (text, _), width in zip(labels, widths))
+    return 2 * fitting >= len(labels)
+
+
+def _box(time: Axis, start_seconds: float, end_seconds: float) -> tuple[float, float]:
+    """Where a box begins, and its width; a sliver of white parts it from the next."""
+    start, end = time(start_seconds), time(end_seconds)
+    return start, (end - start) - min(1.0, 0.15 * (end - start))
+
+
+def _fits(text: str, width: float, height: float) -> bool:
+    return height >= 11 and len(text) * CHARACTER * _label_size(height) <= width - 2
+
+
+def _label_size(height: float) -> float:
+    """The size of the font of labels in boxes."""
+    return min(11.5, height * 0.72)
 
 
 def _name(timeline: TimelineFigures) -> str:
@@ -104,15 +168,15 @@ def _panel(
     canvas: Canvas,
     timeline: TimelineFigures,
     title: tuple[str, str],
-    layout: Layout,
+    layout: _Layout,
     top: float,
     lines: Mapping[str, float],
 ) -> float:
     """Draw ``timeline`` from ``top`` on; where the next panel begins."""
     name, facts = title
-    room = WIDTH - RIGHT - LEFT - (len(facts) + 1) * 14 * _LETTER
-    canvas.words(LEFT, top + 22, clipped(name, int(room / (15 * _LETTER))), class_="name")
-    canvas.words(WIDTH - RIGHT, top + 22, facts, class_="facts end")
+    room = _END - _LEFT - (len(facts) + 1) * 14 * _LETTER
+    canvas.words(_LEFT, top + 22, clipped(name, int(room / (15 * _LETTER))), class_="name")
+    canvas.words(_END, top + 22, facts, class_="facts end")
     rows = top + _TITLE + len(lines) * _LINE
     ends = rows + len(timeline.schedule.ranks) * layout.pitch
     bottom = ends + _memory_height(timeline, layout)
@@ -120,71 +184,69 @@ def _panel(
         canvas.line(layout.time(tick), rows, layout.time(tick), bottom, class_="grid")
     _rows(canvas, timeline, layout, rows)
     if layout.show_memory:
-        (_memory_of_each if layout.own_bytes else _memory)(canvas, timeline, layout, bottom)
+        (_memory_of_each if layout.bytes_of_ranks else _memory)(canvas, timeline, layout, bottom)
     _moments(canvas, layout, lines, rows, ends)
     unit = layout.units.time
-    canvas.words(LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
-    scale(canvas, layout.time, bottom, layout.units.seconds)  # [4]
+    canvas.words(_LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
+    canvas.scale(layout.time, bottom, layout.units.seconds)  # [4]
     return bottom + _TIMES
 
 
-def _moments(canvas: Canvas, layout: Layout, lines: Mapping[str, float], top: float, bottom: float) -> None:
+def _moments(canvas: Canvas, layout: _Layout, lines: Mapping[str, float], top: float, bottom: float) -> None:
     """Each line has its name beside its upper end, the last one highest, so that no line crosses a name."""
-    for place, (name, at) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
-        x, y = layout.time(at), top - (place + 1) * _LINE
-        is_left = x > (LEFT + WIDTH) / 2
+    for place, (name, seconds) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
+        x, y = layout.time(seconds), top - (place + 1) * _LINE
+        is_left = x > (_LEFT + _WIDTH) / 2
         canvas.line(x, y + 2, x, bottom, class_="moment")
-        text = f"{name} {layout.units.of_time(at)}"
+        text = f"{name} {layout.units.of_time(seconds)}"
         canvas.words(x - 5 if is_left else x + 5, y + 12, text, class_="end" if is_left else "start")
 
 
-def _rows(canvas: Canvas, timeline: TimelineFigures, layout: Layout, top: float) -> None:
+def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float) -> None:
     """[2]"""
     pitch = layout.pitch
     every = -(-(28 if layout.show_copies else 15) // int(pitch))  # rows from one name to the next, so that none touch
     for rank in range(len(timeline.schedule.ranks)):
-        y = top + rank * pitch + ARRIVALS
-        canvas.rectangle(LEFT, y, layout.time(timeline.step_seconds) - LEFT, layout.row_height, class_="idle")
+        y = top + rank * pitch + _ARRIVALS
+        canvas.rectangle(_LEFT, y, layout.time(timeline.step_seconds) - _LEFT, layout.row_height, class_="idle")
         if rank % every == 0:
             name = row_name(timeline.schedule, rank)
-            canvas.words(LEFT - 8, y + layout.row_height / 2 + 5, name, class_="end")
-        _boxes(canvas, timeline, [event for event in timeline.events if event.rank == rank], layout, y)
+            canvas.words(_LEFT - 8, y + layout.row_height / 2 + 5, name, class_="end")
+        _boxes(canvas, timeline, rank, layout, y)
         if layout.show_copies and every == 1:
-            canvas.words(LEFT - 8, y + layout.row_height + 1 + WIRE, "copies", class_="end")
+            canvas.words(_LEFT - 8, y + layout.row_height + 1 + _WIRE, "copies", class_="end")
         if layout.show_copies:
             _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
-        arrived = [(layout.time(at), y - ARRIVALS + 0.5) for to, at in _arrivals(timeline) if to == rank]
+        arrived = [(layout.time(seconds), y - _ARRIVALS + 0.5) for to, seconds in _arrivals(timeline) if to == rank]
         if arrived:
-            canvas.ticks(arrived, ARRIVALS - 0.5, class_="arrival")
+            canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
 
 
-def _boxes(canvas: Canvas, timeline: TimelineFigures, events: Sequence[Event], layout: Layout, y: float) -> None:
-    """What one rank does."""
-    height, size = layout.row_height, label_size(layout.row_height)
+def _boxes(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float) -> None:
+    """What ``rank`` does."""
+    height, size = layout.row_height, _label_size(layout.row_height)
+    events = [event for event in timeline.events if event.rank == rank]
+    places = [_box(layout.time, event.start_seconds, event.end_seconds) for event in events]
     by_kind: dict[str, list[tuple[float, float, float, float]]] = {}
-    for event in events:
-        x, width = box(event, layout.time)
+    for event, (x, width) in zip(events, places):
         by_kind.setdefault(event.action.kind.value, []).append((x, y, width, height))
     for kind, boxes in by_kind.items():
         canvas.boxes(boxes, class_=kind)
-    for event in events if layout.show_labels else ():
-        text, (x, width) = label(timeline.schedule, event.action), box(event, layout.time)
-        shade = "light" if event.action.kind.value in _ON_DARK else "dark"
-        if fits(text, width, height):
+    for event, (x, width) in zip(events, places) if layout.show_labels else ():
+        text, shade = label(timeline.schedule, event.action), _SHADES.get(event.action.kind.value, "dark")
+        if _fits(text, width, height):
             place = (x + width / 2, y + height / 2 + size * 0.36)
             canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
 
 
-def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: Layout, y: float) -> None:
+def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float) -> None:
     """What ``rank`` sends to others: activations, and under them gradients."""
-    sent: dict[str, list[tuple[float, float, float, float]]] = {"there": [], "back": []}
-    for message in (message for message, sender, _ in _crossing(timeline) if sender == rank):
-        x, end = layout.time(message.sent_seconds), layout.time(message.arrived_seconds)
-        way = "there" if message.action.kind is Kind.FORWARD else "back"
-        sent[way].append((x, y + (WIRE if way == "back" else 0.0), end - x - min(1.0, 0.15 * (end - x)), WIRE - 2))
-    for way, boxes in sent.items():
-        if boxes:
-            canvas.boxes(boxes, class_=way)
+    sent = [message for message, sender, _ in _crossing(timeline) if sender == rank]
+    for way, is_forward, top in (("there", True, y), ("back", False, y + _WIRE)):
+        messages = [message for message in sent if (message.action.kind is Kind.FORWARD) == is_forward]
+        spans = [_box(layout.time, message.sent_seconds, message.arrived_seconds) for message in messages]
+        if spans:
+            canvas.boxes(((x, top, width, _WIRE - 2) for x, width in spans), class_=way)
 
 
 def _crossing(timeline: TimelineFigures) -> list[tuple[Message, int, int]]:
@@ -200,20 +262,20 @@ def _arrivals(timeline: TimelineFigures) -> list[tuple[int, float]]:
     return [(to, message.arrived_seconds) for message, _, to in _crossing(timeline) if message.action.kind in kinds]
 
 
-def _memory_height(timeline: TimelineFigures, layout: Layout) -> float:
+def _memory_height(timeline: TimelineFigures, layout: _Layout) -> float:
     """The height of [3], with what stands above it."""
     if not layout.show_memory:
         return 4.0
-    return 14.0 + len(timeline.memory) * (_OWN + _APART) if layout.own_bytes else _CAPTION + _TOGETHER
+    return 14.0 + len(timeline.memory) * (_SINGLE + _APART) if layout.bytes_of_ranks else _CAPTION + _TOGETHER
 
 
-def _memory(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
+def _memory(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: float) -> None:
     """[3]: the curve of the rank that needs most, and of few ranks all of them."""
     units, peaks = layout.units, timeline.peak_bytes
     axis = Axis(layout.memory_bytes, bottom, bottom - _TOGETHER)
-    grid(canvas, axis, LEFT, WIDTH - RIGHT, units.bytes, 4)
+    canvas.grid(axis, _LEFT, _END, units.bytes, 4)
     unit = units.many or units.memory
-    canvas.words(LEFT, bottom - _TOGETHER - 2, f"memory, {unit}" if unit else "memory")
+    canvas.words(_LEFT, bottom - _TOGETHER - 2, f"memory, {unit}" if unit else "memory")
     largest = max(range(len(peaks)), key=peaks.__getitem__, default=None)
     for rank, curve in enumerate(timeline.memory):
         if rank != largest and len(timeline.memory) <= _FEW_RANKS:
@@ -224,24 +286,24 @@ def _memory(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: f
         _budget(canvas, axis(layout.budget_bytes))
 
 
-def _memory_of_each(canvas: Canvas, timeline: TimelineFigures, layout: Layout, bottom: float) -> None:
+def _memory_of_each(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: float) -> None:
     """[3], where each rank has its own budget: one curve below the other."""
     for rank, peak in enumerate(timeline.peak_bytes):
-        low = bottom - (len(timeline.memory) - rank - 1) * (_OWN + _APART)
-        axis = Axis(layout.memory_bytes, low, low - _OWN)
+        low = bottom - (len(timeline.memory) - rank - 1) * (_SINGLE + _APART)
+        axis = Axis(layout.memory_bytes, low, low - _SINGLE)
         _area(canvas, timeline, rank, layout.time, axis)
-        _budget(canvas, axis(layout.own_bytes[rank] if rank < len(layout.own_bytes) else 0.0))
-        canvas.words(LEFT - 8, low - 16, f"memory {rank}", class_="end")
-        canvas.words(LEFT - 8, low - 2, layout.units.of_memory(peak), class_="end")
+        _budget(canvas, axis(layout.bytes_of_ranks[rank] if rank < len(layout.bytes_of_ranks) else 0.0))
+        canvas.words(_LEFT - 8, low - 16, f"memory {rank}", class_="end")
+        canvas.words(_LEFT - 8, low - 2, layout.units.of_memory(peak), class_="end")
 
 
 def _area(canvas: Canvas, timeline: TimelineFigures, rank: int, time: Axis, memory: Axis) -> None:
     outline = _corners(timeline.memory[rank], timeline, time, memory)
-    canvas.steps([(LEFT, memory.start), *outline, (outline[-1][0], memory.start)], class_="largest")
+    canvas.steps([(_LEFT, memory.start), *outline, (outline[-1][0], memory.start)], class_="largest")
 
 
 def _budget(canvas: Canvas, y: float) -> None:
-    canvas.line(LEFT, y, WIDTH - RIGHT, y, class_="budget")
+    canvas.line(_LEFT, y, _END, y, class_="budget")
 
 
 def _corners(
@@ -253,7 +315,7 @@ def _corners(
     return [(time(seconds), memory(amount)) for seconds, amount in changes.items()]
 
 
-def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple[str, str]]:
+def _entries(timelines: Sequence[TimelineFigures], layout: _Layout) -> list[tuple[str, str]]:
     present = {event.action.kind.value for timeline in timelines for event in timeline.events}
     entries = [(kind, name) for kind, name in KIND_NAMES.items() if kind in present]
     if {"B", "I"} <= present:  # of one colour
@@ -264,7 +326,7 @@ def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple
         entries += [("there", "an activation on its way"), ("back", "a gradient on its way")]
     if not layout.show_memory:
         return entries
-    if layout.own_bytes:
+    if layout.bytes_of_ranks:
         return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
     if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
         entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
@@ -273,12 +335,3 @@ def _entries(timelines: Sequence[TimelineFigures], layout: Layout) -> list[tuple
     if layout.budget_bytes is not None:
         entries.append(("budget", f"budget {layout.units.of_memory(layout.budget_bytes)}"))
     return entries
-
-
-def _key(canvas: Canvas, style: str, x: float, y: float) -> None:
-    if style == "arrival":
-        canvas.line(x + 6, y - 9, x + 6, y + 1, class_=style)
-    elif style in ("largest", "curve"):
-        canvas.steps([(x, y + 1), (x, y - 7), (x + 12, y + 1)], class_=style)
-    else:
-        draw_key(canvas, style, x, y)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from typing import Any
 
 from torchckpt.planning.draw.units import KIND_NAMES, Units
@@ -17,15 +16,8 @@ from torchckpt.planning.order.schedule import Action
 __all__ = ["trace"]
 
 _Entry = dict[str, Any]
-
-
-class _Stream(IntEnum):
-    COMPUTE = 0
-    FORWARD = 1
-    BACKWARD = 2
-
-    def __str__(self) -> str:
-        return "compute" if self is _Stream.COMPUTE else f"link out {self.name.lower()}"
+_STREAMS = ("compute", "link out forward", "link out backward")
+"""The rows of a stage."""
 
 
 def trace(*timelines: TimelineFigures, names: Sequence[str] = (), units: Units | None = None) -> str:
@@ -53,26 +45,24 @@ def _entries(timeline: TimelineFigures, prefix: str, first_process: int, units: 
     for rank in range(len(timeline.schedule.ranks)):
         yield from _named("process", f"{prefix}rank {rank}", first_process + rank, 0)
     for stage, rank in enumerate(placement):
-        for stream in _Stream:
-            yield from _named("thread", f"stage {stage} {stream}", first_process + rank, _row(stage, stream))
+        for stream, name in enumerate(_STREAMS):
+            yield from _named("thread", f"stage {stage} {name}", first_process + rank, _row(stage, stream))
     for event in timeline.events:
-        at = (first_process + event.rank, _row(event.action.stage, _Stream.COMPUTE))
-        yield _slice(event.action, at, event.start_seconds, event.end_seconds, str(event.action))
+        place = (first_process + event.rank, _row(event.action.stage, 0))
+        yield _slice(event.action, place, event.start_seconds, event.end_seconds, str(event.action))
     for message in timeline.messages:
-        stage = message.action.stage
-        stream = _Stream.FORWARD if message.to_stage > stage else _Stream.BACKWARD
-        if message.arrived_seconds > message.sent_seconds:
-            at = (first_process + placement[stage], _row(stage, stream))
-            name = f"{message.action} to stage {message.to_stage}"
-            yield _slice(message.action, at, message.sent_seconds, message.arrived_seconds, name)
+        stage, start, end = message.action.stage, message.sent_seconds, message.arrived_seconds
+        if end > start:
+            place = (first_process + placement[stage], _row(stage, 1 if message.to_stage > stage else 2))
+            yield _slice(message.action, place, start, end, f"{message.action} to stage {message.to_stage}")
     for rank, curve in enumerate(timeline.memory):
         for seconds, amount in dict(curve).items():  # of changes at one moment, the last
             counted = {units.memory: amount / units.bytes}
             yield {"ph": "C", "pid": first_process + rank, "name": "memory", "ts": _micro(seconds), "args": counted}
 
 
-def _row(stage: int, stream: _Stream) -> int:
-    return 1 + stage * len(_Stream) + stream
+def _row(stage: int, stream: int) -> int:
+    return 1 + stage * len(_STREAMS) + stream
 
 
 def _named(what: str, name: str, process: int, row: int) -> Iterator[_Entry]:
@@ -81,11 +71,11 @@ def _named(what: str, name: str, process: int, row: int) -> Iterator[_Entry]:
     yield {**head, "name": f"{what}_sort_index", "args": {"sort_index": process if what == "process" else row}}
 
 
-def _slice(action: Action, at: tuple[int, int], start_seconds: float, end_seconds: float, name: str) -> _Entry:
-    """A slice of the process and the row ``at``."""
+def _slice(action: Action, place: tuple[int, int], start_seconds: float, end_seconds: float, name: str) -> _Entry:
+    """A slice of ``place``, a process and a row."""
     start, end = _micro(start_seconds), _micro(end_seconds)
     detail = {"stage": action.stage, "micro_batch": action.micro_batch}
-    head: _Entry = {"ph": "X", "pid": at[0], "tid": at[1], "name": name, "cat": KIND_NAMES[action.kind.value]}
+    head: _Entry = {"ph": "X", "pid": place[0], "tid": place[1], "name": name, "cat": KIND_NAMES[action.kind.value]}
     return {**head, "ts": start, "dur": round(end - start, 3), "args": detail}
 
 

@@ -59,9 +59,7 @@ def units_for(most_bytes: float, memory: str = "A") -> Units:
     >>> units_for(2.5e6).of_memory(2.5e6), units_for(3).of_memory(3)
     ('2.5 MB', '3 A')
     """
-    if most_bytes < _BARE:
-        return Units(memory=memory)
-    return units_of_bytes(most_bytes)
+    return Units(memory=memory) if most_bytes < _BARE else units_of_bytes(most_bytes)
 
 
 def units_of_clock(most: float) -> Units:

@@ -5,8 +5,10 @@ makes a value again. ``memory`` says, to the byte, what a schedule needs. All el
 keep, ``select`` from values that separate inputs from outputs, ``planner`` under a budget, ``exact`` with a proof.
 
     plan              what users get
-    draw              how it is shown
+    table, plan_svg   a plan as text, and as a picture
+    frontier_svg      the picture of a frontier
     search            the search for an order that fits
+    curve             memory over time at the resolution of a picture, and labels beside it
     flow              one traced step, as operations on storages, and its memory
 """
 from __future__ import annotations

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.planning.draw.units import units_of_bytes
-from torchckpt.planning.remat.draw.plan_svg import draw_plan
-from torchckpt.planning.remat.draw.table import Summary, page, plan_rows, table
+from torchckpt.planning.figures import Drawn
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, repeats
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
+from torchckpt.planning.remat.plan_svg import draw_plan
+from torchckpt.planning.remat.table import page, plan_rows, table
 
 __all__ = ["Plan"]
 
@@ -23,7 +23,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Drawn):
     """One step's operations, in the order in which they run, and what that takes.
 
     ``print(plan)`` is a table of modules, ``plan.draw("plan.svg")`` its memory over time; a notebook shows both.
@@ -113,20 +113,14 @@ class Plan:
             near = get_close_matches(name, known, 1, 0.3) or known[:1]
             rule = "the plan has no module, mark or operation of this name"
             raise_fault(Fault(rule, repr(name), f"plan.explain({''.join(near)!r})"))
-        return "\n".join([f"{name}:", *self._told(operations)])
+        return "\n".join([f"{name}:", *map(self._line, operations)])
 
     def draw(self, path: str | PathLike[str] | None = None, title: str = "Memory of one training step") -> str:
         """The bytes alive over the schedule, as SVG: forward and backward, repeats in a colour of their own, the eager
         step in grey, the budget as a line. Written to ``path``, if one is given.
         """
         text = draw_plan(self.flow, self.schedule, self.paths, budget_bytes=self.budget_bytes, title=title)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def _repr_svg_(self) -> str:
-        """What a notebook shows."""
-        return self.draw()
+        return self._written(path, text)
 
     def _repr_html_(self) -> str:
         return page(self.draw(), repr(self).strip("<>"), str(self))
@@ -144,9 +138,8 @@ class Plan:
             ArgumentError: the text is none that it wrote.
         """
         try:
-            read = json.loads(text)
-            told = {_FORMAT: read}[read["format"]]
-            return cls._read(told)
+            stored = json.loads(text)
+            return cls._read({_FORMAT: stored}[stored["format"]])
         except (ValueError, LookupError, TypeError) as error:
             fault = Fault("the text is no plan that plan.to_json() wrote", f"{text!r:.60} ({error!r})",
                           "Plan.from_json(plan.to_json())")
@@ -159,20 +152,21 @@ class Plan:
         return {"flow": flow, **fields, "budget_bytes": self.budget_bytes, **whole}
 
     @classmethod
-    def _read(cls, told: dict[str, Any]) -> Plan:
-        operations = tuple(_operation(one) for one in told["flow"]["operations"])
-        sets = {name: frozenset(told["flow"][name]) for name in _SETS}
-        flow = Dataflow(operations, tuple(told["flow"]["sizes_bytes"]), told["flow"]["forward"], **sets)
-        names = {name: tuple(storages) for name, storages in told["names"].items()}
-        whole = cls._read(told["whole"]) if "whole" in told else None
-        made = cls(flow, tuple(told["schedule"]), tuple(told["paths"]), names, told["budget_bytes"], whole)
-        made.memory  # noqa: B018  # there is one if the schedule is one
-        return made
+    def _read(cls, stored: dict[str, Any]) -> Plan:
+        operations = tuple(map(_operation, stored["flow"]["operations"]))
+        sets = {name: frozenset(stored["flow"][name]) for name in _SETS}
+        flow = Dataflow(operations, tuple(stored["flow"]["sizes_bytes"]), stored["flow"]["forward"], **sets)
+        names = {name: tuple(storages) for name, storages in stored["names"].items()}
+        whole = cls._read(stored["whole"]) if "whole" in stored else None
+        plan = cls(flow, tuple(stored["schedule"]), tuple(stored["paths"]), names, stored["budget_bytes"], whole)
+        plan.memory  # noqa: B018  # there is one if the schedule is one
+        return plan
 
     def __str__(self) -> str:
         rows = plan_rows(self.flow, self.schedule, [path or "(root)" for path in self.paths])
-        totals = (self.peak_bytes, self.eager_peak_bytes, self.lower_bound, self.recompute_share, self.budget_bytes)
-        return table(rows, Summary(*totals))
+        budget = {} if self.budget_bytes is None else {"budget": self.budget_bytes}
+        amounts = {"eager peak": self.eager_peak_bytes, "lower bound": self.lower_bound}
+        return table(rows, {"peak": self.peak_bytes, **budget, **amounts}, self.recompute_share)
 
     def __repr__(self) -> str:
         of_memory, share = units_of_bytes(self.eager_peak_bytes).of_memory, self.recompute_share
@@ -185,19 +179,16 @@ class Plan:
     def _name(self, index: int) -> str:
         return self.flow.operations[index].name
 
-    def _told(self, operations: list[int]) -> list[str]:
+    def _line(self, index: int) -> str:
+        """What becomes of an operation's outputs."""
         of_memory = units_of_bytes(self.eager_peak_bytes).of_memory
-        times = {index: self._repeats.count(index) for index in operations}
-        lines = []
-        for index in operations:
-            sizes = sum(self.flow.sizes_bytes[storage] for storage in self.flow.operations[index].writes)
-            kept = sum(self.flow.sizes_bytes[s] for s in self.flow.operations[index].writes if s in self.memory.saved)
-            part = "saved" if kept == sizes else f"{of_memory(kept)} of it saved, the rest dropped"
-            place = "backward" if index >= self.flow.forward else part if kept else "dropped after its last use"
-            flops = self.flow.operations[index].repeat.flops * times[index]
-            again = f", recomputed {times[index]}x ({flops:.3g} FLOPs)" if times[index] else ""
-            lines.append(f"  {self._name(index)}: {of_memory(sizes)}, {place}{again}")
-        return lines
+        operation, times, sizes = self.flow.operations[index], self._repeats.count(index), self.flow.sizes_bytes
+        bytes_ = sum(sizes[storage] for storage in operation.writes)
+        saved = sum(sizes[storage] for storage in operation.writes if storage in self.memory.saved)
+        part = "saved" if saved == bytes_ else f"{of_memory(saved)} of it saved, the rest dropped"
+        place = "backward" if index >= self.flow.forward else part if saved else "dropped after its last use"
+        again = f", recomputed {times}x ({operation.repeat.flops * times:.3g} FLOPs)" if times else ""
+        return f"  {operation.name}: {of_memory(bytes_)}, {place}{again}"
 
 
 _SETS = ("given", "results", "forward_results")
@@ -208,10 +199,11 @@ def _stored(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {"again" if name == "substitute" else name: value for name, value in fields}
 
 
-def _operation(told: dict[str, Any]) -> Operation:
-    again = told.pop("again")
-    reads, writes = tuple(told.pop("reads")), tuple(told.pop("writes"))
-    return Operation(reads=reads, writes=writes, substitute=again and _operation(again), **told)
+def _operation(stored: dict[str, Any]) -> Operation:
+    substitute, reads, writes = (stored.pop(name) for name in ("again", "reads", "writes"))
+    return Operation(
+        reads=tuple(reads), writes=tuple(writes), substitute=substitute and _operation(substitute), **stored
+    )
 
 
 def _lowered(operation: Operation, spare_bytes: int) -> Operation:

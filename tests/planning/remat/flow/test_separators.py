@@ -78,7 +78,7 @@ def test_a_value_read_again_prevents_separation():
 
 def test_a_value_that_is_there_anyway_does_not_prevent_it():
     flow = forward(((0,), (1,)), ((1,), (2,)), ((2, 1), (3,)), ((3,), (4,)), given=1)
-    assert separating_storages(flow, there={1}) == [2, 3]
+    assert separating_storages(flow, shared={1}) == [2, 3]
 
 
 def test_one_of_two_outputs_separates_if_the_other_is_not_read():

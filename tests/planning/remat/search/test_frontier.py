@@ -6,8 +6,7 @@ import pytest
 
 from tests.planning.remat.flows import chain, mlp, transformer
 from torchckpt.planning.remat.search import planner
-from torchckpt.planning.remat.search.frontier import frontier
-from torchckpt.planning.remat.search.planner import least, solution
+from torchckpt.planning.remat.search.planner import frontier, least, solution
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,7 @@ from tests.planning.remat.flows import Tape, mlp, random_dag, random_step, resne
 from torchckpt.planning.remat.flow.dataflow import Tables
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.search.improve import draft_of
-from torchckpt.planning.remat.search.order import hoisted, moved, transplanted
+from torchckpt.planning.remat.search.improve import draft_of, hoisted, moved, transplanted
 
 FLOWS = {
     "mlp": mlp(4), "resnet": resnet(3), "unet": unet(2), "step": random_step(12, 1), "dag": random_dag(20, 2),

@@ -8,8 +8,7 @@ from tests.planning.remat.random_flows import random_flow
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.search.exact import optimum
-from torchckpt.planning.remat.search.retention import Retention
+from torchckpt.planning.remat.search.exact import Retention, optimum
 
 cp_model = pytest.importorskip("ortools.sat.python.cp_model")
 

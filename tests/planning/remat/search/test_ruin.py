@@ -7,7 +7,7 @@ from torchckpt.planning.remat.flow.dataflow import Tables
 from torchckpt.planning.remat.flow.incremental import Draft
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
-from torchckpt.planning.remat.search.ruin import RuinAndRecreate
+from torchckpt.planning.remat.search.improve import RuinAndRecreate
 
 FLOWS = {"mlp": mlp(8), "resnet": resnet(3), "random_step": random_step(15, seed=2)}
 PLAIN = EvictionScore()

@@ -2,7 +2,7 @@
 
     incremental       a schedule that changes by one repeat, and knows its memory
     profile           bytes over time, in blocks; the bytes at each position
-    late              a set to keep as a schedule; values that cut the forward in two
+    late              sets of values to keep, chosen by classical rules, and their schedules
     memory, dataflow  the exact simulation, and which bytes nobody can free; the types, also as flat lists
 """
 __all__: list[str] = []

@@ -74,6 +74,15 @@ class Dataflow:
         return {storage: index for index, operation in enumerate(self.operations) for storage in operation.writes}
 
     @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """For each storage that is read, the operations that read it, in their order."""
+        readers: dict[int, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            for storage in operation.reads:
+                readers.setdefault(storage, []).append(index)
+        return readers
+
+    @cached_property
     def recoverable(self) -> frozenset[int]:
         """The storages that a repeat writes. They may be dropped and recomputed."""
         return frozenset(s for operation in self.operations if operation.repeatable for s in operation.repeat.writes)
@@ -138,7 +147,7 @@ class Tables:
         self.repeat_reads = [self._tracked(operation.repeat.reads) for operation in operations]
         self.repeat_writes = [self._tracked(operation.repeat.writes) for operation in operations]
         written = [self._result_bytes(operation) for operation in operations]
-        self.floor_bytes = [0, *accumulate(written)][: self.count]
+        self.floor_bytes = list(accumulate(written, initial=0))[: self.count]
         self.first_extra_bytes = [o.workspace_bytes + more for o, more in zip(operations, written)]
         self.repeat_extra_bytes = [o.repeat.workspace_bytes + self._result_bytes(o.repeat) for o in operations]
         self.plain_bytes = [

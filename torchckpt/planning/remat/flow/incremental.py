@@ -82,6 +82,10 @@ class Draft:
         order = self.tables.order
         return tuple(order[p] for position, repeats in enumerate(self.repeats) for p in (*repeats, position))
 
+    def all_repeats(self) -> list[tuple[int, int]]:
+        """Each repeat: the position before which it runs, and what it repeats."""
+        return [(position, repeated) for position, repeats in enumerate(self.repeats) for repeated in repeats]
+
     def alive(self, storage: int, position: int) -> bool:
         """Whether ``storage`` is alive at ``position``, so that a repeat there can read it at no cost in memory."""
         touches = self.touches[storage]

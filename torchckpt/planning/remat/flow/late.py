@@ -1,12 +1,21 @@
-"""Late recomputation: a set of storages to keep, lowered to a schedule."""
+"""Late recomputation: a set of storages to keep, chosen by a classical rule, and lowered to a schedule."""
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["Home", "Region", "late", "separating_storages", "separators"]
+__all__ = [
+    "Home", "Region", "evenly", "every_sqrt", "falling", "late", "least_peak", "separating_storages", "separators",
+]
+
+_SHARES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
+"""The counts that are tried, as multiples of the square root: sizes of gradients and workspaces move the best one."""
 
 Region = tuple[str, ...]
 """The names of regions, each inside the one before; empty outside of all."""
@@ -37,15 +46,15 @@ def late(
     """
     stays = flow.given | flow.results | (kept | (frozenset(flow.writer) - flow.recoverable))
     schedule = list(range(flow.forward))
-    there = {storage for index in schedule for storage in flow.operations[index].writes if storage in stays}
-    there |= flow.given
+    written = {storage for index in schedule for storage in flow.operations[index].writes}
+    alive = {*flow.given, *(written & stays)}
     nest = _Nest(flow, homes or {}, regions, stays)
     for index in range(flow.forward, len(flow.operations)):
-        there -= nest.gone(index)
-        again = _missing(flow, index, there, nest)
-        schedule += [*again, index]
-        there |= nest.stay(index, (storage for repeat in again for storage in flow.operations[repeat].repeat.writes))
-        there.update(flow.operations[index].writes)
+        alive -= nest.gone(index)
+        repeats = _missing(flow, index, alive, nest)
+        schedule += [*repeats, index]
+        rewritten = (storage for repeated in repeats for storage in flow.operations[repeated].repeat.writes)
+        alive.update(nest.stay(index, rewritten), flow.operations[index].writes)
     return schedule
 
 
@@ -69,10 +78,10 @@ class _Nest:
         self._held = {storage: region for storage, region in self._held.items() if storage not in found}
         return found
 
-    def stay(self, index: int, back: Iterable[int]) -> set[int]:
-        """The storages of ``back``, recomputed for the operation at ``index``, that stay alive after it."""
+    def stay(self, index: int, storages: Iterable[int]) -> set[int]:
+        """Those of ``storages``, recomputed for the operation at ``index``, that stay alive after it."""
         found = set()
-        for storage in back:
+        for storage in storages:
             inside, around = self._homes.get(storage, ((), ()))
             region = inside if self._is_in(inside, index) or inside == around else around
             if self._is_in(region, index) or (region != inside and self._is_ahead(region, index)):
@@ -123,12 +132,12 @@ def _needed(flow: Dataflow, stays: Set[int]) -> set[int]:
     return found
 
 
-def _missing(flow: Dataflow, index: int, there: Set[int], nest: _Nest) -> list[int]:
+def _missing(flow: Dataflow, index: int, alive: Set[int], nest: _Nest) -> list[int]:
     """The operations to repeat before ``index`` can run, in the order of the forward."""
     wanted, found = list(flow.operations[index].reads), set()
     while wanted:
         storage = wanted.pop()
-        if storage not in there and (writer := flow.writer[storage]) not in found:
+        if storage not in alive and (writer := flow.writer[storage]) not in found:
             found.add(writer)
             wanted.extend(flow.operations[writer].repeat.reads)
             wanted.extend(nest.beside(storage, index))
@@ -162,7 +171,7 @@ def separators(reads: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def separating_storages(flow: Dataflow, there: Set[int] = frozenset()) -> list[int]:
+def separating_storages(flow: Dataflow, shared: Set[int] = frozenset()) -> list[int]:
     """The storages that each cut the forward in two, in the order in which they are written.
 
     The operations after a separating storage read nothing that was written before it. Given storages are an exception:
@@ -173,13 +182,63 @@ def separating_storages(flow: Dataflow, there: Set[int] = frozenset()) -> list[i
     That policy removes every value in turn and looks for connected components; one sweep finds the same values.
 
     Args:
-        there: other storages that may be read anywhere, since they are always kept, such as a small attention mask
+        shared: other storages that may be read anywhere, since they are always kept, such as a small attention mask
             that every layer reads.
     """
-    known = flow.given | there
+    known = flow.given | shared
     operations = flow.operations[: flow.forward]
     reads = [[storage for storage in operation.reads if storage not in known] for operation in operations]
     read = {storage for storages in reads for storage in storages}
     nodes = separators([[flow.writer[storage] for storage in storages] for storages in reads])
     outputs = ([storage for storage in operations[node].writes if storage in read] for node in nodes)
     return [storages[0] for storages in outputs if len(storages) == 1]
+
+
+def every_sqrt(flow: Dataflow, separating: Sequence[int]) -> frozenset[int]:
+    """About sqrt(n) of n separating storages. Empty if there are none.
+
+    This is the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018), after Chen et al.
+    (2016). That policy tries one count, with equal bytes of the forward between storages. This one tries several counts
+    around sqrt(n), and also gaps that get shorter to the end: the last gap is recomputed first, while all kept storages
+    are alive. It takes the set whose schedule needs the least memory.
+
+    Args:
+        separating: as :func:`separating_storages` finds them, in their order.
+    """
+    counts = sorted({max(1, round(math.sqrt(len(separating)) * share)) for share in _SHARES})
+    return least_peak(flow, [way(flow, separating, count) for count in counts for way in (evenly, falling)])
+
+
+def evenly(flow: Dataflow, separating: Sequence[int], count: int) -> frozenset[int]:
+    """At most ``count`` of the storages, those that split the bytes of the forward best into ``count + 1`` parts."""
+    return _at(flow, separating, [part / (count + 1) for part in range(1, count + 1)])
+
+
+def falling(flow: Dataflow, separating: Sequence[int], count: int) -> frozenset[int]:
+    """At most ``count`` of the storages; parts between them have ``count + 1``, ``count``, ..., 1 shares of bytes."""
+    ends = [*accumulate(range(count + 1, 0, -1))]
+    return _at(flow, separating, [end / ends[-1] for end in ends[:-1]])
+
+
+def least_peak(flow: Dataflow, choices: Iterable[Set[int]]) -> frozenset[int]:
+    """The kept set whose schedule has the least peak; of equal ones, the one that recomputes for the least time."""
+    def peak_and_seconds(kept: Set[int]) -> tuple[int, float]:
+        schedule = late(flow, kept)
+        return simulate(flow, schedule).peak_bytes, sum(flow.operations[index].repeat.seconds for index in schedule)
+
+    return min(map(frozenset, choices), key=peak_and_seconds)
+
+
+def _at(flow: Dataflow, separating: Sequence[int], shares: Iterable[float]) -> frozenset[int]:
+    """The storages nearest to where these shares of the forward's bytes are written."""
+    forward = flow.operations[: flow.forward]
+    ends = list(accumulate(sum(flow.sizes_bytes[storage] for storage in operation.writes) for operation in forward))
+    marks = [ends[flow.writer[storage]] for storage in separating]
+    return frozenset(separating[_nearest(marks, ends[-1] * share)] for share in shares if marks)
+
+
+def _nearest(ascending: Sequence[float], target: float) -> int:
+    """The place of the value nearest to ``target``, the first of equally near ones."""
+    after = bisect_left(ascending, target)
+    near = (place for place in (after - 1, after) if 0 <= place < len(ascending))
+    return min(near, key=lambda place: abs(ascending[place] - target))

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from torchckpt.errors import Fault, raise_fault
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs, runs
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs, repeats, runs
 
 __all__ = ["Breakdown", "Memory", "Residence", "at_end", "at_peak", "lower_bound_bytes", "residences", "simulate"]
 
-@dataclass(frozen=True)
-class Residence:
+class Residence(NamedTuple):
     """One copy of a storage: alive from the step that writes it through its last use, both included."""
 
     storage: int
@@ -109,20 +109,17 @@ def _boundary(flow: Dataflow, schedule: Schedule) -> int:
 def _check(
     flow: Dataflow, schedule: Schedule, firsts: dict[int, int], boundary: int, unwritten: dict[int, int]
 ) -> None:
-    names = [operation.name for operation in flow.operations]
-    missing = [names[index] for index in flow.eager if index not in firsts]
-    twice = [names[index] for step, index in enumerate(schedule)
-             if not flow.operations[index].repeatable and firsts[index] != step]
-    early = [names[index] for index in schedule[:boundary] if index >= flow.forward]
-    unread = [names[schedule[step]] for step in unwritten.values() if step in range(len(schedule))]
-    for what, found in (
-        ("does not run every operation", missing),
-        ("runs an operation twice that is not repeatable", twice),
-        ("starts the backward before the forward ends", early),
-        ("reads a storage before it is written", unread),
-    ):
+    operations, twice = flow.operations, repeats(schedule)
+    faults = {
+        "does not run every operation": [index for index in flow.eager if index not in firsts],
+        "runs an operation twice that is not repeatable": [i for i in twice if not operations[i].repeatable],
+        "starts the backward before the forward ends": [i for i in schedule[:boundary] if i >= flow.forward],
+        "reads a storage before it is written": [schedule[step] for step in unwritten.values() if step >= 0],
+    }
+    for what, found in faults.items():
         if found:
-            raise_fault(Fault(f"the schedule {what}", f"the operation {found[0]}", "schedule=flow.eager"))
+            received = f"the operation {operations[found[0]].name}"
+            raise_fault(Fault(f"the schedule {what}", received, "schedule=flow.eager"))
 
 
 @dataclass(frozen=True)

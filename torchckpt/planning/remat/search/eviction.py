@@ -6,10 +6,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import TypeAlias
 
 from torchckpt.planning.remat.flow.incremental import Draft
 
-__all__ = ["Closure", "Eviction", "EvictionScore"]
+__all__ = ["Eviction", "EvictionScore"]
 
 _LONGEST = 64
 """The most operations that one eviction repeats; later evictions may add more."""
@@ -36,12 +37,8 @@ class EvictionScore:
     noise: Callable[[int], float] | None = None
 
 
-@dataclass(frozen=True)
-class Closure:
-    """The repeats that recompute a storage, and their score for the position that is over the budget."""
-
-    score: float
-    repeats: tuple[int, ...]
+_Closure: TypeAlias = tuple[float, tuple[int, ...]]
+"""The score of a storage for the position that is over the budget, and the repeats that recompute it."""
 
 
 class Eviction:
@@ -113,7 +110,7 @@ class Eviction:
         if end < 0 or storage in self.kept:
             return None
         closure = self._closure(storage, end, position)
-        return None if closure is None else (closure.score, storage, end)
+        return None if closure is None else (closure[0], storage, end)
 
     def _waits(self, storage: int, position: int) -> int:
         """The position that next touches ``storage``, if it waits across ``position``; else -1."""
@@ -134,23 +131,24 @@ class Eviction:
             closure = self._closure(storage, now, position)
             if closure is None:
                 continue
-            stale = closure.score > score * 1.0001 or now != end
-            if stale and storage not in self.put_off and self.heap and closure.score > self.heap[0][0]:
-                heappush(self.heap, (closure.score, storage, now))
+            new_score, repeats = closure
+            stale = new_score > score * 1.0001 or now != end
+            if stale and storage not in self.put_off and self.heap and new_score > self.heap[0][0]:
+                heappush(self.heap, (new_score, storage, now))
                 continue
             before, mark = self.draft.during.at(now), len(self.draft.log)
-            low = self._apply(closure, now, position)
+            low = self._apply(repeats, now, position)
             if storage in self.put_off or self.draft.during.at(now) <= max(before, self.budget_bytes):
                 return low
             self.draft.back(mark)
             self.put_off.add(storage)
-            heappush(self.heap, (closure.score * self.scoring.put_off, storage, now))
+            heappush(self.heap, (new_score * self.scoring.put_off, storage, now))
         return self._squeeze(position)
 
-    def _apply(self, closure: Closure, end: int, position: int) -> int:
-        low = self.draft.add(end, *closure.repeats)
-        self._bring_forward(end, closure.repeats)
-        reads = {storage for repeated in closure.repeats for storage in self.tables.repeat_reads[repeated]}
+    def _apply(self, repeats: tuple[int, ...], end: int, position: int) -> int:
+        low = self.draft.add(end, *repeats)
+        self._bring_forward(end, repeats)
+        reads = {storage for repeated in repeats for storage in self.tables.repeat_reads[repeated]}
         for storage in reads & self.tables.recoverable:
             self._push(storage, position)
         return low
@@ -182,7 +180,7 @@ class Eviction:
         room = self.budget_bytes - self.tables.sizes[storage]
         return self.draft.during.most(position + 1, later) <= room
 
-    def _closure(self, storage: int, end: int, position: int) -> Closure | None:
+    def _closure(self, storage: int, end: int, position: int) -> _Closure | None:
         """The repeats at ``end`` of the best score that recompute ``storage``, so that it can be gone at ``position``.
 
         A storage that a repeat reads, and that would be dead by then, is kept alive (maybe across ``position``) or
@@ -218,7 +216,7 @@ class Eviction:
                 if held.pop(output, None) is not None:
                     net += tables.sizes[output]
             net -= self._hold(repeated, end, position, held, found)
-        return Closure(best, tuple(found[:number])) if number else None
+        return (best, tuple(found[:number])) if number else None
 
     def _hold(self, repeated: int, end: int, position: int, held: dict[int, float], found: list[int]) -> int:
         """Add to ``held`` the storages that a repeat at ``end`` keeps alive across ``position``.
@@ -284,6 +282,6 @@ class Eviction:
                 found.add((touches[index], repeated))
             if position not in draft.births[storage]:
                 found.add((position, repeated))
-        worth = (sum(tables.sizes[s] for s in tables.repeat_writes[repeated]) or 1e-9 for _, repeated in sorted(found))
-        rated = sorted((tables.repeat_cost[p] / bytes_, t, p) for (t, p), bytes_ in zip(sorted(found), worth))
-        return [(t, p) for _, t, p in rated if t >= tables.earliest[p] and p not in draft.repeats[t]]
+        allowed = [(t, p) for t, p in found if t >= tables.earliest[p] and p not in draft.repeats[t]]
+        sizes = {p: sum(tables.sizes[storage] for storage in tables.repeat_writes[p]) or 1e-9 for _, p in allowed}
+        return sorted(allowed, key=lambda repeat: (tables.repeat_cost[repeat[1]] / sizes[repeat[1]], repeat))

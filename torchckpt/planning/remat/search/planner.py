@@ -14,22 +14,20 @@ effort, and not time: the same dataflow gets the same schedule on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
 from torchckpt.planning.remat.flow.incremental import Draft
-from torchckpt.planning.remat.flow.late import late, separating_storages
+from torchckpt.planning.remat.flow.late import evenly, late, separating_storages
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
 from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
-from torchckpt.planning.remat.search.improve import draft_of, prune
-from torchckpt.planning.remat.search.order import hoisted, moved, transplanted
-from torchckpt.planning.remat.search.ruin import RuinAndRecreate
-from torchckpt.planning.remat.search.select import evenly
+from torchckpt.planning.remat.search.improve import RuinAndRecreate, draft_of, hoisted, moved, prune, transplanted
 from torchckpt.planning.remat.search.shortest import Shortest
 
-__all__ = ["Solution", "fit", "least", "near", "silent", "solution"]
+__all__ = ["Solution", "fit", "frontier", "least", "solution"]
 
 _SCORINGS = (
     EvictionScore(1.0, 0.5, gradients=False),
@@ -63,12 +61,12 @@ class Solution:
         return self.memory.peak_bytes
 
 
-def silent(_: str) -> None:
+def _silent(_: str) -> None:
     """A ``tell`` that ignores progress texts."""
 
 
 def fit(
-    flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = silent
+    flow: Dataflow, budget_bytes: int, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = _silent
 ) -> Solution:
     """The fastest schedule found whose peak is at most ``budget_bytes``. If none fits, the one of the least peak found.
 
@@ -98,39 +96,60 @@ def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[s
 
     This is not a matter of course: a search may miss a schedule that a search with a smaller budget has found.
     """
-    low = _search(flow, lower_bound_bytes(flow), pinned, _after("least memory, ", tell))
+    low = _search(flow, lower_bound_bytes(flow), pinned, lambda what: tell(f"least memory, {what}"))
     if low.peak_bytes <= found.peak_bytes:
         return low
-    again = _search(flow, found.peak_bytes, pinned, _after("least memory again, ", tell))
+    again = _search(flow, found.peak_bytes, pinned, lambda what: tell(f"least memory again, {what}"))
     return found if again.peak_bytes <= found.peak_bytes else low
-
-
-def near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int] = frozenset()) -> Solution:
-    """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
-    tables = Tables(flow, pinned)
-    again = _evicted(draft_of(flow, start.schedule, pinned), budget_bytes)
-    found = [again, *_candidates(tables, budget_bytes, pinned, _SCORINGS[:2])]
-    best = min(found, key=lambda draft: (max(draft.peak_bytes, budget_bytes), draft.cost))
-    if tables.count <= _LARGE:
-        RuinAndRecreate(best, budget_bytes).run(_SEARCH_WORK // max(tables.count, 150) // 4)
-    return solution(flow, best.schedule())
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
     """The schedule of the least peak found. If several have that peak, the fastest."""
-    low, best = lower_bound_bytes(flow), solution(flow, flow.eager)
+    low, best, key = lower_bound_bytes(flow), solution(flow, flow.eager), attrgetter("peak_bytes", "seconds")
     while low < best.peak_bytes * 0.99:
         middle = (low + best.peak_bytes) // 2
         found = _first(flow, middle, pinned)
-        best = min(best, found, key=_least_key)
+        best = min(best, found, key=key)
         if found.peak_bytes > middle:
             low = middle + 1
-    best = min(best, _search(flow, int(0.97 * best.peak_bytes), pinned), key=_least_key)
-    return min(best, _search(flow, best.peak_bytes, pinned), key=_least_key)
+    best = min(best, _search(flow, int(0.97 * best.peak_bytes), pinned), key=key)
+    return min(best, _search(flow, best.peak_bytes, pinned), key=key)
 
 
-def _least_key(one: Solution) -> tuple[int, float]:
-    return one.peak_bytes, one.seconds
+def frontier(
+    flow: Dataflow, points: int = 20, pinned: Set[int] = frozenset(), tell: Callable[[str], None] = _silent
+) -> list[Solution]:
+    """Solutions at up to ``points`` evenly spaced budgets: peaks strictly decreasing, seconds strictly increasing.
+
+    Each budget is also searched from the solution of its neighbour, first downwards, then upwards.
+
+    Args:
+        points: the most solutions, the two ends included. Default: 20.
+        pinned: storages that no repeat may write. Default: none.
+        tell: called with a progress text. Default: no progress is shown.
+    """
+    tell("least memory")
+    eager, smallest = solution(flow, flow.eager), least(flow, pinned)
+    span = eager.peak_bytes - smallest.peak_bytes
+    budgets = [eager.peak_bytes - span * point // max(1, points - 1) for point in range(1, points - 1)]
+    down, up = [eager], [smallest]
+    for number, budget in enumerate(budgets, start=1):
+        tell(f"budget {number} of {2 * len(budgets)}")
+        down.append(_near(flow, budget, down[-1], pinned))
+    for number, (budget, found) in enumerate(zip(reversed(budgets), reversed(down)), start=len(budgets) + 1):
+        tell(f"budget {number} of {2 * len(budgets)}")
+        more = _near(flow, budget, up[-1], pinned)
+        up.append(min(found, more, key=lambda point: (max(point.peak_bytes, budget), point.seconds)))
+    return _undominated([eager, *up])
+
+
+def _undominated(solutions: list[Solution]) -> list[Solution]:
+    """The solutions that no other solution beats in both peak and seconds, by falling peak."""
+    found: list[Solution] = []
+    for point in sorted(solutions, key=attrgetter("seconds", "peak_bytes")):
+        if not found or (point.peak_bytes < found[-1].peak_bytes and point.seconds > found[-1].seconds):
+            found.append(point)
+    return found
 
 
 def solution(flow: Dataflow, schedule: Schedule) -> Solution:
@@ -156,24 +175,16 @@ def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
     return solution(flow, min(tried, key=lambda draft: draft.peak_bytes).schedule())
 
 
-def _after(head: str, tell: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda what: tell(head + what)
-
-
-def _told(draft: Iterator[Draft], what: str, tell: Callable[[str], None]) -> Iterator[Draft]:
-    for number, one in enumerate(draft, start=1):
+def _told(drafts: Iterable[Draft], what: str, tell: Callable[[str], None]) -> Iterator[Draft]:
+    for number, draft in enumerate(drafts, start=1):
         tell(f"{what} {number}")
-        yield one
+        yield draft
 
 
 def _search(
-    flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = silent
+    flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = _silent
 ) -> Solution:
-    tables = Tables(flow, pinned)
-
-    def key(draft: Draft) -> tuple[int, float]:
-        return max(draft.peak_bytes, budget_bytes), draft.cost
-
+    tables, key = Tables(flow, pinned), _key_within(budget_bytes)
     found = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
     best = found[0]
     if tables.count <= _TINY:
@@ -185,11 +196,26 @@ def _search(
         return solution(flow, best.schedule())
     found = sorted([*found, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
     work = _SEARCH_WORK // max(tables.count, 150)
-    for draft in _told(iter(found[:_STARTS]), f"search, of {_STARTS + 1} number", tell):
+    for draft in _told(found[:_STARTS], f"search, of {_STARTS + 1} number", tell):
         RuinAndRecreate(draft, budget_bytes).run(work // _STARTS // 2)
     best = min(found[:_STARTS], key=key)
     tell(f"search, of {_STARTS + 1} number {_STARTS + 1}")
     return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
+
+
+def _near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int]) -> Solution:
+    """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
+    started = _evicted(draft_of(flow, start.schedule, pinned), budget_bytes)
+    found = [started, *_candidates(Tables(flow, pinned), budget_bytes, pinned, _SCORINGS[:2])]
+    best, count = min(found, key=_key_within(budget_bytes)), len(flow.operations)
+    if count <= _LARGE:
+        RuinAndRecreate(best, budget_bytes).run(_SEARCH_WORK // max(count, 150) // 4)
+    return solution(flow, best.schedule())
+
+
+def _key_within(budget_bytes: int) -> Callable[[Draft], tuple[int, float]]:
+    """A key by which drafts that fit come first, the fastest before the others; then those of low peaks."""
+    return lambda draft: (max(draft.peak_bytes, budget_bytes), draft.cost)
 
 
 def _candidates(
@@ -237,12 +263,11 @@ def _rearranged(best: Draft, budget_bytes: int, pinned: Set[int]) -> Draft:
     """``best`` with first runs moved earlier or later, where this makes a repeat unnecessary."""
     flow = best.tables.flow
     for order in moved(flow, best.tables.order):
-        if sorted(order) == sorted(best.tables.order):
-            other = transplanted(best, order, Tables(flow, pinned, order))
-            if other.peak_bytes <= budget_bytes:
-                prune(other, budget_bytes)
-                if other.cost < best.cost:
-                    best = other
+        other = transplanted(best, order, Tables(flow, pinned, order))
+        if other.peak_bytes <= budget_bytes:
+            prune(other, budget_bytes)
+            if other.cost < best.cost:
+                best = other
     return best
 
 

@@ -1,7 +1,7 @@
 """Shortest: the fastest schedule of a tiny dataflow over all orders of its first runs, as a shortest path."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import combinations, count
 from typing import TypeAlias
@@ -132,11 +132,11 @@ def _writers(tables: Tables, index: int) -> int:
     """The positions that have to run before an operation, since they write results that it reads."""
     flow = tables.flow
     writers = {flow.writer[storage] for storage in flow.operations[index].reads if storage in flow.results}
-    return _mask(iter([position for position, other in enumerate(tables.order) if other in writers]))
+    return _mask(position for position, other in enumerate(tables.order) if other in writers)
 
 
-def _mask(storages: Iterator[int] | tuple[int, ...] | frozenset[int]) -> int:
-    return sum(1 << storage for storage in storages)
+def _mask(bits: Iterable[int]) -> int:
+    return sum(1 << bit for bit in bits)
 
 
 def _unwound(path: _Path) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.draw.picture import Picture
-from torchckpt.planning.remat.draw.frontier_svg import draw_frontier
+from torchckpt.planning.remat.frontier_svg import draw_frontier
 
 LEFT, END, TOP, BOTTOM = 76.0, 696.0, 116.0, 396.0
 OURS = [(100, 0.0), (60, 0.1), (40, 0.25), (70, 0.2)]

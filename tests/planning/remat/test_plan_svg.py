@@ -10,10 +10,10 @@ import pytest
 from tests.planning.draw.picture import Picture, corners
 from tests.planning.remat.flows import chain, mlp, random_step, transformer
 from torchckpt.errors import ArgumentError
-from torchckpt.planning.remat.draw.plan_svg import draw_plan
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.plan_svg import draw_plan
 
 LEFT, END, TOP, BOTTOM = 92.0, 802.0, 78.0, 338.0
 REPEATING = [0, 1, 2, 1, 3, 4, 5]

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planning.remat.draw.test_plan_svg import REPEATING, uneven
+from tests.planning.remat.test_plan_svg import REPEATING, uneven
 from torchckpt.errors import ArgumentError
-from torchckpt.planning.remat.draw.table import Row, Summary, plan_rows, table
+from torchckpt.planning.remat.table import Row, plan_rows, table
 
-SUMMARY = Summary(22_700_000, 57_900_000, 9_100_000, 0.127, 23_100_000)
+AMOUNTS = {"peak": 22_700_000, "budget": 23_100_000, "eager peak": 57_900_000, "lower bound": 9_100_000}
 MB = 10**6
 
 
@@ -28,12 +28,12 @@ def gpt(layers: int = 24, recomputed: int = 14) -> list[Row]:
 
 def names(rows: list[Row]) -> list[list[str]]:
     """The first two columns, without heads and total."""
-    lines = table(rows, SUMMARY).split("\n\n")[1].split("\n")[1:-1]
+    lines = table(rows, AMOUNTS, 0.127).split("\n\n")[1].split("\n")[1:-1]
     return [[cell for cell in line.split()[:2] if not cell[:1].isdigit() and cell != "-"] for line in lines]
 
 
 def test_a_plan_of_many_layers() -> None:
-    assert table(gpt(), SUMMARY).split("\n") == [
+    assert table(gpt(), AMOUNTS, 0.127).split("\n") == [
         "peak         22.7 MB   39.2 % of eager",
         "budget       23.1 MB   39.9 % of eager",
         "eager peak   57.9 MB  100.0 % of eager",
@@ -57,7 +57,7 @@ def test_a_plan_of_many_layers() -> None:
 
 
 def test_without_a_budget_or_rows() -> None:
-    assert table([], replace(SUMMARY, budget_bytes=None, recompute_share=0.0)).split("\n") == [
+    assert table([], {name: amount for name, amount in AMOUNTS.items() if name != "budget"}, 0.0).split("\n") == [
         "peak         22.7 MB   39.2 % of eager",
         "eager peak   57.9 MB  100.0 % of eager",
         "lower bound   9.1 MB   15.7 % of eager",
@@ -69,7 +69,8 @@ def test_without_a_budget_or_rows() -> None:
 
 
 def test_of_an_eager_step_without_memory_there_are_no_shares() -> None:
-    assert table([], Summary(0, 0, 0, 0.0)).startswith("peak         0 B\neager peak   0 B\nlower bound  0 B\n")
+    text = table([], dict.fromkeys(("peak", "eager peak", "lower bound"), 0), 0.0)
+    assert text.startswith("peak         0 B\neager peak   0 B\nlower bound  0 B\n")
 
 
 def test_siblings_are_one_row_only_if_their_numbers_are_the_same() -> None:
@@ -97,7 +98,7 @@ def test_one_name_twice_is_one_module() -> None:
 
 def test_layers_that_all_differ_are_told_together() -> None:
     rows = [Row(f"h.{i}.{name}", kept_bytes=1 + i) for i in range(24) for name in ("attn", "mlp")]
-    assert table(rows, SUMMARY).split("\n")[-3:] == [
+    assert table(rows, AMOUNTS, 0.127).split("\n")[-3:] == [
         "h.*.attn  x24      300          -        -               -",
         "h.*.mlp   x24      300          -        -               -",
         "total              600          -        -               -",
@@ -111,7 +112,7 @@ def test_modules_of_too_many_parts_are_told_by_what_holds_them() -> None:
 
 def test_of_too_many_modules_the_largest_are_told() -> None:
     rows = [Row(f"part{chr(97 + i // 26)}{chr(97 + i % 26)}", kept_bytes=i + 1) for i in range(100)]
-    lines = table(rows, SUMMARY).split("\n")
+    lines = table(rows, AMOUNTS, 0.127).split("\n")
     assert len(lines) < 40
     assert (sum(range(1, 74)), sum(range(1, 101))) == (2701, 5050)
     assert lines[-2:] == [
@@ -123,7 +124,7 @@ def test_of_too_many_modules_the_largest_are_told() -> None:
 
 def test_long_names_keep_their_end_and_the_table_its_width() -> None:
     rows = [Row(f"{'x' * 60}.{i}.mlp", 10**17 + i, 10**17, 123456, 10**17) for i in range(2)]
-    text = table(rows, Summary(10**17, 10**17, 10**17, 99.0, 10**17))
+    text = table(rows, dict.fromkeys(AMOUNTS, 10**17), 99.0)
     assert "..." + "x" * 31 + ".0.mlp" in text
     assert max(map(len, text.split("\n"))) <= 100
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.planning.remat.draw.test_plan_svg import REPEATING, every, uneven
 from tests.planning.remat.flows import chain
-from torchckpt.planning.remat.draw import curve
-from torchckpt.planning.remat.draw.curve import (
+from tests.planning.remat.test_plan_svg import REPEATING, every, uneven
+from torchckpt.planning.remat import curve
+from torchckpt.planning.remat.curve import (
     Label,
     Run,
     Span,

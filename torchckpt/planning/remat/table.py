@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from html import escape
 
@@ -17,7 +17,7 @@ from torchckpt.planning.draw.units import aligned, number, percent, prefix, unit
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
 from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["Row", "Summary", "page", "plan_rows", "table"]
+__all__ = ["Row", "page", "plan_rows", "table"]
 
 _MOST_ROWS = 28
 _LONGEST_NAME = 40
@@ -45,24 +45,11 @@ class Row:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A plan in five numbers; ``recompute_share`` is of the eager step's seconds."""
-
-    peak_bytes: int
-    eager_peak_bytes: int
-    lower_bound_bytes: int
-    recompute_share: float
-    budget_bytes: int | None = None
-
-
 @called("plan_rows()")
 def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[Row]:
     """A row per module that saves, drops or recomputes something, in the order of the forward.
 
     Args:
-        flow: one training step.
-        schedule: what to tell of it.
         paths: of each operation, the module that it belongs to.
 
     Raises:
@@ -81,35 +68,34 @@ def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[
     return sorted(_merged(rows, [row.name for row in rows], max), key=lambda row: order[row.name])
 
 
-def table(rows: Iterable[Row], summary: Summary) -> str:
-    """``summary`` over ``rows``, at most 100 columns wide and 40 lines long.
+def table(rows: Iterable[Row], amounts: Mapping[str, int], recompute_share: float) -> str:
+    """``amounts`` over ``rows``, at most 100 columns wide and 40 lines long.
 
     Siblings with the same numbers are one row. Where that leaves too many rows, siblings are one row whatever their
     numbers; where that does, too, modules are told with the one that holds them; at last, only the largest are.
+
+    Args:
+        amounts: bytes by name; the others are told as shares of the ``eager peak``.
+        recompute_share: the seconds of repeats, as a share of the eager step's.
     """
     shown = _shortened(list(rows))
     total = _sum("total", shown)
     units = units_of_bytes(max((max(row.kept_bytes, row.dropped_bytes) for row in shown), default=0))
     letter, flops = prefix(max((row.recomputed_flops for row in shown), default=0))
-    heads = ("module", "", f"saved {units.memory}", f"dropped {units.memory}", "repeats", f"recompute {letter}FLOP")
-    cells = [heads]
+    cells = [("module", "", f"saved {units.memory}", f"dropped {units.memory}", "repeats", f"recompute {letter}FLOP")]
     for row in (*shown, total):
         name = clipped(row.name, _LONGEST_NAME, tail=True)
         count = "" if row is total or row.count == 1 else f"x{row.count}"
         memory = (_or_dash(row.kept_bytes / units.bytes), _or_dash(row.dropped_bytes / units.bytes))
         cells.append((name, count, *memory, _or_dash(row.recomputed_count), _or_dash(row.recomputed_flops / flops)))
-    return f"{_header(summary)}\n\n{aligned(cells)}"
+    return f"{_head(amounts, recompute_share)}\n\n{aligned(cells)}"
 
 
-def _header(summary: Summary) -> str:
-    eager = summary.eager_peak_bytes
-    amounts = [("peak", summary.peak_bytes), ("eager peak", eager), ("lower bound", summary.lower_bound_bytes)]
-    if summary.budget_bytes is not None:
-        amounts.insert(1, ("budget", summary.budget_bytes))
-    units = units_of_bytes(max(amount for _, amount in amounts))
-    shares = (_share(amount / eager, "eager") if eager else "" for _, amount in amounts)
-    cells = [(name, units.of_memory(amount), share) for (name, amount), share in zip(amounts, shares)]
-    return aligned([*cells, ("recompute", "", _share(summary.recompute_share, "the eager step's time"))])
+def _head(amounts: Mapping[str, int], recompute_share: float) -> str:
+    units, eager = units_of_bytes(max(amounts.values())), amounts["eager peak"]
+    shares = [_share(amount / eager, "eager") if eager else "" for amount in amounts.values()]
+    cells = [(name, units.of_memory(amount), share) for (name, amount), share in zip(amounts.items(), shares)]
+    return aligned([*cells, ("recompute", "", _share(recompute_share, "the eager step's time"))])
 
 
 def _share(share: float, of: str) -> str:

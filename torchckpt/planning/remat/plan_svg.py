@@ -15,27 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, raise_fault
-from torchckpt.planning.draw.canvas import (
-    CHARACTER,
-    STYLE,
-    TEXT,
-    Axis,
-    Canvas,
-    clipped,
-    grid,
-    headed,
-    legend,
-    scale,
-    upright,
-)
-from torchckpt.planning.draw.units import Units, units_of_bytes
-from torchckpt.planning.remat.draw.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
+from torchckpt.planning.draw.units import units_of_bytes
+from torchckpt.planning.remat.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
 
 __all__ = ["draw_plan"]
@@ -81,65 +68,37 @@ def draw_plan(
     if len(paths) != len(flow.operations):
         rule = f"there is not one path for each of {len(flow.operations)} operations"
         raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
-    plan = _Plan(flow, runs(flow, schedule), runs(flow, flow.eager), budget_bytes)
+    plan = _Plan(flow, schedule, budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
-    headed(canvas, _LEFT, finding, facts)
+    canvas.headed(_LEFT, finding, facts)
     _axes(canvas, plan)
     _curves(canvas, plan)
     _levels(canvas, plan)
     y = _lanes(canvas, plan)
     if plan.repeats:
         y = _names(canvas, plan, [path or operation.name for path, operation in zip(paths, flow.operations)], y)
-    return canvas.text(legend(canvas, _entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
+    return canvas.text(canvas.legend(_entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
 
 
 _Part: TypeAlias = tuple[float, float, float]
 """Of a curve, from x to x, at y."""
 
 
-@dataclass(frozen=True)
 class _Plan:
     """What is drawn, and its scales."""
 
-    flow: Dataflow
-    runs: list[Run]
-    eager: list[Run]
-    budget_bytes: int | None
-
-    @cached_property
-    def peak(self) -> Run:
-        return _highest(self.runs)
-
-    @cached_property
-    def eager_peak(self) -> Run:
-        return _highest(self.eager)
-
-    @cached_property
-    def is_change(self) -> bool:
-        return self.runs != self.eager
-
-    @cached_property
-    def repeats(self) -> list[Run]:
-        return [run for run in self.runs if run.is_repeat]
-
-    @cached_property
-    def time(self) -> Axis:
-        return Axis(max((run.end_seconds for run in (*self.runs[-1:], *self.eager[-1:])), default=0.0), _LEFT, _END)
-
-    @cached_property
-    def memory(self) -> Axis:
-        return Axis(max(self.peak.bytes, self.eager_peak.bytes, self.budget_bytes or 0) * 1.08, _BOTTOM, _TOP)
-
-    @cached_property
-    def units(self) -> Units:
-        eager = self.flow.seconds
-        time, seconds = ("%", eager / 100) if eager > 0 else ("operations", 1.0)
-        return replace(units_of_bytes(self.memory.extent, time, seconds), digits=3)
-
-    @cached_property
-    def kinds(self) -> list[Span]:
-        return kinds(self.runs, self.seconds_of(_FINEST_KIND))
+    def __init__(self, flow: Dataflow, schedule: Schedule, budget_bytes: int | None) -> None:
+        self.runs, self.eager, self.budget_bytes = runs(flow, schedule), runs(flow, flow.eager), budget_bytes
+        self.is_change = self.runs != self.eager
+        self.repeats = [run for run in self.runs if run.is_repeat]
+        self.peak, self.eager_peak = _highest(self.runs), _highest(self.eager)
+        ends = [run.end_seconds for run in (*self.runs[-1:], *self.eager[-1:])]
+        self.time = Axis(max(ends, default=0.0), _LEFT, _END)
+        self.memory = Axis(max(self.peak.bytes, self.eager_peak.bytes, budget_bytes or 0) * 1.08, _BOTTOM, _TOP)
+        time, seconds = ("%", flow.seconds / 100) if flow.seconds > 0 else ("operations", 1.0)
+        self.units = replace(units_of_bytes(self.memory.extent, time, seconds), digits=3)
+        self.kinds = kinds(self.runs, self.seconds_of(_FINEST_KIND))
 
     def seconds_of(self, pixels: float) -> float:
         return self.time.extent * pixels / (_END - _LEFT)
@@ -151,7 +110,9 @@ class _Plan:
         if not self.is_change:
             return f"Peak memory {of_memory(peak)}"
         change = f" ({(peak / eager - 1) * 100:+.1f} %)" if eager else ""
-        cost = f", for {self._share}" if self._share else ""
+        repeated = sum(run.seconds for run in self.repeats)
+        once = self.runs[-1].end_seconds - repeated if self.repeats else 0.0
+        cost = f", for {repeated / once * 100:.1f} % more time" if repeated and once else ""
         return f"Peak memory {of_memory(peak)} in place of {of_memory(eager)}{change}{cost}"
 
     @property
@@ -162,19 +123,9 @@ class _Plan:
             over = self.peak.bytes - self.budget_bytes
             budget = f"budget of {self.units.of_memory(self.budget_bytes)}"
             facts.append(f"{self.units.of_memory(over)} over the {budget}" if over > 0 else f"within the {budget}")
-        return ", ".join((*facts, self._cost))
-
-    @property
-    def _cost(self) -> str:
-        if not self.repeats:
-            return "nothing is recomputed"
-        return "1 operation recomputed" if len(self.repeats) == 1 else f"{len(self.repeats)} operations recomputed"
-
-    @property
-    def _share(self) -> str:
-        repeated = sum(run.end_seconds - run.start_seconds for run in self.repeats)
-        once = self.runs[-1].end_seconds - repeated if self.runs else 0.0
-        return f"{repeated / once * 100:.1f} % more time" if repeated and once else ""
+        number = len(self.repeats)
+        recomputed = f"{number} operation{'s' if number > 1 else ''} recomputed" if number else "nothing is recomputed"
+        return ", ".join((*facts, recomputed))
 
 
 def _highest(every: Sequence[Run]) -> Run:
@@ -184,9 +135,9 @@ def _highest(every: Sequence[Run]) -> Run:
 def _axes(canvas: Canvas, plan: _Plan) -> None:
     """[3], [5]"""
     units = plan.units
-    grid(canvas, plan.memory, _LEFT, _END, units.bytes, 5)
-    upright(canvas, 20, (_TOP + _BOTTOM) / 2, f"memory, {units.memory}", "middle")
-    scale(canvas, plan.time, _BOTTOM, units.seconds)
+    canvas.grid(plan.memory, _LEFT, _END, units.bytes, 5)
+    canvas.upright(20, (_TOP + _BOTTOM) / 2, f"memory, {units.memory}", "middle")
+    canvas.scale(plan.time, _BOTTOM, units.seconds)
     unit = "% of the eager step" if units.time == "%" else units.time
     canvas.words((_LEFT + _END) / 2, _BOTTOM + 33, f"time, {unit}", class_="middle")
 
@@ -226,25 +177,6 @@ def _under(profile: Sequence[_Part]) -> list[tuple[float, float]]:
 
 def _levels(canvas: Canvas, plan: _Plan) -> None:
     """[4]"""
-    for (bytes_, text, style), y in _levels_beside(plan):
-        canvas.line(_END, plan.memory(bytes_), _END + 9, y, class_="axis")
-        canvas.words(_END + 12, y + 4, text, class_=style)
-    if plan.is_change:
-        _peak(canvas, plan, plan.eager_peak, "grey")
-    if plan.budget_bytes is not None:
-        level = plan.memory(plan.budget_bytes)
-        canvas.line(_LEFT, level, _END, level, class_="budget")
-    _peak(canvas, plan, plan.peak, "after")
-
-
-def _peak(canvas: Canvas, plan: _Plan, peak: Run, style: str) -> None:
-    x, y = plan.time((peak.start_seconds + peak.end_seconds) / 2), plan.memory(peak.bytes)
-    canvas.line(x, y, _END, y, class_=f"leader {style}")
-    canvas.rectangle(x - 3, y - 3, 6, 6, rx=3, class_=f"dot {style}")
-
-
-def _levels_beside(plan: _Plan) -> Iterator[tuple[tuple[int, str, str], float]]:
-    """Bytes, text and style of each level, and where its text stands."""
     peak, eager, of_memory = plan.peak.bytes, plan.eager_peak.bytes, plan.units.of_memory
     levels = [(peak, f"peak {of_memory(peak)}", "bold")]
     if plan.is_change:
@@ -252,7 +184,22 @@ def _levels_beside(plan: _Plan) -> Iterator[tuple[tuple[int, str, str], float]]:
     if plan.budget_bytes is not None:
         levels.append((plan.budget_bytes, f"budget {of_memory(plan.budget_bytes)}", "red"))
     levels.sort(key=lambda level: -level[0])
-    return zip(levels, spread([plan.memory(level[0]) for level in levels], _LINE, _BOTTOM))
+    heights = [plan.memory(level[0]) for level in levels]
+    for height, (_, text, style), y in zip(heights, levels, spread(heights, _LINE, _BOTTOM)):
+        canvas.line(_END, height, _END + 9, y, class_="axis")
+        canvas.words(_END + 12, y + 4, text, class_=style)
+    if plan.is_change:
+        _peak(canvas, plan, plan.eager_peak, "grey")
+    if plan.budget_bytes is not None:
+        height = plan.memory(plan.budget_bytes)
+        canvas.line(_LEFT, height, _END, height, class_="budget")
+    _peak(canvas, plan, plan.peak, "after")
+
+
+def _peak(canvas: Canvas, plan: _Plan, peak: Run, style: str) -> None:
+    x, y = plan.time((peak.start_seconds + peak.end_seconds) / 2), plan.memory(peak.bytes)
+    canvas.line(x, y, _END, y, class_=f"leader {style}")
+    canvas.rectangle(x - 3, y - 3, 6, 6, rx=3, class_=f"dot {style}")
 
 
 def _lanes(canvas: Canvas, plan: _Plan) -> float:
@@ -285,7 +232,7 @@ def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float
         if flat:
             canvas.words(label.place, y + 14, label.name, class_="middle small")
         else:
-            upright(canvas, label.place + _SMALL * 0.36, y + 5, label.name, "end small")
+            canvas.upright(label.place + _SMALL * 0.36, y + 5, label.name, "end small")
     if len(labels) < wanted:
         canvas.words(_LEFT - 8, y + 14, f"{len(labels)} of {wanted}", class_="end small")
         canvas.words(_LEFT - 8, y + 26, "named", class_="end small")
@@ -294,7 +241,7 @@ def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float
 
 def _worth(plan: _Plan, labels: Sequence[Label]) -> tuple[float, int]:
     """The share of the recomputed time that has a name, to a hundredth; of the same share, the shorter names."""
-    every = sum(run.end_seconds - run.start_seconds for run in plan.repeats)
+    every = sum(run.seconds for run in plan.repeats)
     share = sum(label.weight for label in labels) / every if every else 0.0
     return round(share, 2), -sum(len(label.name) for label in labels)
 

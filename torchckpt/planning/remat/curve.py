@@ -25,6 +25,10 @@ class Run(NamedTuple):
     is_repeat: bool
 
     @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+    @property
     def kind(self) -> str:
         """``F``, ``B``, or ``R`` of a repeat."""
         return "R" if self.is_repeat else "F" if self.in_forward else "B"
@@ -62,7 +66,7 @@ def thinned(every: Iterable[Run], finest_seconds: float) -> list[list[Run]]:
     groups: list[list[Run]] = []
     for run in every:
         last = groups[-1] if groups else [run]
-        short = max(last[-1].end_seconds - last[0].start_seconds, run.end_seconds - run.start_seconds) < finest_seconds
+        short = max(last[-1].end_seconds - last[0].start_seconds, run.seconds) < finest_seconds
         if groups and short and last[0].in_forward == run.in_forward:
             last.append(run)
         else:
@@ -72,15 +76,13 @@ def thinned(every: Iterable[Run], finest_seconds: float) -> list[list[Run]]:
 
 def kinds(every: Iterable[Run], finest_seconds: float) -> list[Span]:
     """Which kind runs when. Where kinds alternate faster than ``finest_seconds``, repeats stand before the others."""
-    phases = []
-    for _, same in groupby(every, lambda run: (run.kind, run.in_forward)):
-        own = list(same)
-        phases.append(own[0]._replace(end_seconds=own[-1].end_seconds))
+    alike = (list(group) for _, group in groupby(every, lambda run: (run.kind, run.in_forward)))
+    phases = [group[0]._replace(end_seconds=group[-1].end_seconds) for group in alike]
     found: list[Span] = []
     for group in thinned(phases, finest_seconds):
         now = group[0].start_seconds
         for kind, members in groupby(sorted(group, key=lambda run: not run.is_repeat), lambda run: run.kind):
-            seconds = sum(run.end_seconds - run.start_seconds for run in members)
+            seconds = sum(run.seconds for run in members)
             found.append(Span(kind, now, now + seconds, seconds))
             now += seconds
     return found
@@ -94,9 +96,9 @@ def spans(every: Iterable[Run], paths: Sequence[str], depth: int) -> list[Span]:
     repeats = ((".".join(paths[run.operation].split(".")[:depth]), run) for run in every if run.is_repeat)
     found = []
     for name, members in groupby(repeats, itemgetter(0)):
-        own = [run for _, run in members]
-        seconds = sum(run.end_seconds - run.start_seconds for run in own)
-        found.append(Span(name, own[0].start_seconds, own[-1].end_seconds, seconds))
+        named = [run for _, run in members]
+        seconds = sum(run.seconds for run in named)
+        found.append(Span(name, named[0].start_seconds, named[-1].end_seconds, seconds))
     return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 import pytest
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
-from torchckpt.planning.remat.flow.late import late, separating_storages
+from torchckpt.planning.remat.flow.late import evenly, every_sqrt, falling, late, least_peak, separating_storages
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.search.select import evenly, every_sqrt, falling, least_peak
 
 MEGABYTE = 1_000_000
 

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, cycle, islice
 from typing import NamedTuple, TypeAlias
 
-from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped, grid, headed, legend, scale, upright
-from torchckpt.planning.draw.units import Units, percent, units_of_bytes
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped
+from torchckpt.planning.draw.units import percent, units_of_bytes
 
 __all__ = ["draw_frontier"]
 
@@ -66,19 +66,19 @@ def draw_frontier(
         cost: what the shares are of, such as ``extra FLOPs`` or ``extra time``.
         budgets: of any point, what its budget was; written beside it where there is room.
     """
-    picture = _Frontier(tuple(sorted(points)), dict(others or {}), eager_peak_bytes)
+    picture = _Frontier(points, others or {}, eager_peak_bytes)
     canvas = Canvas(_WIDTH)
-    headed(canvas, _LEFT, title, picture.facts)
+    canvas.headed(_LEFT, title, picture.facts)
     _axes(canvas, picture, cost)
     if picture.line:
-        canvas.steps([(picture.memory(peak), picture.cost(share)) for peak, share in picture.line], class_="frontier")
+        canvas.steps([*map(picture.place, picture.line)], class_="frontier")
     looks = [_OURS, *islice(cycle(_OTHERS), len(picture.others))]
     for look, of_tool in reversed([*zip(looks, (picture.points, *picture.others.values()))]):
-        for peak, share in of_tool:
-            _mark(canvas, picture.memory(peak), picture.cost(share), look)
+        for point in of_tool:
+            _mark(canvas, *picture.place(point), look)
     _budgets(canvas, picture, budgets or {})
 
-    def key(canvas: Canvas, tool: str, x: float, y: float) -> None:
+    def key(tool: str, x: float, y: float) -> None:
         if tool == "0":
             canvas.line(x - 6, y - 4, x + 14, y - 4, class_="frontier")
         if tool == "eager":
@@ -87,37 +87,25 @@ def draw_frontier(
             _mark(canvas, x + 4, y - 4, looks[int(tool)])
 
     tools = [(str(index), clipped(tool, _LONGEST_NAME)) for index, tool in enumerate((name, *picture.others))]
-    bottom = legend(canvas, [*tools, ("eager", "eager")], _LEFT, _BOTTOM + 60, key)
+    bottom = canvas.legend([*tools, ("eager", "eager")], _LEFT, _BOTTOM + 60, key)
     return canvas.text(bottom, f"{title}: {picture.facts}", _STYLE)
 
 
-@dataclass(frozen=True)
 class _Frontier:
-    """What is drawn, and its scales."""
+    """What is drawn, and its scales. ``line`` is the least share up to each peak."""
 
-    points: tuple[Point, ...]
-    others: Mapping[str, Sequence[Point]]
-    eager_peak_bytes: int
-
-    @property
-    def line(self) -> list[Point]:
-        """The least share up to each peak."""
+    def __init__(self, points: Sequence[Point], others: Mapping[str, Sequence[Point]], eager_peak_bytes: int) -> None:
+        self.points, self.others, self.eager_peak_bytes = sorted(points), others, eager_peak_bytes
+        self.all = [*self.points, *chain.from_iterable(others.values())]
         peaks = [peak for peak, _ in self.points]
-        return list(zip(peaks, accumulate((share for _, share in self.points), min)))
-
-    @property
-    def memory(self) -> Axis:
-        peaks = (peak for peak, _ in self.all)
-        return Axis(max((self.eager_peak_bytes, *peaks)) * 1.04, _LEFT, _END)
-
-    @property
-    def cost(self) -> Axis:
+        self.line = list(zip(peaks, accumulate((share for _, share in self.points), min)))
+        self.memory = Axis(max((eager_peak_bytes, *(peak for peak, _ in self.all))) * 1.04, _LEFT, _END)
         most = max((share for _, share in self.all), default=0.0)
-        return Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
+        self.cost = Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
+        self.units = replace(units_of_bytes(self.memory.extent), digits=3)
 
-    @property
-    def units(self) -> Units:
-        return replace(units_of_bytes(self.memory.extent), digits=3)
+    def place(self, point: Point) -> tuple[float, float]:
+        return self.memory(point[0]), self.cost(point[1])
 
     @property
     def facts(self) -> str:
@@ -128,20 +116,16 @@ class _Frontier:
         of_eager = f" ({percent(peak / self.eager_peak_bytes)} of it)" if self.eager_peak_bytes else ""
         return f"{facts}; the least here {self.units.of_memory(peak)}{of_eager} for +{percent(share)}"
 
-    @property
-    def all(self) -> list[Point]:
-        return [*self.points, *chain.from_iterable(self.others.values())]
-
 
 def _axes(canvas: Canvas, picture: _Frontier, cost: str) -> None:
     memory, units, eager, across = picture.memory, picture.units, picture.eager_peak_bytes, (_LEFT + _END) / 2
-    grid(canvas, picture.cost, _LEFT, _END, 0.01, 6, " %")
-    upright(canvas, 20, (_TOP + _BOTTOM) / 2, cost, "middle")
-    scale(canvas, memory, _BOTTOM, units.bytes, 8)
+    canvas.grid(picture.cost, _LEFT, _END, 0.01, 6, " %")
+    canvas.upright(20, (_TOP + _BOTTOM) / 2, cost, "middle")
+    canvas.scale(memory, _BOTTOM, units.bytes, 8)
     canvas.words(across, _BOTTOM + 34, f"peak memory, {units.memory}", class_="middle")
     canvas.words(across, _TOP - 26, "peak memory, % of eager", class_="middle")
     if eager:
-        scale(canvas, Axis(memory.extent / eager, _LEFT, _END), _TOP, 0.01, 8, above=True)
+        canvas.scale(Axis(memory.extent / eager, _LEFT, _END), _TOP, 0.01, 8, above=True)
     canvas.words(_LEFT + 8, _BOTTOM - 8, "↙ better")
     canvas.line(memory(eager), _TOP, memory(eager), _BOTTOM, class_="eager")
 
@@ -157,12 +141,12 @@ def _mark(canvas: Canvas, x: float, y: float, mark: _Mark) -> None:
 
 def _budgets(canvas: Canvas, picture: _Frontier, budgets: Mapping[Point, str]) -> None:
     """Write each budget beside its point: left of ours, right of the others'; nothing where no place is free."""
-    marks = [(picture.memory(peak), picture.cost(share)) for peak, share in picture.all]
+    marks = [picture.place(point) for point in picture.all]
     taken: list[tuple[float, float, float]] = []  # the middle, the line, and half the length
-    for (peak, share), text in sorted(budgets.items()):
-        x, y, half = picture.memory(peak), picture.cost(share), len(text) * _BUDGET * CHARACTER / 2
+    for point, text in sorted(budgets.items()):
+        (x, y), half = picture.place(point), len(text) * _BUDGET * CHARACTER / 2
         places = [(x + half + 7, y + 4), (x, y - 8)]
-        if (peak, share) in picture.points:
+        if point in picture.points:
             places = [(x - half - 6, y + 12), (x, y - 8)] if y < _BOTTOM - 12 else [(x, y - 8)]
         for middle, line in places:
             apart = all(abs(middle - x) > half + long + 2 or abs(line - low) >= _BUDGET for x, low, long in taken)
