@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import Node
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
@@ -41,14 +42,17 @@ __all__ = [
     "hooks_in_force",
     "is_exporting",
     "is_of_newest_node",
+    "kept_by_policies",
     "keep_from_dynamo",
     "look_through",
     "modes_are_active",
     "mutation_is_allowed",
+    "newest_node",
     "norm_layer",
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
+    "running_node",
     "set_grad_enabled",
     "set_version",
     "storage_key",
@@ -112,6 +116,16 @@ def is_of_newest_node(tensor: Tensor) -> bool:
     """Whether the node that made ``tensor`` is the last that this thread has made; no public form."""
     node: Any = tensor.grad_fn
     return node is not None and node._sequence_nr() + 1 == _next_node()
+
+
+def newest_node() -> int:
+    """The number of the autograd node that this thread made last; no public form."""
+    return _next_node() - 1
+
+
+def running_node() -> Node | None:
+    """The autograd node whose backward runs in this thread; None outside of a backward. No public form."""
+    return torch._C._current_autograd_node()
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:
@@ -205,6 +219,26 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
         _pop_torch_dispatch_stack(None)
     for mode in new:
         _push_on_torch_dispatch_stack(mode)
+
+
+@contextmanager
+def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
+    """Inside the block, ``pack`` is called with each tensor that a selective policy keeps, while eager code runs. What
+    it returns lives as long as the policy keeps the tensor. No public form: these are no saved tensors
+    (torch/utils/checkpoint.py)."""
+    wrapper: Any = torch.utils.checkpoint._VersionWrapper
+    init = wrapper.__init__
+
+    def watched(wrapped: Any, value: object) -> None:
+        init(wrapped, value)
+        if type(value) is Tensor:  # a tracer has tensors of other classes
+            wrapped.packed = pack(value)
+
+    wrapper.__init__ = watched
+    try:
+        yield
+    finally:
+        wrapper.__init__ = init
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:

@@ -1,12 +1,4 @@
-"""Testing: count what regions cost, and check that they do not change results. For this package's tests and yours.
-
->>> with torchckpt.testing.count_recomputes() as recomputes, torchckpt.testing.saved_bytes() as saved:
-...     loss = torchckpt.checkpoint(block, x).sum()
->>> saved.total == x.nbytes
-True
->>> loss.backward(); recomputes.total
-1
-"""
+"""Regions: count replays and FLOPs, and check that a region gives the results of the plain call."""
 from __future__ import annotations
 
 import functools
@@ -22,7 +14,6 @@ from torchckpt.errors import Fault, called, check, kind
 from torchckpt.modules import module_of
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
-from torchckpt.regions.saved import SavedBytes, saved_bytes
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
 from torchckpt.regions.state.determinism import name_of
 from torchckpt.regions.state.streams import accelerators_among
@@ -32,7 +23,7 @@ from torchckpt.typing import Function
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]
+__all__ = ["Flops", "Recomputes", "assert_transparent", "count_recomputes", "flops"]
 
 
 class Recomputes:
