@@ -1,4 +1,4 @@
-"""The command, as ``torchckpt`` or ``python -m torchckpt``: ``fit``, ``memory``, ``balance``, ``simulate``, ``plan``."""
+"""The command, as ``torchckpt`` or ``python -m torchckpt``: ``fit``, ``memory``, ``simulate``, ``plan``, ..."""
 from __future__ import annotations
 
 import argparse
@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, of_script = memory.split(sys.argv[1:] if arguments is None else list(arguments))
     options = parser.parse_args(own, argparse.Namespace(of_script=of_script))
     if options.command is None:
-        known = ", ".join(f"{name} --help" for name in _COMMANDS)
-        parser.error(f"say what to do: one of {parser.prog} {known}")
+        parser.error(f"say what to do: {parser.prog} {', or '.join(f'{name} --help' for name in _COMMANDS)}")
     try:
         check_apart(options)
         _COMMANDS[options.command].run(options)

@@ -1,7 +1,7 @@
 """What autograd keeps, by module, operation and line: to the byte, each storage once, at the moment when it is most."""
 from __future__ import annotations
 
-import gc
+import copy
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torchs
@@ -70,8 +69,13 @@ MATRIX, IMAGE = (BATCH, WIDTH), (2, 3, 5, 5)
 
 @pytest.fixture
 def x():
-    """An input from before the step. One of the whole file would be frozen for the garbage collector."""
+    """An input from before the step."""
     return torch.randn(MATRIX)
+
+
+def unfrozen(model):
+    """A copy: the garbage collector does not tell of what is frozen (``gc.freeze``), as test files are."""
+    return copy.deepcopy(model)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def x():
     ids=["linear", "relu", "two layers", "linear layers", "dropout", "convolution", "batch norm", "attention"],
 )
 def test_bytes_of_a_model_by_hand(model, shape, expected):
-    inputs = torch.randn(shape)
+    model, inputs = unfrozen(model), torch.randn(shape)
     assert by_operation(saved_by_line(lambda: model(inputs))) == expected
     assert by_operation(saved_by_line(lambda: model(inputs).sum().backward())) == expected
 
@@ -105,11 +109,10 @@ def test_bytes_of_a_model_by_hand(model, shape, expected):
 def test_module_operation_line_bytes_and_storages_of_a_row(x):
     model = Net()
     kept = saved_by_line(lambda: model(x))
-    assert [(row.module, row.operation, row.bytes, row.storages) for row in kept.rows] == [("Net", "Relu", 2 * BYTES, 2)]
     (row,) = kept.rows
+    assert (row.module, row.operation, row.bytes, row.storages) == ("Net", "Relu", 2 * BYTES, 2)
     assert row.place == f"{Path(__file__).relative_to(Path.cwd())}:{line_of('x = layer(x).relu()')}"
-    assert row.source == "x = layer(x).relu()"
-    assert kept.before_bytes == x.nbytes + WIDTH * WIDTH * FLOAT  # x, and the weight whose input needs a gradient
+    assert kept.before_bytes == x.nbytes
 
 
 def line_of(text: str) -> int:
@@ -118,14 +121,16 @@ def line_of(text: str) -> int:
 
 @pytest.mark.parametrize("model", [Net(), Attention(), Block(WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 32)])
 def test_the_sum_is_that_of_hooks(model, x):
+    model = unfrozen(model)
+
     def step():
         return model(x * 1).square().mean()
 
     kept = saved_by_line(step)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
     with saved_bytes() as saved:
         step()
-    assert kept.total + buffers == counted(step) == saved.total
+    assert kept.before_bytes == sum(buffer.nbytes for buffer in model.buffers())
+    assert kept.total + kept.before_bytes == counted(step) == saved.total
 
 
 def test_the_sum_is_the_same_on_an_accelerator(device, x):
@@ -160,25 +165,16 @@ def test_results_of_before_do_not_count_and_what_is_made_of_them_does():
     assert (kept.total, kept.before_bytes) == (WIDTH * FLOAT, WIDTH * FLOAT)
 
 
-def test_buffers_of_modules_that_the_garbage_collector_does_not_know_do_not_count():
-    model = nn.BatchNorm1d(WIDTH).eval()
-    gc.freeze()
-    try:
-        kept = saved_by_line(lambda: model(leaf(BATCH, WIDTH) * 1))
-    finally:
-        gc.unfreeze()
-    assert by_operation(kept) == {"BatchNorm1d NativeBatchNorm": BYTES}
-
-
 def test_without_a_backward_the_graph_that_is_returned_tells_the_names():
+    kept = []
     assert by_operation(saved_by_line(lambda: leaf(WIDTH).mul(2).sin())) == {"Sin": WIDTH * FLOAT}
-    assert by_operation(saved_by_line(lambda: [leaf(WIDTH).mul(2).sin()] and None)) == {"": WIDTH * FLOAT}
+    assert by_operation(saved_by_line(lambda: kept.append(leaf(WIDTH).mul(2).sin()))) == {"?": WIDTH * FLOAT}
 
 
 def test_a_step_that_saves_nothing(x):
     kept = saved_by_line(lambda: x + 1)
     assert (kept.rows, kept.total) == ((), 0)
-    assert str(kept) == "autograd keeps 0 B in 0 storages, and 0 B that were there before"
+    assert str(kept) == "autograd keeps 0 B, and 0 B that were there before"
     assert kept.draw().startswith("<svg")
 
 
@@ -249,7 +245,7 @@ def test_of_a_region_the_inputs_count(call, x):
     model = InRegions(call)
     kept = saved_by_line(lambda: model(x).sum().backward())
     assert by_operation(kept) == {"InRegions checkpoint": 2 * BYTES}
-    assert kept.rows[0].source == "x = self.call(block, x)"
+    assert kept.rows[0].line == line_of("x = self.call(block, x)")
     assert kept.before_bytes == x.nbytes
 
 
@@ -345,7 +341,7 @@ def test_an_error_for_want_of_memory_shows_what_was_kept_until_then():
 
     with pytest.raises(torch.OutOfMemoryError, match="no room beside 64 bytes") as caught:
         saved_by_line(step)
-    assert "autograd keeps 64 B in 1 storage" in caught.value.__notes__[0]
+    assert "autograd keeps 64 B, and" in caught.value.__notes__[0]
 
 
 def test_a_step_that_is_not_callable(x):
@@ -367,26 +363,18 @@ def rows(*sizes: int) -> SavedByLine:
 
 
 def test_rows_of_like_modules_are_one_in_the_table():
-    kept = SavedByLine((*rows(3000, 2000).rows, SavedLine("", "", "", 0, 1000, 2)), 500)
+    kept = SavedByLine((*rows(3000, 2000).rows, SavedLine("", "Sin", "/a/gpt.py", 9, 1000, 2)), 500)
     assert str(kept).split("\n") == [
-        "autograd keeps 6 kB in 4 storages, and 0.5 kB that were there before",
+        "autograd keeps 6 kB, and 0.5 kB that were there before",
         "",
-        "kB   share  storages  module       operation  line",
-        " 5  83.3 %         2  layers.*.up  Addmm      a/gpt.py:7",
-        " 1  16.7 %         2  -            -",
+        "module       operation        line  storages  bytes   share",
+        "layers.*.up      Addmm  a/gpt.py:7         2   5 kB  83.3 %",
+        "                   Sin  a/gpt.py:9         2   1 kB  16.7 %",
     ]
 
 
 def test_a_single_row_keeps_its_number():
-    assert "layers.0.up" in rows(3000).table()
-
-
-def test_what_is_small_is_summed_up():
-    lines = [SavedLine("net", "Addmm", "/a/gpt.py", line, 100 - line, 1) for line in range(1, 41)]
-    table = SavedByLine(tuple(lines), 0).table().split("\n")
-    assert len(table) == 1 + 24
-    assert table[1].split()[-1] == "a/gpt.py:1"
-    assert table[-1].split() == ["1.156", "36.4", "%", "17", "17", "others", "-"]
+    assert "layers.0.up" in str(rows(3000))
 
 
 def test_the_picture_has_a_bar_for_each_row(tmp_path):
@@ -396,7 +384,7 @@ def test_the_picture_has_a_bar_for_each_row(tmp_path):
     words = [element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert words == [
         "What autograd keeps for the backward",
-        "autograd keeps 5 kB in 2 storages, and 0.5 kB that were there before",
+        "autograd keeps 5 kB, and 0.5 kB that were there before",
         "layers.*.up Addmm a/gpt.py:7",
         "5 kB",
     ]

@@ -2,25 +2,29 @@
 from __future__ import annotations
 
 import argparse
-import os
+import functools
+import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Parser, Unusable, add_command, count, file_to_write, say, write
+from torchckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torchckpt.testing.lines import SavedByLine
-    from torchckpt.testing.script import BackwardPasses
 
-__all__ = ["add", "run", "split"]
+__all__ = ["add", "run", "run_script", "split"]
 
 _EXAMPLES = """\
 The script runs as "python train.py" runs it, and is ended when so many backward passes are done. Of each pass, what
-autograd keeps is told at the moment when it is most: since the pass before, or the beginning. A script that fails, as
-for want of memory, is told of up to there. What it starts in other processes and threads is not seen.
+autograd keeps is told at the moment when it is most, since the pass before. A script that fails, as for want of memory,
+is told of up to there. Not seen is what the script does in other threads and processes, which lines of compiled code
+(CompiledFunction) save what, and what regions (checkpoint) keep while they are recomputed.
 
 examples:
   python -m torchckpt memory train.py
@@ -33,7 +37,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     short = "run a script, and show which lines keep memory"
     description = "Run a script, and show which lines make autograd keep memory for its backward passes."
     memory = add_command(commands, "memory", short, description, _EXAMPLES)
-    memory.add_argument("script", type=_script, metavar="SCRIPT", help="its own arguments stand behind --")
+    memory.add_argument("script", metavar="SCRIPT", help="its own arguments stand behind --")
     memory.add_argument("--steps", type=count, default=2, metavar="N", help="backward passes (default: %(default)s)")
     memory.add_argument("--svg", type=file_to_write(".svg"), metavar="FILE", help="draw the pass that keeps the most")
 
@@ -46,57 +50,67 @@ def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    from torchckpt.testing.script import BackwardPasses, run_script
-
-    passes = BackwardPasses(options.steps)
-    raised = run_script(options.script, options.of_script, passes)
-    failed = raised is not None and not (isinstance(raised, SystemExit) and raised.code in (None, 0))
-    kept = {f"pass {number}": lines for number, lines in enumerate(passes.passes, 1)}
-    if failed and passes.rest().rows:
-        kept["until it failed"] = passes.rest()
-    if kept:
-        say("\n".join(_told(options.script, kept, passes)))
-        if options.svg is not None:
-            write(options.svg, max(kept.values(), key=lambda lines: lines.total).draw())
-    elif not failed:
-        received = f"{options.script}, which ran to its end" + "".join(f"; {note}" for note in _unseen(passes))
+    if not Path(options.script).is_file():
+        raise Unusable(f"there is no such script; received: {options.script}; works: train.py")
+    passes: list[SavedByLine] = []
+    try:
+        run_script([options.script, *options.of_script], options.steps, passes)
+    except SystemExit as ended:
+        if passes or ended.code:
+            raise
+    except CheckpointError:  # of the script, not of the command
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        for number, kept in enumerate(passes, 1):
+            say(f"\npass {number}: {kept}")
+        if passes and options.svg is not None:
+            write(options.svg, max(passes, key=lambda kept: kept.total).draw())
+    if not passes:
+        received = f"{options.script}, which ran to its end"
         raise Unusable(f"the script has no backward pass; received: {received}; works: {_WORKS}")
-    if raised is not None:
-        _end_as(raised)
 
 
-def _told(script: str, kept: dict[str, SavedByLine], passes: BackwardPasses) -> Iterator[str]:
-    total = len(passes.passes)
-    yield f"\n{script}: {total} backward pass{'es' * (total != 1)}"
-    yield from (f"{name}: {lines.summary}" for name, lines in kept.items())
-    name = max(kept, key=lambda name: kept[name].total)
-    if kept[name].rows:
-        yield f"\n{name}\n{kept[name].table()}\n"
-    yield from (f"not seen: {note}" for note in _unseen(passes))
+class _Enough(BaseException):
+    """Ends the script. No ``Exception``, which a script may catch."""
 
 
-def _unseen(passes: BackwardPasses) -> Iterator[str]:
-    operations = {row.operation for lines in passes.passes for row in lines.rows}
-    if "CompiledFunction" in operations:
-        yield "which lines of compiled code (CompiledFunction) save what"
-    if "checkpoint" in operations:
-        yield "what regions (checkpoint) keep while they are recomputed"
-    if not all(lines.rows for lines in passes.passes):
-        yield "forwards in other threads, if a pass that keeps nothing has one"
-    if passes.elsewhere:
-        yield f"backward passes of other threads, of which there were {passes.elsewhere}"
+def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -> None:
+    """Run ``python arguments`` in this process until it ends, or until there are so many backward ``passes``.
 
+    A pass begins where the one before ended. Calls inside of a pass, calls of other threads, and those that make a
+    graph of gradients (``create_graph``) are none. Of a script that fails, the last pass is what was kept until then.
+    """
+    from unittest.mock import patch  # late, as torch is: other commands do not need them
 
-def _end_as(raised: BaseException) -> None:
-    """End as the script did."""
-    if isinstance(raised, SystemExit):
-        raise raised
-    traceback.print_exception(raised)
-    sys.exit(1)
+    import torch
 
+    from torchckpt.testing.kept import KeptStorages
+    from torchckpt.testing.lines import lines_of
 
-def _script(text: str) -> str:
-    if not Path(text).is_file():
-        reason = "it is a folder" if os.path.isdir(text) else "there is no such file"
-        raise argparse.ArgumentTypeError(f"cannot run {text}: {reason}; works: train.py")
-    return text
+    kept, thread, running = KeptStorages(), threading.get_ident(), threading.Lock()
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("create_graph") or threading.get_ident() != thread or running.locked():
+                return function(*args, **kwargs)
+            with running:
+                results = function(*args, **kwargs)
+            passes.append(lines_of(kept))
+            kept.restart()
+            if len(passes) == most:
+                raise _Enough
+            return results
+
+        return run
+
+    functions: dict[str, Any] = {name: watched(getattr(torch.autograd, name)) for name in ("backward", "grad")}
+    folders = [str(Path(arguments[0]).resolve().parent), *sys.path[1:]]
+    with patch.multiple(torch.autograd, **functions), patch("sys.argv", [*arguments]), patch("sys.path", folders):
+        try:
+            with kept.entered(), suppress(_Enough):
+                runpy.run_path(arguments[0], run_name="__main__")
+        except (Exception, SystemExit):
+            passes += [rest] if (rest := lines_of(kept)).rows else []
+            raise

@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.ledger import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
 from torchckpt.costs.parts import static_of, watched
-from torchckpt.costs.private import sequence_now, sequence_of
 from torchckpt.planning.work.block import Block
+from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import tensors_in
 
@@ -95,7 +95,7 @@ class _Forward:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def part_of(self, node: Node) -> int:
-        at = bisect_right(self._starts, sequence_of(node), key=lambda start: start[0])
+        at = bisect_right(self._starts, number_of(node), key=lambda start: start[0])
         return self._starts[at - 1][1]
 
     def bytes_of_parts(self) -> dict[int, tuple[int, int, int]]:
@@ -126,9 +126,8 @@ class _Forward:
         return sizes
 
     def _turn(self, part: int) -> None:
-        phase, self.ledger.phase = self.ledger.phase, None
-        self._starts.append((sequence_now(), part))
-        self.ledger.phase, self.ledger.part = phase, part
+        self._starts.append((newest_node() + 1, part))
+        self.ledger.part = part
 
 
 def counted(

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
 
 __all__ = [
@@ -22,8 +21,6 @@ __all__ = [
     "fused_attention",
     "is_unallocated",
     "is_view",
-    "sequence_now",
-    "sequence_of",
     "sharded_kind",
     "unallocated",
 ]
@@ -67,18 +64,6 @@ def sharded_kind(value: object) -> str | None:
         if found is not None and isinstance(value, found):
             return kind
     return None
-
-
-def sequence_now() -> int:
-    """The number that the next autograd node of this thread gets. No public form."""
-    with torch.enable_grad():
-        probe = torch.empty((), requires_grad=True).view(1)
-    return sequence_of(probe.grad_fn) + 1 if probe.grad_fn is not None else 0
-
-
-def sequence_of(node: Node) -> int:
-    """The number of an autograd node: nodes that were made later have larger ones. No public form."""
-    return int(node._sequence_nr())
 
 
 def is_view(operator: Any) -> bool:

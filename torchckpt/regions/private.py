@@ -42,13 +42,14 @@ __all__ = [
     "hooks_in_force",
     "is_exporting",
     "is_of_newest_node",
-    "kept_by_policies",
     "keep_from_dynamo",
+    "kept_by_policies",
     "look_through",
     "modes_are_active",
     "mutation_is_allowed",
     "newest_node",
     "norm_layer",
+    "number_of",
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
@@ -64,6 +65,7 @@ try:
     from torch._C import (
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
+    from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
     from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
@@ -123,9 +125,9 @@ def newest_node() -> int:
     return _next_node() - 1
 
 
-def running_node() -> Node | None:
-    """The autograd node whose backward runs in this thread; None outside of a backward. No public form."""
-    return torch._C._current_autograd_node()
+def number_of(node: Node) -> int:
+    """The number of an autograd node: nodes that were made later have larger ones. No public form."""
+    return int(node._sequence_nr())
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:
@@ -223,16 +225,14 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
 
 @contextmanager
 def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
-    """Inside the block, ``pack`` is called with each tensor that a selective policy keeps, while eager code runs. What
-    it returns lives as long as the policy keeps the tensor. No public form: these are no saved tensors
-    (torch/utils/checkpoint.py)."""
+    """Inside the block, ``pack`` gets each tensor that a selective policy keeps in eager code: these are no saved
+    tensors (torch/utils/checkpoint.py). The policy holds what it returns, too. No public form."""
     wrapper: Any = torch.utils.checkpoint._VersionWrapper
     init = wrapper.__init__
 
     def watched(wrapped: Any, value: object) -> None:
         init(wrapped, value)
-        if type(value) is Tensor:  # a tracer has tensors of other classes
-            wrapped.packed = pack(value)
+        wrapped.packed = pack(value) if type(value) is Tensor else None  # a tracer has other classes
 
     wrapper.__init__ = watched
     try:

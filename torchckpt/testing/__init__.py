@@ -1,10 +1,7 @@
 """Testing: count what a step costs, and check that regions do not change results. For this package's tests and yours.
 
-    lines             ``saved_by_line``: what autograd keeps, by module, operation and line
-    script            the same for each backward pass of a script
-    kept              each storage that autograd keeps, from when to when, and where it was saved
-    peak              ``peak_bytes``: the most bytes that a step takes
-    regions           replays, FLOPs, and regions that are as plain calls
+    lines, kept       ``saved_by_line``: what autograd keeps, by line; the storages, and when each is kept
+    counts            replays, FLOPs, bytes at the peak; whether a region is as the plain call
 
 >>> with torchckpt.testing.count_recomputes() as recomputes, torchckpt.testing.saved_bytes() as saved:
 ...     loss = torchckpt.checkpoint(block, x).sum()
@@ -14,20 +11,10 @@ True
 1
 """
 from torchckpt.regions.saved import SavedBytes, saved_bytes
+from torchckpt.testing.counts import Flops, Recomputes, assert_transparent, count_recomputes, flops, peak_bytes
 from torchckpt.testing.lines import SavedByLine, SavedLine, saved_by_line
-from torchckpt.testing.peak import peak_bytes
-from torchckpt.testing.regions import Flops, Recomputes, assert_transparent, count_recomputes, flops
 
 __all__ = [
-    "Flops",
-    "Recomputes",
-    "SavedByLine",
-    "SavedBytes",
-    "SavedLine",
-    "assert_transparent",
-    "count_recomputes",
-    "flops",
-    "peak_bytes",
-    "saved_by_line",
-    "saved_bytes",
+    "Flops", "Recomputes", "SavedByLine", "SavedBytes", "SavedLine", "assert_transparent", "count_recomputes", "flops",
+    "peak_bytes", "saved_by_line", "saved_bytes",
 ]

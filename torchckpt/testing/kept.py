@@ -1,209 +1,143 @@
-"""Kept: each storage that autograd keeps during a step, from when to when, and the place that saved it first."""
+"""Kept: the storages that autograd keeps during a step, when it keeps each, and where each was saved first."""
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.private import sequence_of
-from torchckpt.regions.private import kept_by_policies, look_through, newest_node, running_node
+from torchckpt.regions.private import kept_by_policies, look_through, newest_node, number_of, running_node
 from torchckpt.regions.saved import SavedBytes, storage_of
 
-__all__ = ["Kept", "KeptStorages", "Place", "storages_alive"]
+__all__ = ["KeptStorages", "Place", "storages_alive"]
 
 _OURS = Path(__file__).parents[1]
 _LIBRARIES = f"{Path(torch.__file__).parent}{os.sep}", f"{_OURS}{os.sep}"
-"""Lines of these folders are not the user's."""
 _REGIONS = f"{_OURS / 'regions'}{os.sep}", torch.utils.checkpoint.__file__
-"""What saves the inputs of a region, when no node is made."""
-_REGION = -1
-"""In place of the number of a node."""
+"""The code that saves the inputs of regions, which have no node yet."""
+_INPUT = -1
 _CALL = nn.Module.__call__.__code__
 
 
-class Place(NamedTuple):
-    """Where in the user's code a tensor was saved: the innermost module, and the innermost line outside of torch."""
-
-    module: str
-    """Its path in the outermost module that has it; its class where it is the outermost one. Empty without a module."""
-    file: str
-    line: int
-
-
-class Kept:
-    """A storage that autograd keeps while any saved tensor holds it. The log has the times at which that changes."""
-
-    __slots__ = ("_holders", "_log", "node", "place", "size_bytes")
-
-    def __init__(self, place: Place, node: int, size_bytes: int, log: list[tuple[Kept, int]]) -> None:
-        self.place, self.node, self.size_bytes = place, node, size_bytes
-        self._log, self._holders = log, 0
-
-    def hold(self) -> None:
-        self._holders += 1
-        if self._holders == 1:
-            self._log.append((self, self.size_bytes))
-
-    def release(self) -> None:
-        self._holders -= 1
-        if not self._holders:
-            self._log.append((self, -self.size_bytes))
+Place: TypeAlias = tuple[str, str, int, int]
+"""Where a tensor is saved: the path of the innermost module, file and line outside of torch, the number of the node."""
 
 
 class _SavedTensor:
-    """What autograd has in place of a saved tensor. It dies when the node that saved the tensor lets go of it."""
+    """What autograd holds in place of a saved tensor, as long as it holds it."""
 
-    __slots__ = ("_kept", "tensor")
-
-    def __init__(self, tensor: Tensor, kept: Kept | None) -> None:
-        self.tensor, self._kept = tensor, kept
-        if kept is not None:
-            kept.hold()
+    def __init__(self, tensor: Tensor, changes: list[tuple[StorageWeakRef, int]], *storages: StorageWeakRef) -> None:
+        self.tensor, self._changes, self._storages = tensor, changes, storages
+        changes.extend((storage, 1) for storage in storages)
 
     def __del__(self) -> None:
-        if self._kept is not None:
-            self._kept.release()
+        self._changes.extend((storage, -1) for storage in self._storages)
 
 
 class KeptStorages(SavedBytes):
-    """While it is entered, it records which storages autograd keeps in this thread. Each storage counts once, in full.
+    """While it is entered, it records what autograd and torch's selective policies keep in this thread.
 
-    Not counted, but summed in ``before_bytes``: what was there before, and the parameters and buffers of the modules
-    that are called. What torch's selective policies keep counts, too.
+    Args:
+        before: storages that do not count. Default: those that are there when the first tensor is saved, but for
+            results of differentiable operations.
     """
 
-    def __init__(self, before: set[StorageWeakRef] | None = None) -> None:
+    def __init__(self, before: Set[StorageWeakRef] | None = None) -> None:
         super().__init__()
         self.restart(before)
 
-    def restart(self, before: set[StorageWeakRef] | None = None) -> None:
-        """Forget everything. Later calls count another step.
-
-        Args:
-            before: the storages from before the step. Default: those that are there when the step saves its first
-                tensor, but for results of differentiable operations.
-        """
+    def restart(self, before: Set[StorageWeakRef] | None = None) -> None:
+        """Forget everything, and record another step."""
         self._before = before
         self._storages.clear()
-        self._before_sizes: dict[StorageWeakRef, int] = {}
-        self._kept: dict[StorageWeakRef, Kept] = {}
-        self._log: list[tuple[Kept, int]] = []
-        self._names = {_REGION: "checkpoint"}
-        self._paths: dict[int, tuple[nn.Module, dict[int, str]]] = {}  # by id, of which the module is alive
+        self._changes: list[tuple[StorageWeakRef, int]] = []  # 1 where a saved tensor comes, -1 where it goes
+        self._places: dict[StorageWeakRef, Place] = {}
+        self.names = {_INPUT: "checkpoint"}
+        """The names of autograd nodes by their numbers."""
 
     @property
     def before_bytes(self) -> int:
-        """The bytes that autograd keeps of what was there before."""
-        return sum(self._before_sizes.values())
+        """The bytes that autograd kept of storages that do not count. Parameters are not among them."""
+        return sum(self._storages.values()) - sum(self._storages[storage] for storage in self._places)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         with saved_tensors_hooks(self._pack, self._unpack), kept_by_policies(self._saved):
             yield
 
-    def at_peak(self) -> list[Kept]:
-        """The storages that autograd kept when they were most bytes, in the order in which they were saved."""
+    def at_peak(self) -> list[tuple[Place, int]]:
+        """The place and the bytes of each storage that autograd kept when it kept the most bytes."""
+        holders: Counter[StorageWeakRef] = Counter()
         now_bytes = most_bytes = end = 0
-        for index, (_, change) in enumerate(self._log):
-            now_bytes += change
+        for index, (storage, change) in enumerate(self._changes, 1):
+            holders[storage] += change
+            if holders[storage] == max(change, 0):  # the first holder has come, or the last one has gone
+                now_bytes += change * self._storages[storage]
             if now_bytes > most_bytes:
-                most_bytes, end = now_bytes, index + 1
-        kept: dict[Kept, None] = {}
-        for storage, change in self._log[:end]:
-            if change > 0:
-                kept[storage] = None
-            else:
-                kept.pop(storage, None)
-        return list(kept)
-
-    def name_of(self, kept: Kept) -> str:
-        """The name of the autograd node that saved it; empty where the graph was gone before anybody could see it."""
-        return self._names.get(kept.node, "")
+                most_bytes, end = now_bytes, index
+        holders.clear()
+        for storage, change in self._changes[:end]:
+            holders[storage] += change
+        return [(self._places[storage], self._storages[storage]) for storage, count in holders.items() if count]
 
     def learn(self, node: Node | None) -> None:
         """Note the names of ``node`` and of all nodes behind it."""
         stack = [node]
         while stack:
             node = stack.pop()
-            if node is not None and sequence_of(node) not in self._names:
-                self._names[sequence_of(node)] = node.name()
+            if node is not None and number_of(node) not in self.names:
+                self.names[number_of(node)] = node.name()
                 stack.extend(parent for parent, _ in node.next_functions)
 
     def _pack(self, tensor: Tensor) -> Any:
         self.learn(tensor.grad_fn)
         return self._saved(tensor, sys._getframe(1).f_code.co_filename.startswith(_REGIONS))
 
-    def _saved(self, tensor: Tensor, is_input: bool = False) -> _SavedTensor:
-        if self._before is None:
-            self._before = storages_alive(activations=False)
-        saved = super()._pack(tensor)
-        return _SavedTensor(saved, self._kept_of(tensor, _REGION if is_input else newest_node(), self._before))
-
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         self.learn(running_node())
         return saved.tensor
 
-    def _kept_of(self, tensor: Tensor, node: int, before: set[StorageWeakRef]) -> Kept | None:
-        for storage, size_bytes in storage_of(tensor).items():
-            if storage in self.storages and storage not in before and storage not in self._kept:
-                place = self._place(before)
-                if storage not in before:
-                    self._kept[storage] = Kept(place, node, size_bytes, self._log)
-            if storage in self._kept:
-                return self._kept[storage]
-            self._before_sizes[storage] = size_bytes
-        return None
+    def _saved(self, tensor: Tensor, is_input: bool = False) -> _SavedTensor:
+        if self._before is None:
+            self._before = storages_alive(activations=False)
+        saved = super()._pack(tensor)
+        new = self.storages & storage_of(tensor).keys() - self._before
+        for storage in new - self._places.keys():
+            self._places[storage] = self._place(_INPUT if is_input else newest_node())
+        return _SavedTensor(saved, self._changes, *new)
 
-    def _place(self, before: set[StorageWeakRef]) -> Place:
-        file, line, modules = "", 0, []
+    def _place(self, node: int) -> Place:
+        modules, lines = [], []
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is _CALL:
                 modules.append(frame.f_locals["self"])
-            elif not file and not frame.f_code.co_filename.startswith(_LIBRARIES):
-                file, line = frame.f_code.co_filename, frame.f_lineno or 0
+            elif not frame.f_code.co_filename.startswith(_LIBRARIES):
+                lines.append((frame.f_code.co_filename, frame.f_lineno or 0))
             frame = frame.f_back
-        for root in reversed(modules):
-            paths = self._paths_in(root, before)
-            if id(modules[0]) in paths:
-                return Place(paths[id(modules[0])] or type(modules[0]).__name__, file, line)
-        return Place("", file, line)
-
-    def _paths_in(self, root: nn.Module, before: set[StorageWeakRef]) -> dict[int, str]:
-        """The path of each module in ``root``. Its parameters and buffers were there before."""
-        if id(root) not in self._paths:
-            self._paths[id(root)] = root, {id(module): path for path, module in root.named_modules()}
-            for tensor in (*root.parameters(), *root.buffers()):
-                before |= _storages_of(tensor)
-        return self._paths[id(root)][1]
+        named = ((*named, root) for root in reversed(modules) for named in root.named_modules())
+        paths = (path or type(root).__name__ for path, module, root in named if module is modules[0])
+        return (next(paths, ""), *(lines[0] if lines else ("", 0)), node)
 
 
 look_through(KeptStorages._pack)
 
 
 def storages_alive(activations: bool = True) -> set[StorageWeakRef]:
-    """The storages of all tensors that Python's garbage collector knows.
-
-    Args:
-        activations: whether to count results of differentiable operations.
-    """
-    tensors = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
-    return {storage for tensor in tensors for storage in _storages_of(tensor, activations)}
-
-
-def _storages_of(tensor: Tensor, activations: bool = True) -> set[StorageWeakRef]:
-    try:
-        return set(storage_of(tensor)) if activations or tensor.grad_fn is None else set()
-    except Exception:  # a parameter of a lazy layer has no storage yet, and a wrapper of torch.func none to show
-        return set()
+    """The storages of all tensors that the garbage collector tells of: none that ``gc.freeze()`` hides."""
+    storages: set[StorageWeakRef] = set()
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor):
+            with suppress(Exception):  # a parameter of a lazy layer has no storage yet
+                storages.update(storage_of(one) if activations or one.grad_fn is None else ())
+    return storages

@@ -1,67 +1,57 @@
 """Lines: the bytes that autograd keeps, by module, operation and source line, as a table and as a picture."""
 from __future__ import annotations
 
-import linecache
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from torchckpt.errors import Fault, called, check, kind
-from torchckpt.planning.draw.bars import draw_bars
-from torchckpt.planning.draw.canvas import clipped
-from torchckpt.planning.draw.units import number, percent, units_of_bytes
+from torchckpt.errors import called
+from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped, headed
+from torchckpt.planning.draw.units import aligned, percent, units_of_bytes
 from torchckpt.planning.figures import Drawn
 from torchckpt.tensors import tensors_in
+from torchckpt.testing.counts import check_step
 from torchckpt.testing.kept import KeptStorages, storages_alive
 
 __all__ = ["SavedByLine", "SavedLine", "lines_of", "saved_by_line"]
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_REGIONS_OF_TORCH = ("CheckpointFunction", "_NoopSaveInputs")
-_MOST_ROWS = 24
-_LONGEST_NAME, _LONGEST_SOURCE = 36, 44
+_without_numbers = partial(re.compile(r"(?<![^.])\d+(?![^.])").sub, "*")
+_LONGEST, _TITLE = 36, "What autograd keeps for the backward"
+_WIDTH, _LEFT, _RIGHT, _ROW = 960.0, 16.0, 96.0, 24.0
 
 
 @dataclass(frozen=True)
 class SavedLine:
-    """What autograd keeps for one operation at one line, called by one module."""
+    """What autograd keeps for an operation, such as ``Addmm``, of a module, at a line outside of torch."""
 
     module: str
-    """The path of the innermost module, in the outermost one that has it; the class of the outermost one itself."""
     operation: str
-    """The autograd node that saved it, such as ``Addmm``; empty where the graph was gone before it could be read."""
     file: str
     line: int
-    """Of the innermost call outside of torch and torchckpt. 0 where there is none, as on a thread of a device."""
     bytes: int
     storages: int
 
     @property
     def place(self) -> str:
-        """``model.py:23``, seen from the current folder; the file and its folder where it is not in there."""
+        """``model.py:23``, from the current folder on; or with the file's own folder."""
         path = Path(self.file)
-        inside = path.is_relative_to(os.getcwd())
-        return f"{path.relative_to(os.getcwd()) if inside else Path(*path.parts[-2:])}:{self.line}" if self.line else ""
-
-    @property
-    def source(self) -> str:
-        """The text of the line; empty where there is no source."""
-        return linecache.getline(self.file, self.line).strip()
+        return f"{os.path.relpath(path) if path.is_relative_to(os.getcwd()) else Path(*path.parts[-2:])}:{self.line}"
 
 
 @dataclass(frozen=True)
 class SavedByLine(Drawn):
-    """What autograd kept at the moment when it kept the most bytes. ``print`` shows a table, a notebook a picture."""
+    """What autograd kept at the moment when it kept the most bytes. ``print`` shows a table."""
 
     rows: tuple[SavedLine, ...]
     """The largest first."""
     before_bytes: int
-    """What autograd kept of tensors that were there before, with parameters and buffers. No row has them."""
+    """What autograd kept of tensors from before the step, without parameters. No row has them."""
 
     @property
     def total(self) -> int:
@@ -70,58 +60,52 @@ class SavedByLine(Drawn):
 
     @property
     def summary(self) -> str:
-        """How many bytes it is, in one line."""
         units = units_of_bytes(max(self.total, self.before_bytes))
-        storages = sum(row.storages for row in self.rows)
-        kept = f"autograd keeps {units.of_memory(self.total)} in {storages} storage{'s' * (storages != 1)}"
-        return f"{kept}, and {units.of_memory(self.before_bytes)} that were there before"
-
-    def table(self) -> str:
-        """A line for each row, and at most 24: the others are summed up. Rows that differ only in the numbers of their
-        modules, such as ``layers.0`` and ``layers.1``, are one: ``layers.*``."""
-        units = units_of_bytes(self.total)
-        cells = [(units.memory, "share", "storages", "module", "operation", "line")]
-        for row in self._shown():
-            amount = number(row.bytes / units.bytes), percent(row.bytes / max(self.total, 1)), str(row.storages)
-            module, operation = clipped(row.module, _LONGEST_NAME, tail=True), clipped(row.operation, _LONGEST_NAME)
-            line = f"{row.place}  {clipped(row.source, _LONGEST_SOURCE)}"
-            cells.append((*amount, module or "-", operation or "-", line))
-        return _in_columns(cells)
+        before = f"{units.of_memory(self.before_bytes)} that were there before"
+        return f"autograd keeps {units.of_memory(self.total)}, and {before}"
 
     def __str__(self) -> str:
-        return f"{self.summary}\n\n{self.table()}" if self.rows else self.summary
-
-    def _shown(self) -> list[SavedLine]:
-        rows = _alike(self.rows)
-        others = rows[_MOST_ROWS - 1 :] if len(rows) > _MOST_ROWS else []
-        return [*rows[: len(rows) - len(others)], *([_sum(others, f"{len(others)} others")] if others else [])]
+        """Rows that differ only in numbers of modules, such as ``layers.0`` and ``layers.1``, are one."""
+        units, cells = units_of_bytes(self.total), [("module", "operation", "line", "storages", "bytes", "share")]
+        for row in _summed(self.rows, _without_numbers):
+            amount = str(row.storages), units.of_memory(row.bytes), percent(row.bytes / max(self.total, 1))
+            cells.append((clipped(row.module, _LONGEST, tail=True), row.operation, row.place, *amount))
+        return f"{self.summary}\n\n{aligned(cells)}" if self.rows else self.summary
 
     def _svg(self) -> str:
-        rows = [(" ".join(filter(None, (row.module, row.operation, row.place))), row.bytes) for row in self._shown()]
-        return draw_bars(rows, units_of_bytes(self.total), "What autograd keeps for the backward", self.summary)
+        rows, units = _summed(self.rows, _without_numbers), units_of_bytes(self.total)
+        names = [clipped(f"{row.module} {row.operation} {row.place}", 2 * _LONGEST) for row in rows]
+        start = 2 * _LEFT + max(map(len, names), default=0) * TEXT * CHARACTER
+        axis = Axis(max((row.bytes for row in rows), default=0), start, _WIDTH - _RIGHT)
+        canvas = Canvas(_WIDTH)
+        y = headed(canvas, _LEFT, _TITLE, self.summary) + _ROW
+        for name, row in zip(names, rows):
+            canvas.words(start - 8, y, name, class_="end")
+            canvas.rectangle(start, y - 12, axis(row.bytes) - start, _ROW - 8, class_="F")
+            canvas.words(axis(row.bytes) + 8, y, units.of_memory(row.bytes))
+            y += _ROW
+        return canvas.text(y, f"{_TITLE}: {self.summary}", STYLE)
 
 
 @called("saved_by_line()")
 def saved_by_line(step: Callable[[], object]) -> SavedByLine:
-    """Run ``step()``, and tell which lines made autograd keep memory for the backward, the largest first.
+    """Run ``step()``, and tell which lines made autograd keep memory for the backward.
 
-    Counted is what autograd keeps at the moment when it keeps the most, so that of several micro-batches one after the
-    other one counts. Each storage counts once, in full, for the operation that saved it first. What was there before,
-    parameters and buffers have no rows; they are summed up in ``before_bytes``. Of a region only its boundary counts,
-    and what ``torchckpt.keep`` or a selective policy keeps. Compiled code is one operation. Other threads do not count.
+    Counted is the moment at which autograd keeps the most, so of micro-batches that follow each other the largest. A
+    storage counts once, in full, for the operation that saved it first. What was there before, and parameters, have no
+    rows. Of a region the inputs count, and what ``torchckpt.keep`` or a selective policy keeps. Compiled code is one
+    operation. Other threads do not count, nor do tensors that saved-tensor hooks inside of the step take.
 
     >>> print(saved_by_line(lambda: model(tokens).sum().backward()))
 
     Args:
-        step: a forward, with its backward or without. What it returns is looked through for tensors, whose graphs tell
-            the names of operations; so does a backward.
+        step: a forward, with its backward or without. Without one, names of operations come from what it returns.
 
     Raises:
         ArgumentError: ``step`` is not callable.
-        torch.OutOfMemoryError: of the step. From Python 3.11 on, it shows the table of what was kept until then.
+        torch.OutOfMemoryError: of the step, with the table in a note, from Python 3.11 on.
     """
-    fault = Fault("the step is not callable", kind(step), "saved_by_line(lambda: model(x).sum().backward())")
-    check([] if callable(step) else [fault])
+    check_step(step, "saved_by_line")
     kept = KeptStorages(storages_alive())
     try:
         with kept.entered():
@@ -137,39 +121,22 @@ def saved_by_line(step: Callable[[], object]) -> SavedByLine:
 
 def lines_of(kept: KeptStorages) -> SavedByLine:
     """What was kept, by line."""
-    lines: defaultdict[tuple[str, str, str, int], list[int]] = defaultdict(list)
-    for storage in kept.at_peak():
-        operation = re.sub(r"Backward\d*$", "", kept.name_of(storage))
-        operation = "checkpoint" if operation in _REGIONS_OF_TORCH else operation
-        lines[storage.place.module, operation, storage.place.file, storage.place.line].append(storage.size_bytes)
-    rows = [SavedLine(*line, sum(sizes), len(sizes)) for line, sizes in lines.items()]
-    return SavedByLine(_largest_first(rows), kept.before_bytes)
+    rows = []
+    for (module, file, line, node), size in kept.at_peak():
+        name = re.sub(r"Backward\d*$", "", kept.names.get(node, "?"))
+        operation = "checkpoint" if name in ("CheckpointFunction", "_NoopSaveInputs") else name
+        rows.append(SavedLine(module, operation, file, line, size, 1))
+    return SavedByLine(tuple(_summed(rows, str)), kept.before_bytes)
 
 
-def _alike(rows: Iterable[SavedLine]) -> tuple[SavedLine, ...]:
-    """Rows that differ only in numbers of modules as one."""
-    groups: defaultdict[tuple[str, str, str, int], list[SavedLine]] = defaultdict(list)
+def _summed(rows: Iterable[SavedLine], like: Callable[[str], str]) -> list[SavedLine]:
+    """Rows of which all is equal, and modules are by ``like``, as one; the largest first."""
+    groups = defaultdict(list)
     for row in rows:
-        groups[_NUMBER.sub("*", row.module), row.operation, row.file, row.line].append(row)
-    return _largest_first(_sum(group, key[0]) for key, group in groups.items())
-
-
-def _sum(rows: Sequence[SavedLine], module: str) -> SavedLine:
-    """``rows`` as one; of a single row as it is."""
-    if len(rows) == 1:
-        return rows[0]
-    sizes = sum(row.bytes for row in rows), sum(row.storages for row in rows)
-    first = rows[0] if len({(row.file, row.line) for row in rows}) == 1 else SavedLine("", "", "", 0, 0, 0)
-    return SavedLine(module, first.operation, first.file, first.line, *sizes)
-
-
-def _largest_first(rows: Iterable[SavedLine]) -> tuple[SavedLine, ...]:
-    return tuple(sorted(rows, key=lambda row: -row.bytes))
-
-
-def _in_columns(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of cells in columns, of which the first three are numbers."""
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    aligned = ([cell.rjust(width) for cell, width in zip(row[:3], widths)] for row in cells)
-    named = ([cell.ljust(width) for cell, width in zip(row[3:], widths[3:])] for row in cells)
-    return "\n".join("  ".join((*left, *right)).rstrip() for left, right in zip(aligned, named))
+        groups[like(row.module), row.operation, row.file, row.line].append(row)
+    sums = []
+    for (module, *_), group in groups.items():
+        name = module if len({row.module for row in group}) > 1 else group[0].module
+        sizes = sum(row.bytes for row in group), sum(row.storages for row in group)
+        sums.append(SavedLine(name, group[0].operation, group[0].file, group[0].line, *sizes))
+    return sorted(sums, key=lambda row: -row.bytes)
