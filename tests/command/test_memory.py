@@ -78,13 +78,6 @@ def test_a_script_that_fails_ends_as_without_the_command(script: str) -> None:
     assert f'File "{script}", line 21, in <module>' in done.stderr
 
 
-def test_an_error_of_torchckpt_in_the_script_is_none_of_the_command(script: str) -> None:
-    Path(script).write_text("import torchckpt\ntorchckpt.checkpoint(3)\n")
-    done = run("-m", "torchckpt", "memory", script)
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback (most recent call last):")
-
-
 def test_a_script_that_exits_ends_with_its_code(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["memory", script, "--", "--unknown"])
@@ -92,13 +85,10 @@ def test_a_script_that_exits_ends_with_its_code(script: str, capsys: pytest.Capt
     assert "train.py: error: unrecognized arguments: --unknown" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ends", ["", "raise SystemExit(0)"], ids=["ends", "exits"])
-def test_a_script_without_backward(ends: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(script).write_text(f"import torch\ntorch.ones(3, requires_grad=True).sin()\n{ends}\n")
-    assert refused(capsys, "memory", script) == (
-        "python -m torchckpt memory: error: the script has no backward pass; received: train.py, which ran to its end; "
-        "works: a script that calls loss.backward() in its main thread, without torchrun or spawn"
-    )
+def test_a_script_without_backward(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(script).write_text("import torch\ntorch.ones(3, requires_grad=True).sin()\n")
+    said = printed(capsys, "memory", script)
+    assert said == "\nThere was no backward pass in the main thread of this process.\n"
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "."])

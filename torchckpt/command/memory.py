@@ -6,14 +6,12 @@ import functools
 import runpy
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Parser, Unusable, add_command, count, file_to_write, say, write
-from torchckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torchckpt.testing.lines import SavedByLine
@@ -30,7 +28,6 @@ examples:
   python -m torchckpt memory train.py
   python -m torchckpt memory train.py --steps 4 --svg memory.svg -- --batch-size 8
 """
-_WORKS = "a script that calls loss.backward() in its main thread, without torchrun or spawn"
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -55,20 +52,13 @@ def run(options: argparse.Namespace) -> None:
     passes: list[SavedByLine] = []
     try:
         run_script([options.script, *options.of_script], options.steps, passes)
-    except SystemExit as ended:
-        if passes or ended.code:
-            raise
-    except CheckpointError:  # of the script, not of the command
-        traceback.print_exc()
-        sys.exit(1)
     finally:
         for number, kept in enumerate(passes, 1):
             say(f"\npass {number}: {kept}")
-        if passes and options.svg is not None:
+        if not passes:
+            say("\nThere was no backward pass in the main thread of this process.")
+        elif options.svg is not None:
             write(options.svg, max(passes, key=lambda kept: kept.total).draw())
-    if not passes:
-        received = f"{options.script}, which ran to its end"
-        raise Unusable(f"the script has no backward pass; received: {received}; works: {_WORKS}")
 
 
 class _Enough(BaseException):
@@ -111,6 +101,6 @@ def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -
         try:
             with kept.entered(), suppress(_Enough):
                 runpy.run_path(arguments[0], run_name="__main__")
-        except (Exception, SystemExit):
+        except Exception:
             passes += [rest] if (rest := lines_of(kept)).rows else []
             raise

@@ -21,13 +21,11 @@ from torchckpt.regions.saved import SavedBytes, storage_of
 
 __all__ = ["KeptStorages", "Place", "storages_alive"]
 
-_OURS = Path(__file__).parents[1]
-_LIBRARIES = f"{Path(torch.__file__).parent}{os.sep}", f"{_OURS}{os.sep}"
-_REGIONS = f"{_OURS / 'regions'}{os.sep}", torch.utils.checkpoint.__file__
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_REGIONS = f"{_LIBRARIES[1]}regions{os.sep}", torch.utils.checkpoint.__file__
 """The code that saves the inputs of regions, which have no node yet."""
 _INPUT = -1
 _CALL = nn.Module.__call__.__code__
-
 
 Place: TypeAlias = tuple[str, str, int, int]
 """Where a tensor is saved: the path of the innermost module, file and line outside of torch, the number of the node."""
@@ -47,10 +45,8 @@ class _SavedTensor:
 class KeptStorages(SavedBytes):
     """While it is entered, it records what autograd and torch's selective policies keep in this thread.
 
-    Args:
-        before: storages that do not count. Default: those that are there when the first tensor is saved, but for
-            results of differentiable operations.
-    """
+    Storages of ``before`` do not count; by default those that are there when the first tensor is saved, but for results
+    of differentiable operations."""
 
     def __init__(self, before: Set[StorageWeakRef] | None = None) -> None:
         super().__init__()
