@@ -74,7 +74,7 @@ class SavedByLine(Drawn):
 
     def _svg(self) -> str:
         rows, units = _summed(self.rows, _without_numbers), units_of_bytes(self.total)
-        names = [clipped(f"{row.module} {row.operation} {row.place}", 2 * _LONGEST) for row in rows]
+        names = [clipped(f"{row.module} {row.operation} {row.place}".strip(), 2 * _LONGEST) for row in rows]
         start = 2 * _LEFT + max(map(len, names), default=0) * TEXT * CHARACTER
         axis = Axis(max((row.bytes for row in rows), default=0), start, _WIDTH - _RIGHT)
         canvas = Canvas(_WIDTH)
