@@ -81,7 +81,19 @@ def test_names():
         (pipe.skip, ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]),
         (
             testing,
-            ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"],
+            [
+                "Flops",
+                "Recomputes",
+                "SavedByLine",
+                "SavedBytes",
+                "SavedLine",
+                "assert_transparent",
+                "count_recomputes",
+                "flops",
+                "peak_bytes",
+                "saved_by_line",
+                "saved_bytes",
+            ],
         ),
         (typing, ["CheckpointMode", "ContextFunction", "DeterminismCheck", "Function"]),
     ],
@@ -179,6 +191,10 @@ SIGNATURES = {
     "testing.count_recomputes": "() -> 'Iterator[Recomputes]'",
     "testing.saved_bytes": "() -> 'Iterator[SavedBytes]'",
     "testing.flops": "() -> 'Iterator[Flops]'",
+    "testing.peak_bytes": (
+        "(step: 'Callable[[], object]', device: 'torch.device | str | None' = None) -> 'int'"
+    ),
+    "testing.saved_by_line": "(step: 'Callable[[], object]') -> 'SavedByLine'",
     "testing.assert_transparent": (
         "(function: 'Function', *args: 'Any', modules: 'Sequence[nn.Module]' = (), **kwargs: 'Any') -> 'None'"
     ),

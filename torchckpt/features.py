@@ -34,6 +34,7 @@ class Feature(NamedTuple):
 
 _REGIONS = (
     "torch._C:_are_functorch_transforms_active",
+    "torch._C:_current_autograd_node",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
     "torch._C._autograd:_push_saved_tensors_default_hooks",

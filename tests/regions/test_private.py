@@ -357,6 +357,48 @@ def is_of_newest_node():
     assert not private.is_of_newest_node(x)
 
 
+def newest_node():
+    first, second = (leaf(3).exp().grad_fn for _ in range(2))
+    assert private.newest_node() == private.number_of(second) > private.number_of(first)
+
+
+def running_node():
+    names = []
+    y = leaf(3).exp()
+    y.register_hook(lambda grad: names.append(private.running_node().name()))
+    y.sum().backward()
+    assert names == [y.grad_fn.name()]
+    assert private.running_node() is None
+
+
+def kept_by_policies():
+    def region(x):
+        return torch.mm(x, x).sin()
+
+    def policy(context, operator, *args, **kwargs):
+        return operator is torch.ops.aten.mm.default
+
+    kept, handles = [], weakref.WeakSet()
+
+    def pack(tensor):
+        kept.append(tensor.shape)
+        handle = Hooks()
+        handles.add(handle)
+        return handle
+
+    def contexts():
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+
+    with private.kept_by_policies(pack):
+        y = torch.utils.checkpoint.checkpoint(region, leaf(3, 3), use_reentrant=False, context_fn=contexts)
+    assert (kept, len(handles)) == ([(3, 3)], 1)
+    y.sum().backward()
+    del y
+    assert len(handles) == 0
+    torch.utils.checkpoint.checkpoint(region, leaf(3, 3), use_reentrant=False, context_fn=contexts)
+    assert len(kept) == 1
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "DispatchMode": dispatch_mode,
@@ -377,14 +419,18 @@ COUNTERPARTS = {
     "is_exporting": is_exporting,
     "is_of_newest_node": is_of_newest_node,
     "keep_from_dynamo": keep_from_dynamo,
+    "kept_by_policies": kept_by_policies,
     "look_through": look_through,
     "modes_are_active": modes_are_active,
     "mutation_is_allowed": mutation_is_allowed,
+    "newest_node": newest_node,
     "norm_layer": norm_layer,
+    "number_of": newest_node,
     "only_hooks": hooks_entered_and_only_hooks,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,
+    "running_node": running_node,
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
     "storage_key": storage_key,

@@ -1,6 +1,7 @@
 """The commands, a file each: ``add`` tells the parser of it, ``run`` does it. None imports torch before it runs.
 
     fit, balance      one model: a plan within a byte budget; its layers cut into stages
+    memory            a script: which of its lines keep memory
     plan, costs       a pipeline within a byte budget; the costs of its stages, and the options of a model
     simulate          one step of a schedule, with ways to recompute side by side
     target            what ``module:function`` names

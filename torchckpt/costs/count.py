@@ -27,11 +27,11 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
-from torchckpt.costs.private import sequence_now, sequence_of
 from torchckpt.planning.work.block import Block
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import Scope
+from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import nodes_behind, tensors_in
 from torchckpt.typing import Function
@@ -104,7 +104,7 @@ class _Forward:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def part_of(self, node: Node) -> int:
-        place = bisect_right(self._starts, sequence_of(node), key=lambda start: start[0])
+        place = bisect_right(self._starts, number_of(node), key=lambda start: start[0])
         return self._starts[place - 1][1]
 
     def bytes_of_parts(self) -> dict[int, tuple[int, int, int]]:
@@ -135,7 +135,7 @@ class _Forward:
         return sizes
 
     def _turn(self, part: int) -> None:
-        self._starts.append((sequence_now(), part))
+        self._starts.append((newest_node() + 1, part))
         self.ledger.part = part
 
 

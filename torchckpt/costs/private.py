@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr as sequence_now  # the next node's, in this thread; no public form
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
 
 from torchckpt.modules import imported
@@ -24,8 +22,6 @@ __all__ = [
     "fused_attention",
     "is_unallocated",
     "is_view",
-    "sequence_now",
-    "sequence_of",
     "sharded_kind",
     "unallocated",
 ]
@@ -63,11 +59,6 @@ def is_unallocated(tensor: Tensor) -> bool:
 def sharded_kind(value: object) -> str | None:
     """How a tensor or a module is sharded, in words; None if it is not."""
     return next((kind for module, name, kind in _SHARDED if isinstance(value, imported(module, name))), None)
-
-
-def sequence_of(node: Node) -> int:
-    """The number of an autograd node: nodes that were made later have larger ones. No public form."""
-    return int(node._sequence_nr())
 
 
 def is_view(operator: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import Node
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
@@ -43,14 +44,18 @@ __all__ = [
     "is_exporting",
     "is_of_newest_node",
     "keep_from_dynamo",
+    "kept_by_policies",
     "look_through",
     "modes_are_active",
     "mutation_is_allowed",
+    "newest_node",
     "norm_layer",
+    "number_of",
     "only_hooks",
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
+    "running_node",
     "set_grad_enabled",
     "set_version",
     "storage_key",
@@ -62,6 +67,7 @@ try:
     from torch._C import (
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
+    from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
     from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
@@ -114,6 +120,16 @@ def is_of_newest_node(tensor: Tensor) -> bool:
     """Whether the node that made ``tensor`` is the last that this thread has made; no public form."""
     node: Any = tensor.grad_fn
     return node is not None and node._sequence_nr() + 1 == _next_node()
+
+
+def newest_node() -> int:
+    """The number of the autograd node that this thread made last; no public form."""
+    return _next_node() - 1
+
+
+def number_of(node: Node) -> int:
+    """The number of an autograd node: nodes that were made later have larger ones. No public form."""
+    return int(node._sequence_nr())
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:
@@ -207,6 +223,24 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
         _pop_torch_dispatch_stack(None)
     for mode in new:
         _push_on_torch_dispatch_stack(mode)
+
+
+@contextmanager
+def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
+    """Inside the block, ``pack`` gets each tensor that a selective policy keeps in eager code: these are no saved
+    tensors (torch/utils/checkpoint.py). The policy holds what it returns, too. No public form."""
+    wrapper: Any = torch.utils.checkpoint._VersionWrapper
+    init = wrapper.__init__
+
+    def watched(wrapped: Any, value: object) -> None:
+        init(wrapped, value)
+        wrapped.packed = pack(value) if type(value) is Tensor else None  # a tracer has other classes
+
+    wrapper.__init__ = watched
+    try:
+        yield
+    finally:
+        wrapper.__init__ = init
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:

@@ -1,1 +1,1 @@
-"""A schedule with a byte budget, or with a plan: its arguments, measured steps, the plan, and the steps that follow it."""
+"""A schedule with a byte budget, or with a plan: arguments, measured steps, the plan, and the steps that follow it."""

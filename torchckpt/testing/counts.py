@@ -1,29 +1,22 @@
-"""Testing: count what regions cost, and check that they do not change results. For this package's tests and yours.
-
->>> with torchckpt.testing.count_recomputes() as recomputes, torchckpt.testing.saved_bytes() as saved:
-...     loss = torchckpt.checkpoint(block, x).sum()
->>> saved.total == x.nbytes
-True
->>> loss.backward(); recomputes.total
-1
-"""
+"""Counts: replays, FLOPs and bytes at the peak; and a check that a region gives the results of the plain call."""
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from torchckpt.errors import Fault, called, check, kind
+from torchckpt.errors import Fault, called, check, kind, raise_fault
 from torchckpt.modules import module_of, name_of
+from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
 from torchckpt.regions.devices import accelerators_among
-from torchckpt.regions.saved import SavedBytes, saved_bytes
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
 from torchckpt.tensors import nodes_behind, tensors_in
 from torchckpt.typing import Function
@@ -31,7 +24,7 @@ from torchckpt.typing import Function
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Flops", "Recomputes", "SavedBytes", "assert_transparent", "count_recomputes", "flops", "saved_bytes"]
+__all__ = ["Flops", "Recomputes", "assert_transparent", "check_step", "count_recomputes", "flops", "peak_bytes"]
 
 
 class Recomputes:
@@ -86,6 +79,43 @@ def flops() -> Iterator[Flops]:
 
     with FlopCounterMode(display=False) as counter:
         yield Flops(counter)
+
+
+@called("peak_bytes()")
+def peak_bytes(step: Callable[[], object], device: torch.device | str | None = None) -> int:
+    """Run ``step()``, and return the most bytes that it takes at once above what was there before it.
+
+    On an accelerator its allocator counts. On the CPU storages that operators make count while they are alive, in this
+    thread and the backwards that it starts. There compiled code runs as eager code, workspaces are not seen, and what
+    the step frees of older tensors is not taken off.
+
+    >>> peak_bytes(lambda: model(x).sum().backward())
+
+    Args:
+        step: anything. The first step makes gradients and an optimizer's state, which later ones find.
+        device: where to count. Default: the current accelerator if this process has memory there, otherwise the CPU.
+
+    Raises:
+        ArgumentError: ``step`` is not callable.
+    """
+    check_step(step, "peak_bytes")
+    from torchckpt.distributed.counting import LiveBytes
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    in_use = accelerator is not None and torch.get_device_module(accelerator).memory_allocated()
+    where = torch.device(device or (accelerator if accelerator and in_use else "cpu"))
+    gc.collect()  # the step would free it
+    live, whole = LiveBytes(where, looks=where.type in ("cpu", "meta")), Action(0, Kind.FORWARD, 0)
+    with live.entered():
+        live.reaches(whole)
+        step()
+    return int(live.levels[whole].highest)
+
+
+def check_step(step: object, function: str) -> None:
+    """Raise an ArgumentError where ``step``, which was given to ``function``, is not callable."""
+    if not callable(step):
+        raise_fault(Fault("the step is not callable", kind(step), f"{function}(lambda: model(x).sum().backward())"))
 
 
 @called("assert_transparent()")

@@ -1,0 +1,1 @@
+"""What users' tests count: replays, saved bytes by line, peaks."""

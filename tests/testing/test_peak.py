@@ -1,0 +1,85 @@
+"""The most bytes that a step takes, to the byte."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import Block, assert_equal, leaf, run
+from torchckpt import ArgumentError, checkpoint
+from torchckpt.testing import peak_bytes
+
+SIZE = 1024
+BYTES = 4 * SIZE
+
+
+def test_the_peak_of_a_step_by_hand(device):
+    x = torch.ones(SIZE, device=device)
+
+    def step():
+        y = x + 1  # one
+        z = y * 2  # two
+        del y
+        z += 1
+        return z.sin()  # two again
+
+    assert peak_bytes(step, device) == 2 * BYTES
+    assert peak_bytes(lambda: [x + 1 for _ in range(5)], device) == 5 * BYTES
+    assert peak_bytes(lambda: x.view(2, -1).t(), device) == 0
+
+
+def test_the_peak_of_a_backward_by_hand(device):
+    x = leaf(SIZE, device=device)
+    x.grad = torch.zeros_like(x)
+
+    def step():
+        y = x.exp()  # one, which the backward needs
+        y.backward(torch.ones_like(y))  # two; and three where the gradient is multiplied
+
+    assert peak_bytes(step, device) == 3 * BYTES
+
+
+def test_a_region_lowers_the_peak():
+    blocks = nn.Sequential(*(Block(64) for _ in range(8)))
+
+    def step(call):
+        y = torch.ones(16, 64)
+        for block in blocks:
+            y = call(block, y)
+        y.sum().backward()
+
+    step(checkpoint)  # the gradients are there
+    plain, regions = (peak_bytes(lambda call=call: step(call)) for call in (lambda block, y: block(y), checkpoint))
+    assert regions < plain / 2
+
+
+def test_what_was_there_before_does_not_count():
+    x = torch.ones(SIZE)
+    assert peak_bytes(lambda: x.add_(1)) == 0
+    assert peak_bytes(lambda: x + 1) == peak_bytes(lambda: x + 1) == BYTES
+
+
+@pytest.mark.accelerator
+def test_the_accelerator_is_the_default_where_it_is_used(accelerator):
+    x = torch.ones(SIZE, device=accelerator)
+    assert peak_bytes(lambda: x + 1) == BYTES
+
+
+def test_gradients_are_those_without_counting():
+    def counted(block, x):
+        outputs = []
+        peak_bytes(lambda: outputs.append(block(x)))
+        return outputs[0]
+
+    block, x = Block(), leaf(3, 4)
+    assert_equal(run(counted, block, x, modules=[block]), run(block, x, modules=[block]))
+
+
+def test_a_step_that_is_not_callable():
+    with pytest.raises(ArgumentError) as caught:
+        peak_bytes(3)
+    assert str(caught.value).splitlines() == [
+        "peak_bytes(): the step is not callable",
+        "  received: int",
+        "  works:    peak_bytes(lambda: model(x).sum().backward())",
+    ]
