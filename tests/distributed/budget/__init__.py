@@ -1,1 +1,1 @@
-"""A schedule with a byte budget, or with a plan: its arguments, the measured steps, the plan, the steps that follow it."""
+"""A schedule with a byte budget or a plan: its arguments, the steps that are measured, and those that follow."""
