@@ -28,7 +28,7 @@ from torchckpt.regions.flags import thread
 from torchckpt.regions.state.layout import version_of
 from torchckpt.tensors import tensors_of
 
-__all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash", "stasher_behind"]
+__all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
 
 
 class Namespace:

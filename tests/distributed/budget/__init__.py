@@ -1,1 +1,1 @@
-"""A schedule with a byte budget, or with a plan: arguments, measured steps, the plan, and the steps that follow it."""
+"""A schedule with a byte budget or a plan: its arguments, the steps that are measured, and those that follow."""
