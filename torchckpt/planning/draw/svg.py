@@ -118,7 +118,7 @@ class _Layout:
         ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
         self.row_height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
         self.pitch = _ARRIVALS + self.row_height + (2 * _WIRE if show_copies else 0.0)
-        """From one rank to the next."""
+        """The height from one rank to the next."""
         self.show_labels = all(_most_labels_fit(timeline, self.time, self.row_height) for timeline in timelines)
         peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
         self.memory_bytes = max(*peaks, self.budget_bytes or 0.0, 0.0, 0.0) * 1.12

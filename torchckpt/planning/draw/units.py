@@ -63,7 +63,7 @@ def units_for(most_bytes: float, memory: str = "A") -> Units:
 
 
 def units_of_clock(most: float) -> Units:
-    """Like :func:`units_for`, for times that were measured: milliseconds, whatever memory counts in."""
+    """The units for times that were measured: milliseconds, whatever memory counts in; see :func:`units_for`."""
     return replace(units_for(most), time="ms", seconds=1e-3)
 
 
@@ -87,7 +87,7 @@ def prefix(largest: float) -> tuple[str, float]:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """At most so many significant digits, in full up to a million: ``33``, ``0.25``, ``1234``."""
+    """``value`` with at most ``digits`` significant digits, in full up to a million: ``33``, ``0.25``, ``1234``."""
     if 10 ** (digits - 1) <= abs(value) < 1e6:
         return f"{value:.0f}"
     return f"{value:.{digits}g}"

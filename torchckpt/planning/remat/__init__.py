@@ -2,7 +2,7 @@
 
 A step is operations that read and write storages (``dataflow``). A schedule is the order in which they run; a repeat
 makes a value again. ``memory`` says, to the byte, what a schedule needs. All else chooses one: ``late`` from values to
-keep, ``select`` from values that separate inputs from outputs, ``planner`` under a budget, ``exact`` with a proof.
+keep, such as some that separate inputs from outputs, ``planner`` under a budget, ``exact`` with a proof.
 
     plan              what users get
     table, plan_svg   a plan as text, and as a picture
@@ -11,6 +11,4 @@ keep, ``select`` from values that separate inputs from outputs, ``planner`` unde
     curve             memory over time at the resolution of a picture, and labels beside it
     flow              one traced step, as operations on storages, and its memory
 """
-from __future__ import annotations
-
 __all__: list[str] = []

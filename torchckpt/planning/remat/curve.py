@@ -1,18 +1,21 @@
 """Curve: the memory of a schedule over time, at the resolution of a picture, and the times of its repeats."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise, takewhile
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs
 from torchckpt.planning.remat.flow.dataflow import runs as operations_of
 from torchckpt.planning.remat.flow.memory import simulate
 
 __all__ = [
-    "Label", "Run", "Span", "beside", "joined", "kinds", "runs", "spans", "spread", "thinned",
+    "Label", "Run", "Span", "beside", "grouped", "joined", "kinds", "runs", "spans", "spread", "thinned",
 ]
+
+_Item = TypeVar("_Item")
+
 
 class Run(NamedTuple):
     """One step of a schedule: an operation, from when to when it runs, and the bytes alive meanwhile."""
@@ -58,24 +61,31 @@ def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
     ]
 
 
+def grouped(items: Iterable[_Item], belongs: Callable[[list[_Item], _Item], bool]) -> list[list[_Item]]:
+    """Neighbours in groups: an item that does not belong to the group before it begins a new one."""
+    groups: list[list[_Item]] = []
+    for item in items:
+        if groups and belongs(groups[-1], item):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
 def thinned(every: Iterable[Run], finest_seconds: float) -> list[list[Run]]:
     """Neighbours in groups: shorter ones together until they last ``finest_seconds``, longer ones alone.
 
     A group is in the forward or in the backward. Drawn as high as its highest run, it shows every peak.
     """
-    groups: list[list[Run]] = []
-    for run in every:
-        last = groups[-1] if groups else [run]
-        short = max(last[-1].end_seconds - last[0].start_seconds, run.seconds) < finest_seconds
-        if groups and short and last[0].in_forward == run.in_forward:
-            last.append(run)
-        else:
-            groups.append([run])
-    return groups
+    def is_short(group: list[Run], run: Run) -> bool:
+        seconds = max(group[-1].end_seconds - group[0].start_seconds, run.seconds)
+        return seconds < finest_seconds and group[0].in_forward == run.in_forward
+
+    return grouped(every, is_short)
 
 
 def kinds(every: Iterable[Run], finest_seconds: float) -> list[Span]:
-    """Which kind runs when. Where kinds alternate faster than ``finest_seconds``, repeats stand before the others."""
+    """The kinds that run, and when. Where they alternate faster than ``finest_seconds``, repeats come first."""
     alike = (list(group) for _, group in groupby(every, lambda run: (run.kind, run.in_forward)))
     phases = [group[0]._replace(end_seconds=group[-1].end_seconds) for group in alike]
     found: list[Span] = []
@@ -104,13 +114,8 @@ def spans(every: Iterable[Run], paths: Sequence[str], depth: int) -> list[Span]:
 
 def joined(parts: Iterable[Span]) -> list[Span]:
     """Neighbours with nothing in between as one, named after the first and the last: ``layers.3 - 5``."""
-    found: list[list[Span]] = []
-    for span in parts:
-        if found and found[-1][-1].end_seconds == span.start_seconds:
-            found[-1].append(span)
-        else:
-            found.append([span])
-    return [_joined(together) for together in found]
+    together = grouped(parts, lambda group, span: group[-1].end_seconds == span.start_seconds)
+    return [_joined(group) for group in together]
 
 
 def _joined(together: Sequence[Span]) -> Span:
@@ -132,7 +137,7 @@ class Label(NamedTuple):
 
 
 def beside(wanted: Sequence[Label], start: float, end: float) -> list[Label]:
-    """Those that have room beside one another between ``start`` and ``end``, the heaviest first."""
+    """The labels that have room beside one another between ``start`` and ``end``, the heaviest first."""
     found: list[Label] = []
     for label in sorted(wanted, key=lambda label: -label.weight):
         half = label.extent / 2

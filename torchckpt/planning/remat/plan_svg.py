@@ -82,7 +82,7 @@ def draw_plan(
 
 
 _Part: TypeAlias = tuple[float, float, float]
-"""Of a curve, from x to x, at y."""
+"""A part of a curve: it goes from x to x, at the height y."""
 
 
 class _Plan:

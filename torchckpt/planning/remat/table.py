@@ -14,6 +14,7 @@ from html import escape
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
+from torchckpt.planning.remat.curve import grouped
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
 from torchckpt.planning.remat.flow.memory import simulate
 
@@ -162,13 +163,8 @@ def _pattern_of(row: Row) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """``0-13,20``"""
-    ranges: list[list[int]] = []
-    for sibling in sorted(numbers):
-        if ranges and ranges[-1][1] == sibling - 1:
-            ranges[-1][1] = sibling
-        else:
-            ranges.append([sibling, sibling])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    ranges = grouped(sorted(numbers), lambda group, sibling: group[-1] == sibling - 1)
+    return ",".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in ranges)
 
 
 def _merged(rows: Iterable[Row], names: Iterable[str], count: Callable[[Iterable[int]], int]) -> list[Row]:

@@ -163,7 +163,7 @@ class Tables:
         )
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
         self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.repeat_writes]
-        """By position, the first one at which it may be repeated. A new value of a buffer is alive to the boundary."""
+        """For each position, the first at which it may be repeated. A new value of a buffer stays to the boundary."""
 
     def may_repeat(self, repeated: int, position: int) -> bool:
         return self.repeatable[repeated] and position >= self.earliest[repeated]

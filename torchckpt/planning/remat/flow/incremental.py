@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torchckpt.planning.remat.flow.dataflow import Schedule, Tables
 from torchckpt.planning.remat.flow.profile import PositionMemory, Profile, profile
@@ -68,11 +68,7 @@ class Draft:
             for before, after in pairwise(touches):
                 changes[before + 1] += tables.sizes[storage]
                 changes[after] -= tables.sizes[storage]
-        across, bytes_during = 0, []
-        for position in range(tables.count):
-            across += changes[position]
-            bytes_during.append(across + tables.floor_bytes[position] + self.inside[position])
-        return profile(bytes_during)
+        return profile([sum(parts) for parts in zip(accumulate(changes), tables.floor_bytes, self.inside)])
 
     @property
     def peak_bytes(self) -> int:
@@ -151,10 +147,6 @@ class Draft:
                 changes += [(position, repeated, True) for repeated in then if repeated not in now]
         if changes:
             self.change(changes)
-
-    def useless(self, position: int, repeated: int) -> bool:
-        """Whether nothing reads the storages that this repeat writes."""
-        return not any(self.alive_after(storage, position) for storage in self.tables.repeat_writes[repeated])
 
     def _change(self, position: int, repeated: int, added: bool, stale: dict[int, set[int]]) -> None:
         tables, sign = self.tables, 1 if added else -1

@@ -110,13 +110,12 @@ def _check(
     flow: Dataflow, schedule: Schedule, firsts: dict[int, int], boundary: int, unwritten: dict[int, int]
 ) -> None:
     operations, twice = flow.operations, repeats(schedule)
-    faults = {
-        "does not run every operation": [index for index in flow.eager if index not in firsts],
-        "runs an operation twice that is not repeatable": [i for i in twice if not operations[i].repeatable],
-        "starts the backward before the forward ends": [i for i in schedule[:boundary] if i >= flow.forward],
-        "reads a storage before it is written": [schedule[step] for step in unwritten.values() if step >= 0],
-    }
-    for what, found in faults.items():
+    for what, found in (
+        ("does not run every operation", [index for index in flow.eager if index not in firsts]),
+        ("runs an operation twice that is not repeatable", [i for i in twice if not operations[i].repeatable]),
+        ("starts the backward before the forward ends", [i for i in schedule[:boundary] if i >= flow.forward]),
+        ("reads a storage before it is written", [schedule[step] for step in unwritten.values() if step >= 0]),
+    ):
         if found:
             received = f"the operation {operations[found[0]].name}"
             raise_fault(Fault(f"the schedule {what}", received, "schedule=flow.eager"))

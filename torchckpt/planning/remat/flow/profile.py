@@ -52,7 +52,7 @@ class BlockProfile(Profile):
         self.tops = [max(self.values[start:start + self.block]) for start in starts]
         """The maximum of each block."""
         self.offsets = [0] * len(starts)
-        """By block, the number to add to each of its :attr:`values`."""
+        """For each block, the number to add to its :attr:`values`."""
 
     def at(self, position: int) -> int:
         return self.values[position] + self.offsets[position // self.block]

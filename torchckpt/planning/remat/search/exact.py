@@ -225,15 +225,15 @@ class Retention:
             self.model.add_hint(flag, hinted)
         return flag
 
-    def _either(self, one: _Literal, other: _Literal) -> _Literal:
-        """A literal that is true if one of these is."""
-        if isinstance(one, bool):
-            return one or other
-        if isinstance(other, bool):
-            return other or one
-        flag = self._flag(self.hinted is not None and (self.hinted[one.index] or self.hinted[other.index]))
-        self.model.add_implication(one, flag)
-        self.model.add_implication(other, flag)
+    def _either(self, left: _Literal, right: _Literal) -> _Literal:
+        """A literal that is true if ``left`` or ``right`` is."""
+        if isinstance(left, bool):
+            return left or right
+        if isinstance(right, bool):
+            return right or left
+        flag = self._flag(self.hinted is not None and (self.hinted[left.index] or self.hinted[right.index]))
+        self.model.add_implication(left, flag)
+        self.model.add_implication(right, flag)
         return flag
 
     def _useful(self) -> list[int]:
@@ -347,7 +347,7 @@ def _readers(reads: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 
 
 def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set[int]]]:
-    """By position of ``schedule``, what is repeated there, and the storages that wait for it."""
+    """For each position of ``schedule``, what is repeated there, and the storages that wait for it."""
     place = {index: position for position, index in enumerate(tables.order)}
     repeats: list[set[int]] = [set() for _ in range(tables.count + 1)]
     first_runs = 0

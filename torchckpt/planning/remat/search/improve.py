@@ -88,7 +88,8 @@ def _sweep_useless(draft: Draft, position: int, repeated: int) -> None:
     for storage in tables.repeat_reads[repeated]:
         writer = tables.writer[storage]
         birth = draft.before(storage, position + 1)
-        if writer in draft.repeats[birth] and draft.useless(birth, writer):
+        is_read = (draft.alive_after(written, birth) for written in tables.repeat_writes[writer])
+        if writer in draft.repeats[birth] and not any(is_read):
             draft.remove(birth, writer)
             _sweep_useless(draft, birth, writer)
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
 from torchckpt.planning.remat.flow.incremental import Draft
 from torchckpt.planning.remat.flow.late import evenly, late, separating_storages
-from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
+from torchckpt.planning.remat.flow.memory import lower_bound_bytes, simulate
 from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
 from torchckpt.planning.remat.search.improve import RuinAndRecreate, draft_of, hoisted, moved, prune, transplanted
 from torchckpt.planning.remat.search.shortest import Shortest
@@ -48,17 +48,12 @@ _SEARCH_WORK = 20_000_000
 """The work of the local search, divided by the number of operations: a change of a larger schedule takes longer."""
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A schedule, its memory as :func:`simulate` counts it, and the seconds of all its runs, repeats included."""
+class Solution(NamedTuple):
+    """A schedule, its peak as :func:`simulate` counts it, and the seconds of all its runs, repeats included."""
 
     schedule: tuple[int, ...]
-    memory: Memory
+    peak_bytes: int
     seconds: float
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.memory.peak_bytes
 
 
 def _silent(_: str) -> None:
@@ -155,7 +150,7 @@ def _undominated(solutions: list[Solution]) -> list[Solution]:
 def solution(flow: Dataflow, schedule: Schedule) -> Solution:
     """``schedule``, simulated and timed."""
     seconds = sum(operation.seconds for operation in runs(flow, schedule))
-    return Solution(tuple(schedule), simulate(flow, schedule), seconds)
+    return Solution(tuple(schedule), simulate(flow, schedule).peak_bytes, seconds)
 
 
 def _first(flow: Dataflow, budget_bytes: int, pinned: Set[int]) -> Solution:
@@ -204,7 +199,7 @@ def _search(
 
 
 def _near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int]) -> Solution:
-    """As :func:`fit`, with less effort, and also from ``start``, the solution for a similar budget."""
+    """The result of :func:`fit` with less effort, but also from ``start``, the solution for a similar budget."""
     started = _evicted(draft_of(flow, start.schedule, pinned), budget_bytes)
     found = [started, *_candidates(Tables(flow, pinned), budget_bytes, pinned, _SCORINGS[:2])]
     best, count = min(found, key=_key_within(budget_bytes)), len(flow.operations)
@@ -222,7 +217,7 @@ def _candidates(
     tables: Tables, budget_bytes: int, pinned: Set[int], scorings: Sequence[EvictionScore] = _SCORINGS,
     shares: Sequence[float] = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0),
 ) -> Iterator[Draft]:
-    """Schedules by eviction, from the eager one, and from some that keep separating storages.
+    """Schedules by eviction: from the eager one, and from some that keep separating storages.
 
     Of n separating storages, they keep about sqrt(n) times each of ``shares``.
     """

@@ -4,14 +4,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import combinations, count
-from typing import TypeAlias
 
 from torchckpt.planning.remat.flow.dataflow import Tables
 
 __all__ = ["Shortest"]
-
-_Path: TypeAlias = "tuple[int, _Path] | None"
-"""The last position, and the path before it."""
 
 
 class Shortest:
@@ -42,13 +38,13 @@ class Shortest:
     def run(self) -> tuple[int, ...] | None:
         """The positions in the order in which they run; None if no schedule was found within the limits."""
         number = count()
-        queue: list[tuple[float, int, int, int, int, _Path]] = [(0.0, 0, 0, 0, 0, None)]
+        queue: list[tuple[float, int, int, int, int, tuple[int, ...]]] = [(0.0, 0, 0, 0, 0, ())]
         settled: dict[int, list[int]] = {}
         states = 0
         while queue:
             cost, _, _, done, alive, path = heappop(queue)
             if done == self.all:
-                return _unwound(path)
+                return path
             others = settled.setdefault(done, [])
             if any(not alive & ~other for other in others):
                 continue
@@ -63,7 +59,7 @@ class Shortest:
                     continue
                 after = done | 1 << position
                 for left in self._steps(done, alive, position):
-                    heappush(queue, (after_cost, -after.bit_count(), next(number), after, left, (position, path)))
+                    heappush(queue, (after_cost, -after.bit_count(), next(number), after, left, (*path, position)))
         return None
 
     def _steps(self, done: int, alive: int, position: int) -> Iterator[int]:
@@ -137,11 +133,3 @@ def _writers(tables: Tables, index: int) -> int:
 
 def _mask(bits: Iterable[int]) -> int:
     return sum(1 << bit for bit in bits)
-
-
-def _unwound(path: _Path) -> tuple[int, ...]:
-    schedule: list[int] = []
-    while path is not None:
-        position, path = path
-        schedule.append(position)
-    return tuple(schedule[::-1])
