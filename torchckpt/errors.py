@@ -101,11 +101,9 @@ def called(function: str) -> Iterator[None]:
         raise
 
 
-def raise_fault(fault: Fault, caller: str = "") -> NoReturn:
-    """Raise an :class:`ArgumentError` about one ``fault``. Its message begins with ``caller``, a public function."""
-    error = ArgumentError(str(fault))
-    error.caller = caller
-    raise error
+def raise_fault(fault: Fault) -> NoReturn:
+    """Raise an :class:`ArgumentError` about one ``fault``."""
+    raise ArgumentError(str(fault))
 
 
 def check(faults: Iterable[Fault]) -> None:

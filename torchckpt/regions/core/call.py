@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, raise_fault
+from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.devices import SyncPoint, accelerators_among
@@ -206,7 +206,8 @@ def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], Abstr
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(c, AbstractContextManager) for c in pair)):
         rule = "context_fn did not return two context managers, one around the forward and one around the replay"
         works = "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())"
-        raise_fault(Fault(rule, repr(pair), works), "checkpoint")
+        with called("checkpoint"):
+            raise_fault(Fault(rule, repr(pair), works))
     return pair
 
 

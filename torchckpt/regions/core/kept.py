@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, raise_fault
+from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import contents_of, name_of
 from torchckpt.regions.core.slots import keeps_differently
 from torchckpt.regions.devices import SyncPoint, accelerators_among
@@ -214,11 +214,13 @@ def _check_outputs(function: Function, leaves: Sequence[Any]) -> None:
     if hidden:
         rule = f"{name_of(function)} returned tensors in an object that is no pytree, where they are out of sight"
         works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
-        raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works), "keep")
+        with called("keep"):
+            raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works))
     iterators = [leaf for leaf in leaves if isinstance(leaf, Iterator)]
     if iterators:
         rule = f"{name_of(function)} returned an iterator, which is at its end in the replay"
-        raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"), "keep")
+        with called("keep"):
+            raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"))
 
 
 def _copied(leaf: Any) -> Any:
