@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from tests.planning.remat.flows import random_dag, random_step
+from tests.planning.remat.random_flows import random_flow
 from torchckpt.planning.remat.flow import profile as profile_module
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
 from torchckpt.planning.remat.flow.incremental import Draft
@@ -101,3 +102,11 @@ def test_blocks_answer_as_a_plain_list_does(seed: int) -> None:
 def test_a_long_profile_comes_in_blocks() -> None:
     assert type(profile([0] * 10)) is Profile
     assert type(profile([0] * 10_000)) is BlockProfile
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_second_draft_of_the_same_tables_sees_the_same_memory(seed: int) -> None:
+    """New values of buffers are alive to the end of the forward. Each draft counted them once more."""
+    flow = random_flow(seed, 20)
+    tables = Tables(flow)
+    assert during(Draft(tables)) == during(Draft(tables)) == peaks_by_position(flow, flow.eager)

@@ -154,6 +154,9 @@ class Tables:
             extra + sum(self.sizes[s] for s in touched)
             for extra, touched in zip(self.first_extra_bytes, self.first_touches)
         ]
+        if self.held:
+            untouched = self.held - self.first_touches[self.forward - 1]
+            self.plain_bytes[self.forward - 1] += sum(self.sizes[storage] for storage in untouched)
         tie = _TIE * (sum(o.repeat.seconds for o in operations) / max(1, self.count) or 1.0)
         self.repeat_cost = [operation.repeat.seconds + tie for operation in operations]
         self.writer = {s: position for position, writes in enumerate(self.first_writes) for s in writes}

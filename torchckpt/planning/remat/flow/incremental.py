@@ -59,8 +59,6 @@ class Draft:
             self.readers[storage][end] = self.readers[storage].get(end, 0) + 1
             if end not in self.touches[storage]:
                 insort(self.touches[storage], end)
-                self.inside[end] += tables.sizes[storage]
-                tables.plain_bytes[end] = self.inside[end]
 
     def _profile(self) -> Profile:
         tables, changes = self.tables, [0] * (self.tables.count + 2)
