@@ -137,11 +137,8 @@ def recompute_ahead(
         *_cost_faults(segments, costs, link, plain),
         *(_plan_faults(budget, plan, segments, exempt, costs, link) if is_planned else ()),
     ))
-    kept: frozenset[Visit] = frozenset()
-    if not isinstance(exempt, str):
-        kept = frozenset(exempt)
-    elif exempt == "auto" and segments is None and not is_planned:
-        kept = free_to_keep(plain)
+    finds_free = exempt == "auto" and segments is None and not is_planned
+    kept = free_to_keep(plain) if finds_free else frozenset(() if isinstance(exempt, str) else exempt)
     check(_traced_faults(schedule, plain, kept))
     _warn_of_statistics(schedule)
     if budget is not None:
