@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +17,13 @@ from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = [
-    "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "Operation", "SecondsOf",
-    "kernels_of", "operation_of",
+    "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf", "cost_of",
+    "kernels_of",
 ]
 
 
-class Operation(NamedTuple):
-    flops: int
-    moved_bytes: int
-    dtype: str
-    """The dtype that it computes with, such as ``"bfloat16"``."""
-
-
-def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operation:
-    """The costs of one call. Torch's counter has the FLOPs of products and convolutions; other operators count none.
+def cost_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[int, int, str]:
+    """The FLOPs and moved bytes of one call, and the dtype it computes with, such as ``"bfloat16"``. Torch's counter has the FLOPs of products and convolutions; other operators count none.
     Every tensor is read or written once; a view moves nothing."""
     name, read, written = operator.overloadpacket, tensors_in((args, kwargs)), tensors_in(outputs)
     moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
@@ -39,7 +32,7 @@ def operation_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Operati
     count = flop_formula(name)
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
     dtype = next((tensor.dtype for tensor in [*read, *written] if tensor.is_floating_point()), torch.float32)
-    return Operation(flops, moved_bytes, str(dtype).removeprefix("torch."))
+    return flops, moved_bytes, str(dtype).removeprefix("torch.")
 
 
 _EVERYTHING = 1 << 62
@@ -57,7 +50,8 @@ FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY = "forward", "input_grad", "both_grads",
 BEFORE, AFTER = -1, -2
 """Part numbers of operations outside of blocks: before the first block, and after it. Blocks count from 0."""
 
-SecondsOf: TypeAlias = Callable[[Operation], float]
+SecondsOf: TypeAlias = Callable[[int, int, str], float]
+"""The seconds of a call, from its FLOPs, the bytes that it moves, and its dtype."""
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -84,9 +78,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         kwargs = kwargs or {}
         outputs = operator(*args, **kwargs)
         if self.phase is not None:
-            operation = operation_of(operator, args, kwargs, outputs)
-            self.seconds[self.phase, self.part] += self._seconds_of(operation)
-            self.flops[self.phase, self.part] += operation.flops
+            flops, moved_bytes, dtype = cost_of(operator, args, kwargs, outputs)
+            self.seconds[self.phase, self.part] += self._seconds_of(flops, moved_bytes, dtype)
+            self.flops[self.phase, self.part] += flops
         if self.phase == FORWARD:
             self._look((args, kwargs), outputs)
         return outputs

@@ -17,7 +17,7 @@ import torch
 
 from torchckpt.costs.chain import Build, counted_chain
 from torchckpt.costs.count import Counted, Part
-from torchckpt.costs.operation import KERNELS, Operation
+from torchckpt.costs.operation import KERNELS
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
@@ -115,9 +115,9 @@ def pipeline_costs(
     machine = device_named(device) if not isinstance(device, Device) else device
     check(_faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
 
-    def seconds_of(operation: Operation) -> float:
-        kind = "tf32" if dtype == "tf32" and operation.dtype == "float32" else operation.dtype
-        return machine.seconds(operation.flops, operation.moved_bytes, kind, efficiency)
+    def seconds_of(flops: int, moved_bytes: int, kind: str) -> float:
+        kind = "tf32" if dtype == "tf32" and kind == "float32" else kind
+        return machine.seconds(flops, moved_bytes, kind, efficiency)
 
     chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype], optimizer_bytes)
     stages = tuple(_stage(*pair) for pair in enumerate(chain))
