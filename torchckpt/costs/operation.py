@@ -23,8 +23,11 @@ __all__ = [
 
 
 def cost_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[int, int, str]:
-    """The FLOPs and moved bytes of one call, and the dtype it computes with, such as ``"bfloat16"``. Torch's counter has the FLOPs of products and convolutions; other operators count none.
-    Every tensor is read or written once; a view moves nothing."""
+    """The FLOPs and moved bytes of one call, and the dtype it computes with, such as ``"bfloat16"``.
+
+    Torch's counter has the FLOPs of products and convolutions; other operators count none. Every tensor is read or
+    written once; a view moves nothing.
+    """
     name, read, written = operator.overloadpacket, tensors_in((args, kwargs)), tensors_in(outputs)
     moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
     if moved_bytes:
