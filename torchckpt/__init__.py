@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         ScheduleError,
         TransformError,
     )
+    from torchckpt.layers import checkpoint_layers
     from torchckpt.pipe import Pipe
     from torchckpt.regions import (
         Checkpointing,
         checkpoint,
-        checkpoint_layers,
         checkpoint_module,
         is_checkpointing,
         is_recomputing,
@@ -52,7 +52,7 @@ __all__ = [
     "testing",
 ]
 
-_MODULES = ("costs", "distributed", "errors", "graph", "pipe", "planning", "regions", "testing", "typing")
+_MODULES = ("costs", "distributed", "errors", "graph", "layers", "pipe", "planning", "regions", "testing", "typing")
 _HOMES = {
     "ArgumentError": "errors",
     "BudgetInfeasible": "errors",
@@ -65,7 +65,7 @@ _HOMES = {
     "ScheduleError": "errors",
     "TransformError": "errors",
     "checkpoint": "regions",
-    "checkpoint_layers": "regions",
+    "checkpoint_layers": "layers",
     "checkpoint_module": "regions",
     "is_checkpointing": "regions",
     "is_recomputing": "regions",

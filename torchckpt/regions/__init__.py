@@ -60,20 +60,19 @@ statistics to update.
     state             what a replay must find again
     dependency        fork and join; the tensors that they pass
     tail              whether a replay ends by itself after the last tensor
-    saved, trees      bytes that autograd keeps; tensors in structures
+    saved, live       bytes that autograd keeps; bytes that are alive
+    trees             tensors in structures
     flags, clock      what a thread is doing; when something happened on a device
     private           private names of torch
 """
 from torchckpt.regions.core.checkpointing import Checkpointing, checkpoint
 from torchckpt.regions.core.keep import keep
 from torchckpt.regions.flags import is_checkpointing, is_recomputing
-from torchckpt.regions.wrap.layers import checkpoint_layers
 from torchckpt.regions.wrap.module import checkpoint_module
 
 __all__ = [
     "Checkpointing",
     "checkpoint",
-    "checkpoint_layers",
     "checkpoint_module",
     "is_checkpointing",
     "is_recomputing",

@@ -23,6 +23,7 @@ from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.flags import thread
 from torchckpt.regions.kept.record import KeptCalls, hooks_entered
 from torchckpt.regions.private import dispatch_modes_are_active, keep_from_dynamo, look_through, mutation_is_allowed
+from torchckpt.regions.saved import storage_of
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.compilations import compilations, is_settled
 from torchckpt.regions.state.determinism import compiled_anew, differs, name_of
@@ -69,6 +70,7 @@ class Frame:
         "around",
         "checks",
         "kept",
+        "noted",
         "recomputed",
     )
 
@@ -93,6 +95,8 @@ class Frame:
         """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
         self.kept: KeptCalls | None = None
         """The results that ``keep`` recorded in the forward, for the replay (keep.py)."""
+        self.noted: dict[Any, int] | None = None
+        """Where the forward notes the storages that it saves and drops, and their bytes; None: nowhere."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -176,6 +180,8 @@ class Frame:
                 self._in_norm = (id(tensor) in known and is_in_call(caller)) or note_caller(caller)
         if (compilations.total or compilations.look()) != self._compilations and self.checks:
             self._values = True
+        if self.noted is not None:
+            self.noted.update(storage_of(tensor))
         slot = Slot(tensor, self._values)
         self._slots.append(slot)
         return slot
