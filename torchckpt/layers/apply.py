@@ -29,16 +29,16 @@ _LOGGER = logging.getLogger("torchckpt")
 
 
 class PlannedLayers(LayersHandle, Drawn):
-    """Undoes one :func:`checkpoint_layers` with a budget, and shows its plan."""
+    """Undoes one :func:`checkpoint_layers`, and shows the plan that is made for a budget."""
 
-    def __init__(self, layers: Layers, undo: ExitStack, steps: Steps) -> None:
+    def __init__(self, layers: Layers, undo: ExitStack, steps: Steps | None = None) -> None:
         super().__init__(layers, undo)
         self._steps = steps
 
     @property
     def plan(self) -> LayersPlan | None:
-        """The plan that was followed last; None before the second step."""
-        return self._steps.plan
+        """The plan that was followed last; None before the second step, and without a budget."""
+        return None if self._steps is None else self._steps.plan
 
     def report(self) -> LayersPlan:
         """The plan that was followed last, beside the second step of it; ``print()`` shows a table.
@@ -48,8 +48,8 @@ class PlannedLayers(LayersHandle, Drawn):
         """
         if self.plan is None:
             raise CheckpointError(
-                f"{_CALLER}: there is no plan yet: it is made when the second step of a shape begins\n"
-                "  received: report() or draw() before\n  works:    print(handle.report()) after some steps"
+                f"{_CALLER}: there is no plan: with a budget it is made when the second step begins\n"
+                "  received: report() or draw() before that\n  works:    print(handle.report()) after some steps"
             )
         return self.plan
 
@@ -75,7 +75,7 @@ def checkpoint_layers(
     determinism_check: DeterminismCheck = "default",
     context_fn: ContextFunction | None = None,
     early_stop: bool = True,
-) -> LayersHandle:
+) -> PlannedLayers:
     """From now on, run every call of the chosen layers of ``model`` as a region: :func:`checkpoint_module` for each.
     With a budget, keep as many of the calls as fit it, those that save the most time.
 
@@ -121,7 +121,7 @@ def checkpoint_layers(
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     if budget is None and device_memory is None and layers is not None:
-        return LayersHandle(*wrap_layers(model, layers, every, options))
+        return PlannedLayers(*wrap_layers(model, layers, every, options))
     faults = list(_budget_faults(model, every, budget, device_memory))
     if layers is None and isinstance(model, nn.Module) and not faults:
         layers = repeated(model)

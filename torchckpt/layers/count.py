@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchckpt.layers.took import Key, Kind, Moment, Took, took_of
@@ -26,9 +27,12 @@ class _Watch(LiveStorages):
     """Watches operators until it is told not to; it may stay entered for longer."""
 
     is_on = True
+    is_in_call = sees_collectives = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_on:
+        if self.is_in_call and func.namespace in ("c10d", "_c10d_functional"):
+            self.sees_collectives = True
+        if not self.is_on or self.allocator:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -51,7 +55,7 @@ class Counter:
         self._boundary: dict[int, int] = {}
         self._claimed: set[Any] = set()
         self._is_in_backward = self._is_broken = False
-        if looks and not self._live.allocator:
+        if looks and (dist.is_initialized() or not self._live.allocator):
             put_under_modes(self._live)
         self._live.begin()
         self._note(Kind.STEP)
@@ -75,9 +79,9 @@ class Counter:
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
-        self._is_broken = True
+        self._is_broken = self._live.is_in_call = True
         yield
-        self._is_broken = False
+        self._is_broken = self._live.is_in_call = False
         self._note(Kind.AFTER, call)
 
     @contextmanager
@@ -95,6 +99,11 @@ class Counter:
         """Note that the backward of a call that was kept begins."""
         self._in_backward()
         self._note(Kind.BACKWARD, call)
+
+    @property
+    def sees_collectives(self) -> bool:
+        """Whether a call has communicated."""
+        return self._live.sees_collectives
 
     @property
     def is_complete(self) -> bool:

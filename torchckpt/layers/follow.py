@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchckpt.errors import BudgetInfeasible
+from torchckpt.errors import BudgetInfeasible, Fault, called, raise_fault
 from torchckpt.layers.count import Counter
 from torchckpt.layers.plan import LayersPlan, Option, frontier
 from torchckpt.layers.took import Key, Took, key_at
@@ -83,6 +83,10 @@ class _Known:
     """The share of the budget that a plan may use."""
     steps: int = 0
     """How many steps have followed the plan."""
+    ooms: int = 0
+    """How often the device had been out of memory when the plan was made."""
+    communicates: bool = False
+    """Whether calls have collectives in them."""
 
     @property
     def options(self) -> list[Option]:
@@ -92,12 +96,13 @@ class _Known:
 class _Mark:
     """What a call leaves at the node of its output."""
 
-    __slots__ = ("__weakref__", "_note", "is_reached")
+    __slots__ = ("__weakref__", "_note", "_step", "is_reached")
 
-    def __init__(self, note: Callable[[], None] | None) -> None:
-        self._note, self.is_reached = note, False
+    def __init__(self, step: _Step, note: Callable[[], None] | None) -> None:
+        self._step, self._note, self.is_reached = step, note, False
 
     def __call__(self, _: object) -> None:
+        self._step.reached += not self.is_reached
         self.is_reached = True
         if self._note is not None:
             self._note()
@@ -109,6 +114,7 @@ class _Step:
 
     known: list[_Known]
     """The steps that it may be, by the calls so far."""
+    device: torch.device
     counter: Counter | None = None
     is_learned: bool = False
     """Whether everything is recomputed and counted, to know the step."""
@@ -119,6 +125,10 @@ class _Step:
     """What it was known by when it began."""
     marks: list[weakref.ref[_Mark]] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
+    marked: int = 0
+    reached: int = 0
+    """How many of the marks a backward has reached."""
+    communicates: bool = False
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
 
@@ -131,6 +141,11 @@ class _Step:
                 return True
             self.marks.pop()
         return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
+        return (self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive
 
     def keeps(self, shapes: _Shapes) -> bool:
         """Whether the next call, with these shapes, is kept."""
@@ -150,7 +165,7 @@ class Steps:
         self._uncertain: dict[_Shapes, int] = {}
         """Of first calls after which other steps came than known ones, how often to count what comes."""
         self._step: _Step | None = None
-        self._is_on = True
+        self._is_on, self._has_warned = True, False
         self.plan: LayersPlan | None = None
         """The plan that was followed last; None until one was made."""
 
@@ -168,7 +183,7 @@ class Steps:
             if step is not None and not step.is_alive:
                 self._close()
             return
-        shapes = _shapes((args, kwargs))
+        shapes = f"training={model.training}", *_shapes((args, kwargs))
         if step is None or not step.key or not step.is_alive:
             step = self._begin((shapes,), _device_of(model, args, kwargs))
         step.model = shapes
@@ -180,7 +195,7 @@ class Steps:
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
             return run(function, args, kwargs, options)
         step, tensors = self._step, (layer, f"training={module.training}", _shapes((args, kwargs)))
-        if step is None or (step.key and not step.is_alive):
+        if step is None or step.has_ended:
             step = self._begin(((), *tensors), _device_of(module, args, kwargs))
         if step.thread != threading.get_ident() or len(step.key) == _CALLS:
             return run(function, args, kwargs, options)
@@ -188,7 +203,7 @@ class Steps:
         call = len(step.key)
         if step.keeps(shapes):
             return self._kept(step, call, function, args, kwargs)
-        return self._recomputed(step, call, function, args, kwargs, options)
+        return self._recomputed(step, call, module, function, args, kwargs, options)
 
     def _kept(self, step: _Step, call: int, function: Function, args: Any, kwargs: Any) -> Any:
         counter = step.counter
@@ -202,10 +217,12 @@ class Steps:
         return _marked(outputs, step, note)
 
     def _recomputed(
-        self, step: _Step, call: int, function: Function, args: Any, kwargs: Any, options: Options
+        self, step: _Step, call: int, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options
     ) -> Any:
         refuse_transforms()
         frame, counter = Frame(options), step.counter
+        if step.is_learned:
+            step.communicates |= any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
         with self._explained(step):
             if counter is None:
                 outputs = frame.forward(function, args, kwargs)
@@ -229,11 +246,11 @@ class Steps:
                 one.steps += 1
             self.plan = known[-1].plan
             is_shown = len(known) == 1 and known[0].steps == 2
-            self._step = _Step(known, self._counter(device) if is_shown else None, first=first)
+            self._step = _Step(known, device, self._counter(device) if is_shown else None, first=first)
         else:
             if again:
                 self._uncertain[first] = again - 1
-            self._step = _Step([], self._counter(device), is_learned=True, first=first)  # [1]
+            self._step = _Step([], device, self._counter(device), is_learned=True, first=first)  # [1]
         return self._step
 
     def _counter(self, device: torch.device) -> Counter | None:
@@ -251,6 +268,8 @@ class Steps:
         if step.counter is not None:
             step.counter.stop()
         key = tuple(step.key)
+        if 0 < step.reached < step.marked and any(_ooms(step.device) > one.ooms for one in step.known):
+            self._ran_out(step)
         if step.is_other and key:
             self._uncertain.setdefault(step.first, _AGAIN)
         if step.counter is None or not step.counter.is_complete or not 0 < len(key) <= _CALLS:
@@ -258,7 +277,8 @@ class Steps:
         if step.is_learned:
             if key not in self._known:
                 self._uncertain.pop(step.first, None)
-            self._known[key] = _Known(key, step.counter.took(key))
+            communicates = step.communicates or step.counter.sees_collectives
+            self._known[key] = _Known(key, step.counter.took(key), communicates=communicates)
             while len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
         elif len(step.known) == 1 and not step.is_other:
@@ -293,17 +313,36 @@ class Steps:
             return
         options = known.options
         limit = self._limit.bytes(peak_if_kept(known, self._names), before) * known.scarce
-        fitting = [option for option in options if option.peak_bytes <= limit]
-        kept = (fitting or options[:1])[-1].kept
+        fitting = [option for option in options if option[0] <= limit]
+        if known.communicates:
+            fitting = fitting[:1]
+            self._warn_of_collectives()
+        kept = (fitting or options[:1])[-1][2]
         calls = frozenset(call for call in range(len(known.key)) if kept >> call & 1)
         plan = LayersPlan(known.took, self._names, limit, calls)
         if not fitting and known.scarce == 1.0:
             raise self._too_small(plan, limit)
-        known.plan, known.before_bytes, known.steps = plan, before, 0
+        known.plan, known.before_bytes, known.steps, known.ooms = plan, before, 0, _ooms(device)
+
+    def _warn_of_collectives(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{_CALLER}: ranks communicate inside of the chosen layers, so every call is recomputed: a rank that "
+                "keeps one would leave the others waiting",
+                stacklevel=2,
+            )
 
     def _before_bytes(self, device: torch.device) -> float:
-        allocator = None if self._limit.device_memory is None else allocator_of(device)
-        return float(allocator.memory_allocated(device)) if allocator else 0.0
+        """With a limit for the whole device, what is allocated there."""
+        if self._limit.device_memory is None:
+            return 0.0
+        allocator = allocator_of(device)
+        if allocator is None:
+            rule = "device_memory is given for a device that does not count what is allocated"
+            with called(_CALLER):
+                raise_fault(Fault(rule, str(device), 'budget="60GiB"'))
+        return float(allocator.memory_allocated(device))
 
     def _too_small(self, plan: LayersPlan, limit: float) -> BudgetInfeasible:
         least = plan.peak_bytes
@@ -372,7 +411,8 @@ def _marked(outputs: Any, step: _Step, note: Callable[[], None] | None) -> Any:
     tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
     node: Any = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
     if node is not None:
-        mark = _Mark(note)
+        mark = _Mark(step, note)
+        step.marked += 1
         node.register_prehook(mark)
         step.marks.append(weakref.ref(mark))
     return outputs
@@ -392,6 +432,12 @@ def _device_of(module: nn.Module, *tree: Any) -> torch.device:
     devices = [tensor.device for tensor in (*tensors_in(tree), *islice(module.parameters(), 1))]
     others = [device for device in devices if device.type != "cpu"]
     return (others or devices or [torch.device("cpu")])[0]
+
+
+def _ooms(device: torch.device) -> int:
+    """How often the device was out of memory, if it counts that."""
+    allocator = allocator_of(device)
+    return int(allocator.memory_stats(device).get("num_ooms", 0)) if hasattr(allocator, "memory_stats") else 0
 
 
 class Enter:

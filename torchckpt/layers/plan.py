@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import merge
-from itertools import repeat
-from typing import NamedTuple
+from typing import TypeAlias
 
 from torchckpt.layers.took import Call, Took
 from torchckpt.planning import Action, Block, Choice, Kind, Link, Schedule, Stage, Step, Timeline
@@ -28,61 +26,47 @@ from torchckpt.planning.step.memory import Level
 
 __all__ = ["LayersPlan", "Option", "frontier"]
 
-_STATES, _FEWEST = 40_000, 256
+_OPTIONS, _FEWEST = 24_000, 150
 """The options of all calls together that a frontier keeps, and the fewest of one call."""
 
-
-class Option(NamedTuple):
-    """One way to keep and recompute calls."""
-
-    peak_bytes: float
-    seconds: float
-    """Those of the replays."""
-    kept: int
-    """The calls that are kept, as bits."""
+Option: TypeAlias = tuple[float, float, int]
+"""One way to keep and recompute calls: the peak bytes, the seconds of the replays, the calls that are kept, as bits."""
 
 
 def frontier(took: Took) -> list[Option]:
     """The options of a step, from the least peak to the fewest seconds. Exact unless there are very many."""
-    most = max(_FEWEST, _STATES // max(1, len(took.calls)))
-    options = [Option(took.between_most[-1], 0.0, 0)]
-    for place in range(len(took.calls) - 1, -1, -1):
+    most = max(_FEWEST, _OPTIONS // max(1, len(took.calls)))
+    options: list[Option] = [(took.between_most[-1], 0.0, 0)]
+    for place in reversed(range(len(took.calls))):
         call, before = took.calls[place], took.between_most[place]
-        dropped = map(_dropped, repeat(call), repeat(before), options)
-        kept = map(_kept, repeat(call), repeat(before), options, repeat(1 << place)) if call.replay_seconds else ()
-        options = _thinned(_best(merge(dropped, kept)), most)
+        seconds, inner, bit = call.replay_seconds, call.inner_bytes, 1 << place
+        own = max(call.forward_most, call.replay_most, call.backward_most, before)
+        found = [(max(own, peak), rest + seconds, kept) for peak, rest, kept in options]
+        if seconds:
+            own = max(call.kept_most, call.backward_most, before)
+            found += [(max(own, inner + peak), rest, kept | bit) for peak, rest, kept in options]
+        options = _thinned(_best(sorted(found)), most)
     return options
 
 
-def _dropped(call: Call, before: float, rest: Option) -> Option:
-    own = max(call.forward_most, call.replay_most, call.backward_most, before)
-    return Option(max(own, rest.peak_bytes), rest.seconds + call.replay_seconds, rest.kept)
-
-
-def _kept(call: Call, before: float, rest: Option, bit: int) -> Option:
-    own = max(call.kept_most, call.backward_most, before)
-    return Option(max(own, call.inner_bytes + rest.peak_bytes), rest.seconds, rest.kept | bit)
-
-
 def _best(options: Iterable[Option]) -> list[Option]:
-    """Of options in the order of their peaks, those that no other one beats in both."""
-    best: list[Option] = []
+    """Of sorted options those that no other one beats both in bytes and in seconds."""
+    best, fewest = [], float("inf")
     for option in options:
-        if not best or option.seconds < best[-1].seconds:
-            if best and option.peak_bytes == best[-1].peak_bytes:
-                best.pop()
+        if option[1] < fewest:
+            fewest = option[1]
             best.append(option)
     return best
 
 
 def _thinned(options: list[Option], most: int) -> list[Option]:
-    """At most about so many, evenly by seconds: of those that are nearly equal, that with the least peak."""
+    """About so many of the options, evenly by seconds: of those that are nearly equal, that with the least peak."""
     if len(options) <= most:
         return options
-    least, width = options[-1].seconds, (options[0].seconds - options[-1].seconds) / most
+    least, width = options[-1][1], (options[0][1] - options[-1][1]) / most
     by_seconds: dict[int, Option] = {}
     for option in options:
-        by_seconds.setdefault(int((option.seconds - least) / width), option)
+        by_seconds.setdefault(int((option[1] - least) / width), option)
     return list(dict.fromkeys([*by_seconds.values(), options[-1]]))
 
 
