@@ -38,20 +38,18 @@ def test_no_step_takes_more_than_its_budget(accelerator):
         x = torch.randn(chosen.choice((2, 8)), chosen.choice((16, 64)), 16).to(accelerator)
         most, expected = step(model, x)
         budget = int(most * chosen.uniform(0.4, 1.0))
-        with torchckpt.checkpoint_layers(model, budget=budget) if seed % 2 else torchckpt.checkpoint_layers(
-            model, "layers.*", budget=budget
-        ) as handle:
+        with torchckpt.checkpoint_layers(model, "layers.*", budget=budget) as handle:
             try:
-                step(model, x)
                 for _ in range(3):
+                    step(model, x)  # the first and the third are counted, for which the device's peak is reset
+                for _ in range(2):
                     taken, found = step(model, x)
                     assert taken <= budget
                     assert taken == pytest.approx(handle.plan.peak_bytes, rel=0.02)
                     assert all(map(torch.equal, found, expected))
                 planned += len(handle.plan.kept) > 0
-            except (torchckpt.BudgetInfeasible, torchckpt.ArgumentError) as error:
-                assert "too small" in str(error)
-        del model, x, expected, found
+            except torchckpt.BudgetInfeasible:
+                continue
     assert planned > 8
 
 
@@ -63,7 +61,7 @@ def model(accelerator):
 
 def test_the_memory_of_the_whole_device(model, accelerator):
     x = torch.randn(8, 64, 16).to(accelerator)
-    most, _ = step(model, x)
+    most = step(model, x)[0]
     there = torch.accelerator.memory_allocated()
     with torchckpt.checkpoint_layers(model, "layers.*", device_memory=there + int(0.7 * most)) as handle:
         for _ in range(3):
@@ -95,8 +93,8 @@ def test_out_of_memory_in_a_planned_step(accelerator, where):
         before = handle.plan
         for layer in model.layers:
             layer.fails = where
-        said = r"none left\ncheckpoint_layers: a planned step takes more than the device has left\n  works:    budget=\d+ or"
-        with pytest.warns(UserWarning, match="the next plans take 90% of theirs"):
+        said = r"none left\ncheckpoint_layers: a planned step takes more than the device has left\n  works: +budget=\d+"
+        with pytest.warns(UserWarning, match="the next plan takes 90% of its budget"):
             with pytest.raises(torch.OutOfMemoryError, match=said):
                 step(model, x)
         for layer in model.layers:
@@ -104,7 +102,7 @@ def test_out_of_memory_in_a_planned_step(accelerator, where):
         model.zero_grad()
         step(model, x)
         assert handle.plan.budget_bytes == pytest.approx(0.9 * before.budget_bytes)
-        assert len(handle.plan.kept) < len(before.kept)
+        assert handle.plan.peak_bytes <= before.peak_bytes
 
 
 def test_out_of_memory_in_a_step_that_recomputes_everything(accelerator):

@@ -25,7 +25,7 @@ def model():
     ({"budget": 0.5}, "received: budget=0.5 (less than a byte; a share is text)"),
     ({"device_memory": "50%"}, "device_memory is not bytes above 0, or a size with a unit such as kB, MiB or GB\n"),
     ({"budget": "1GB", "device_memory": "1GB"}, "both a budget and the memory of the device are given"),
-    ({"budget": "1GB", "every": 2}, "every is given with a budget, which decides what is recomputed\n  received: every=2"),
+    ({"budget": "1GB", "every": 2}, "every is given with a budget, which decides what is recomputed"),
     ({"budget": "1GB", "layers": "layer.*"}, 'works:    checkpoint_layers(model, "layers.*")'),
     ({"budget": "1GB", "layers": ["layers.0", "layers.0.parts"]}, "a chosen layer is inside of another"),
 ])
@@ -39,9 +39,9 @@ def test_wrong_calls(model, options, said):
 
 
 def test_no_model():
-    with pytest.raises(ArgumentError, match="the model is not an nn.Module"):
+    with pytest.raises(ArgumentError, match=r"the model is not an nn\.Module"):
         checkpoint_layers(3, "layers.*", budget="1GB")
-    with pytest.raises(ArgumentError, match="the model is not an nn.Module"):
+    with pytest.raises(ArgumentError, match=r"the model is not an nn\.Module"):
         checkpoint_layers(3, budget="1GB")
 
 

@@ -18,8 +18,8 @@ class Stages(nn.Module):
     def __init__(self):
         super().__init__()
         widths = [(8, 2), (16, 2), (32, 6), (64, 2)]
-        stage = [nn.Sequential(nn.Linear(4, size), nn.Sequential(*(Wide(size, 8) for _ in range(n)))) for size, n in widths]
-        self.stages = nn.Sequential(*stage)
+        stages = ((size, nn.Sequential(*(Wide(size, 8) for _ in range(count)))) for size, count in widths)
+        self.stages = nn.Sequential(*(nn.Sequential(nn.Linear(4, size), blocks) for size, blocks in stages))
 
 
 class Experts(nn.Module):
@@ -55,7 +55,8 @@ def test_layers_and_not_their_experts():
 
 def test_an_encoder_and_a_decoder():
     model = nn.Transformer(8, 2, 3, 2, 16, batch_first=True)
-    assert repeated(model) == [*(f"encoder.layers.{at}" for at in range(3)), *(f"decoder.layers.{at}" for at in range(2))]
+    blocks = [f"encoder.layers.{at}" for at in range(3)] + [f"decoder.layers.{at}" for at in range(2)]
+    assert repeated(model) == blocks
 
 
 def test_where_there_are_none_candidates_are_named():

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from torchckpt.layers.plan import LayersPlan, frontier, peak_of
+from torchckpt.layers.plan import LayersPlan, frontier
 from torchckpt.layers.took import Call, Took
 
 
@@ -24,7 +24,7 @@ def random_step(seed: int, calls: int) -> Took:
             level, level + inner + random.randint(0, 100), level + inner + random.randint(0, 300), level,
         ))
         between.append(level + random.randint(0, 2000 if call + 1 == calls else 100))
-    return Took(tuple(found), tuple(between), tuple(reversed(range(calls))))
+    return Took(tuple(found), tuple(between))
 
 
 def plain_seconds(took: Took) -> float:
@@ -35,7 +35,7 @@ def plain_seconds(took: Took) -> float:
 def test_every_choice_is_tried_in_twelve_layers(seed):
     took = random_step(seed, 12)
     every = [frozenset(kept) for count in range(13) for kept in combinations(range(12), count)]
-    tried = [(peak_of(took, kept), sum(took.calls[at].replay_seconds for at in range(12) if at not in kept))
+    tried = [(took.peak_bytes(kept), sum(took.calls[at].replay_seconds for at in range(12) if at not in kept))
              for kept in every]
     least, most = min(tried)[0], max(tried)[0]
     options = frontier(took)
@@ -64,5 +64,5 @@ def test_eighty_layers_have_few_options():
 
 def test_calls_that_are_never_replayed_are_not_kept():
     calls = [Call(at, 1.0, float(at), 1.0, 1, 10, 11, 11, 1, 12, 12, 0) for at in range(2)]
-    took = Took(tuple(calls), (0, 1, 9), (1, 0))
+    took = Took(tuple(calls), (0, 1, 9))
     assert frontier(took) == [(12, 1.0, 0), (19, 0.0, 2)]

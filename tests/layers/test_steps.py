@@ -56,9 +56,9 @@ def test_the_first_step_recomputes_everything_and_the_others_what_they_must(mode
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("share", [60, 80])
+@pytest.mark.parametrize("share", [80, 92])
 def test_the_peak_is_the_planned_one(seed, share):
-    model, x = random_model(seed), torch.randn(8, 64, 16)
+    model, x = random_model(seed), torch.randn(8, 256, 16)
     with torchckpt.checkpoint_layers(model, "layers.*", budget=f"{share}%") as handle:
         for _ in range(4):
             gradients(model, x)

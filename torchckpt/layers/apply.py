@@ -11,7 +11,8 @@ from torch import nn
 
 from torchckpt.errors import CheckpointError, Fault, called
 from torchckpt.layers.find import repeated
-from torchckpt.layers.follow import Begin, Enter, Limit, Steps
+from torchckpt.layers.follow import Begin, Enter, Steps
+from torchckpt.layers.known import KnownSteps, Limit
 from torchckpt.layers.plan import LayersPlan
 from torchckpt.modules import is_compiled
 from torchckpt.planning.budget import Budget, read, trouble
@@ -127,7 +128,7 @@ def checkpoint_layers(
         layers = repeated(model)
         _LOGGER.info("%s takes %d repeated blocks: %s to %s", _CALLER, len(layers), layers[0], layers[-1])
     chosen, undo = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
-    steps = Steps(model, tuple(chosen), Limit(budget, device_memory))
+    steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory)))
     for number, layer in enumerate(chosen.values()):
         layer.__dict__[ENTER] = Enter(steps, number)
         undo.callback(layer.__dict__.pop, ENTER, None)

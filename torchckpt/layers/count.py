@@ -5,15 +5,19 @@ counts, the allocator is asked. Elsewhere operators are watched, by a mode under
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchckpt.layers.took import Key, Kind, Moment, Took, took_of
+from torchckpt.layers.took import Call, Key, Took
 from torchckpt.regions.clock import Clock
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import after_backward, put_under_modes, take_from_modes
@@ -23,7 +27,28 @@ from torchckpt.tensors import tensors_in
 __all__ = ["Counter"]
 
 
-class _Watch(LiveStorages):
+class Kind(Enum):
+    """What begins at a moment of a step."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    AFTER = "after a forward"
+    REPLAY = "replay"
+    BACKWARD = "backward"
+    END = "end of a backward pass"
+
+
+class Moment(NamedTuple):
+    kind: Kind
+    call: int
+    """The number of the call in its step; -1 of a step or of its end."""
+    highest_bytes: int
+    """The most bytes since the moment before."""
+    left_bytes: int
+    seconds: float
+
+
+class _Watch(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
     """Watches operators until it is told not to; it may stay entered for longer."""
 
     is_on = True
@@ -113,14 +138,14 @@ class Counter:
     @property
     def peak_bytes(self) -> int:
         """The most bytes of the step, without what was there before it and what was done between backward passes."""
-        pairs = zip(self._moments, self._moments[1:])
+        pairs = pairwise(self._moments)
         return max((end.highest_bytes for start, end in pairs if start.kind is not Kind.END), default=0)
 
     def took(self, key: Key) -> Took:
         """What the step took, whose calls were all recomputed. Waits for the device."""
         seconds = self._clock.reader()
         moments = [moment._replace(seconds=seconds(moment.seconds)) for moment in self._moments]
-        return took_of(moments, key, self._inner, self._boundary)
+        return _took(moments, key, self._inner, self._boundary)
 
     def _note(self, kind: Kind, call: int = -1) -> None:
         highest = self._live.highest()
@@ -142,3 +167,58 @@ class Counter:
         self._is_in_backward = False
         self._note(Kind.END)
         self._live.is_on = False
+
+
+_NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
+"""In place of a call that was never replayed."""
+
+
+def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundary: Mapping[int, int]) -> Took:
+    """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
+    places = {(moment.kind, moment.call): place for place, moment in reversed(list(enumerate(moments)))}
+    ends = [*moments[1:], _NOTHING]  # of what begins at a moment
+
+    def part(kind: Kind, call: int) -> tuple[Moment, Moment]:
+        place = places.get((kind, call))
+        return (_NOTHING, _NOTHING) if place is None else (moments[place], ends[place])
+
+    groups: dict[Any, list[float]] = {}  # of calls with the same shapes, which save as much
+    calls: list[Call] = []
+    shared: list[list[float]] = []
+    for number, (_, layer, *shapes) in enumerate(key):
+        (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
+        backward, done = part(Kind.BACKWARD, number)
+        alike = groups.setdefault((*shapes, inner.get(number)), [])
+        alike.append(replayed.seconds - replay.seconds)
+        rises = replayed.highest_bytes - replay.left_bytes
+        calls.append(Call(
+            layer,
+            end.seconds - start.seconds,
+            0.0,
+            done.seconds - backward.seconds,
+            boundary.get(number, 0),
+            inner.get(number, 0),
+            end.highest_bytes,
+            max(end.highest_bytes, end.left_bytes + rises),
+            end.left_bytes,
+            replayed.highest_bytes,
+            done.highest_bytes,
+            done.left_bytes,
+        ))
+        shared.append(alike)
+    replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
+    timed = (call._replace(replay_seconds=median(alike)) for call, alike in zip(calls, shared))
+    return Took(tuple(timed), tuple(_between(moments, replays)))
+
+
+def _between(moments: Sequence[Moment], replays: Sequence[int]) -> list[float]:
+    """The most bytes while the first calls are alive and none of them runs; ``replays`` has the places of theirs."""
+    until = [-place for place in accumulate(reversed(replays), max)][::-1]  # a call is alive until no later one is
+    forwards = [place for place, moment in enumerate(moments) if moment.kind is Kind.AFTER]
+    between = [0.0] * (len(replays) + 1)
+    for place, (start, end) in enumerate(pairwise(moments)):
+        alive = min(bisect_right(forwards, place), bisect_left(until, -place))
+        is_apart = start.kind in (Kind.REPLAY, Kind.BACKWARD) and alive > start.call
+        if is_apart or start.kind in (Kind.STEP, Kind.AFTER):
+            between[alive] = max(between[alive], end.highest_bytes)
+    return between

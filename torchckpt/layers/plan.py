@@ -11,15 +11,16 @@ The frontier does not depend on the budget, so more budget is never slower.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeAlias
 
 from torchckpt.layers.took import Call, Took
 from torchckpt.planning import Action, Block, Choice, Kind, Link, Schedule, Stage, Step, Timeline
 from torchckpt.planning.draw.svg import svg
-from torchckpt.planning.draw.units import aligned, percent, units_of_bytes
+from torchckpt.planning.draw.units import Units, aligned, percent, units_of_bytes
 from torchckpt.planning.figures import Drawn
 from torchckpt.planning.plan.run.measured import with_levels
 from torchckpt.planning.step.memory import Level
@@ -86,7 +87,7 @@ class LayersPlan(Drawn):
     @cached_property
     def peak_bytes(self) -> float:
         """The planned peak, above what is there before the step."""
-        return peak_of(self.took, self.kept)
+        return self.took.peak_bytes(self.kept)
 
     @property
     def recompute_seconds(self) -> float:
@@ -100,24 +101,15 @@ class LayersPlan(Drawn):
     @property
     def everything_kept_bytes(self) -> float:
         """The peak if every call is kept."""
-        return peak_of(self.took, range(len(self.took.calls)))
+        return self.took.peak_bytes(range(len(self.took.calls)))
 
     @property
     def everything_recomputed_bytes(self) -> float:
         """The peak if no call is kept."""
-        return peak_of(self.took, ())
+        return self.took.peak_bytes(())
 
     def __str__(self) -> str:
-        units = units_of_bytes(max(self.everything_kept_bytes, 1.0))
-        calls, names = self.took.calls, self.names
-        rows = [("layer", "calls", "kept", "bytes if kept", "if recomputed", "forward", "replay")]
-        for layer, name in enumerate(names):
-            own = [place for place, call in enumerate(calls) if call.layer == layer]
-            sums = [sum(amounts) for amounts in zip(*(calls[place][1:] for place in own))] or [0.0] * len(Call._fields)
-            bytes_ = units.of_memory(sums[3] + sums[4]), units.of_memory(sums[3])
-            count = sum(place in self.kept for place in own)
-            rows.append((name, str(len(own)), str(count), *bytes_, units.of_time(sums[0]), units.of_time(sums[1])))
-        measured = self.measured_peak_bytes
+        units, measured = units_of_bytes(max(self.everything_kept_bytes, 1.0)), self.measured_peak_bytes
         peaks = [
             ("budget", units.of_memory(self.budget_bytes)),
             ("planned peak", units.of_memory(self.peak_bytes)),
@@ -125,7 +117,16 @@ class LayersPlan(Drawn):
             ("if everything is kept", units.of_memory(self.everything_kept_bytes)),
             ("if everything is recomputed", units.of_memory(self.everything_recomputed_bytes)),
         ]
+        rows = [("layer", "calls", "kept", "bytes if kept", "if recomputed", "forward", "replay")]
+        rows += [self._row(layer, name, units) for layer, name in enumerate(self.names)]
         return f"{self.summary}\n\n{aligned(peaks)}\n\n{aligned(rows)}"
+
+    def _row(self, layer: int, name: str, units: Units) -> tuple[str, ...]:
+        own = {place: call for place, call in enumerate(self.took.calls) if call.layer == layer}
+        counts = str(len(own)), str(len(self.kept & own.keys()))
+        boundary, inner = (sum(map(attrgetter(of), own.values())) for of in ("boundary_bytes", "inner_bytes"))
+        seconds = (sum(map(attrgetter(of), own.values())) for of in ("forward_seconds", "replay_seconds"))
+        return name, *counts, *map(units.of_memory, (boundary + inner, boundary)), *map(units.of_time, seconds)
 
     @property
     def summary(self) -> str:
@@ -170,24 +171,9 @@ def _block(call: Call) -> Block:
     return Block(*seconds, saved_bytes=saved_bytes, boundary_bytes=call.boundary_bytes)
 
 
-def peak_of(took: Took, kept: Collection[int]) -> float:
-    """The most bytes of a step that keeps these calls."""
-    held = _held(took.calls, kept)
-    between = max(map(sum, zip(took.between_most, held)))
-    return max([between, *(level.highest for _, level in _levels(took, kept))])
-
-
-def _held(calls: Sequence[Call], kept: Collection[int]) -> list[float]:
-    """At place p, what the kept ones of the first p calls hold."""
-    held = [0.0]
-    for place, call in enumerate(calls):
-        held.append(held[-1] + (call.inner_bytes if place in kept else 0.0))
-    return held
-
-
 def _levels(took: Took, kept: Collection[int]) -> Iterator[tuple[Action, Level]]:
     """The bytes of each forward and backward."""
-    held = _held(took.calls, kept)
+    held = took.held(kept)
     for place, call in enumerate(took.calls):
         is_kept = place in kept
         forward = call.kept_most if is_kept else call.forward_most

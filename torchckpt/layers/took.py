@@ -1,4 +1,4 @@
-"""Took: what a step took in which every call of the chosen layers was recomputed, call by call; and at another size.
+"""Took: what a step took in which every call of the chosen layers was recomputed; and one of another size.
 
 A call that is kept holds some bytes more from the end of its forward until its backward. So the most bytes at a moment
 are those that were counted then, and what the kept calls hold that are alive. Calls are alive as on a stack: those
@@ -7,45 +7,23 @@ is: this is never too little.
 """
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from statistics import median
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Call", "Key", "Kind", "Moment", "Took", "key_at", "sizes_apart", "took_of"]
+__all__ = ["Call", "Key", "Took", "of_another_size"]
 
-Key = tuple[tuple[Any, ...], ...]
+Key: TypeAlias = tuple[tuple[Any, ...], ...]
 """The calls of a step, each as what the model was called with before it, the layer's number, its mode, and what it was
 called with itself."""
 
 _TOLERANCE = 0.01
 """The share of an amount by which it may miss a straight line through the origin."""
+_BYTES = 4
+"""Where the bytes of a call begin."""
 _FARTHEST = 2
 """Amounts are not foretold for sizes that are more than so many times those that were seen."""
-
-
-class Kind(Enum):
-    """What begins at a moment of a step."""
-
-    STEP = "step"
-    FORWARD = "forward"
-    AFTER = "after a forward"
-    REPLAY = "replay"
-    BACKWARD = "backward"
-    END = "end of a backward pass"
-
-
-class Moment(NamedTuple):
-    kind: Kind
-    call: int
-    """The number of the call in its step; -1 of a step or of its end."""
-    highest_bytes: int
-    """The most bytes since the moment before."""
-    left_bytes: int
-    seconds: float
 
 
 class Call(NamedTuple):
@@ -68,146 +46,80 @@ class Call(NamedTuple):
     backward_left: float
 
 
-@dataclass(frozen=True)
-class Took:
+class Took(NamedTuple):
     """A step in which everything was recomputed."""
 
     calls: tuple[Call, ...]
     """In the order of their forwards."""
     between_most: tuple[float, ...]
     """At place p, the most bytes while the first p calls are alive and none of them runs."""
-    backwards: tuple[int, ...]
-    """The calls in the order of their backwards."""
 
-    def at(self, other: Took, ratio: Fraction, origin: Fraction) -> Took | None:
-        """The step of a size that is so far from this step's to the ``other``'s, where amounts are straight lines.
+    def held(self, kept: Collection[int]) -> list[float]:
+        """At place p, what the kept ones of the first p calls hold."""
+        held = [0.0]
+        for place, call in enumerate(self.calls):
+            held.append(held[-1] + (call.inner_bytes if place in kept else 0.0))
+        return held
 
-        Args:
-            ratio: 0 is this step, 1 the other.
-            origin: the same of the size 0. What is less than nothing there grows faster than the size.
-
-        Returns:
-            None if the steps are not alike, or an amount is not linear.
-        """
-        if [call.layer for call in self.calls] != [call.layer for call in other.calls]:
-            return None
-        pairs = [(*one[1:], *two[1:]) for one, two in zip(self.calls, other.calls)]
-        amounts = [pair[place :: len(pair) // 2] for pair in pairs for place in range(3, len(pair) // 2)]
-        amounts += list(zip(self.between_most, other.between_most))
-        far = float(origin)
-        if any(one + far * (two - one) < -_TOLERANCE * max(one, two) for one, two in amounts):
-            return None
-        calls = tuple(
-            Call(one.layer, *(_line(*pair, ratio) for pair in zip(one[1:], two[1:])))
-            for one, two in zip(self.calls, other.calls)
-        )
-        between = tuple(_line(one, two, ratio) for one, two in zip(self.between_most, other.between_most))
-        return Took(calls, between, self.backwards)
+    def peak_bytes(self, kept: Collection[int]) -> float:
+        """The most bytes of a step that keeps these calls."""
+        held = self.held(kept)
+        levels = [between + alive for between, alive in zip(self.between_most, held)]
+        for place, call in enumerate(self.calls):
+            replayed = call.kept_most if place in kept else max(call.forward_most, call.replay_most)
+            levels.append(held[place] + max(call.backward_most, replayed))
+        return max(levels)
 
 
-def _line(one: float, two: float, ratio: Fraction) -> float:
-    return max(0.0, one + float(ratio) * (two - one))
+# another size ---------------------------------------------------------------------------------------------------------
 
 
-# of a counted step ----------------------------------------------------------------------------------------------------
-
-
-def took_of(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundary: Mapping[int, int]) -> Took:
-    """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
-    calls = range(len(key))
-    begin = {(moment.kind, moment.call): place for place, moment in reversed(list(enumerate(moments)))}
-    ends = [-place for place in _alive_until(begin, len(key))]
-    after = dict(enumerate(moments[1:]))  # the moment that ends what begins at a place
-    between = [0.0] * (len(key) + 1)
-    forwards = [place for place, moment in enumerate(moments) if moment.kind is Kind.AFTER]
-    for place, end in after.items():
-        kind, call, *_ = moments[place]
-        alive = min(bisect_right(forwards, place), bisect_left(ends, -place))
-        if kind in (Kind.STEP, Kind.AFTER) or (kind in (Kind.REPLAY, Kind.BACKWARD) and alive > call):
-            between[alive] = max(between[alive], end.highest_bytes)
-
-    def part(kind: Kind, call: int) -> tuple[Moment, Moment] | None:
-        place = begin.get((kind, call))
-        return None if place is None or place not in after else (moments[place], after[place])
-
-    replays = {call: pair for call in calls if (pair := part(Kind.REPLAY, call))}
-    seconds = _alike(key, inner, {call: end.seconds - start.seconds for call, (start, end) in replays.items()})
-    found = []
-    for call in calls:
-        pair = part(Kind.FORWARD, call)
-        start, end = pair if pair else (moments[0], moments[0])
-        rises = 0
-        if call in replays:
-            rises = replays[call][1].highest_bytes - replays[call][0].left_bytes
-        backward = part(Kind.BACKWARD, call)
-        found.append(Call(
-            key[call][1],
-            end.seconds - start.seconds,
-            seconds.get(call, 0.0),
-            backward[1].seconds - backward[0].seconds if backward else 0.0,
-            boundary.get(call, 0),
-            inner.get(call, 0),
-            end.highest_bytes,
-            max(end.highest_bytes, end.left_bytes + rises),
-            end.left_bytes,
-            replays[call][1].highest_bytes if call in replays else 0,
-            backward[1].highest_bytes if backward else 0,
-            backward[1].left_bytes if backward else 0,
-        ))
-    order = sorted(replays, key=lambda call: begin[Kind.REPLAY, call])
-    return Took(tuple(found), tuple(between), tuple(order))
-
-
-def _alive_until(begin: Mapping[tuple[Kind, int], int], calls: int) -> list[int]:
-    """For each call the place of the moment until which it counts as alive, if it is kept."""
-    until, last = [0] * calls, -1
-    for call in reversed(range(calls)):
-        last = max(last, begin.get((Kind.REPLAY, call), -1))
-        until[call] = last
-    return until
-
-
-def _alike(key: Key, inner: Mapping[int, int], seconds: Mapping[int, float]) -> dict[int, float]:
-    """The seconds of each call: the median of those that were called with the same shapes, and save as much."""
-    groups: dict[Any, list[float]] = {}
-    for call, amount in seconds.items():
-        groups.setdefault((key[call][2:], inner.get(call)), []).append(amount)
-    return {call: median(groups[key[call][2:], inner.get(call)]) for call in seconds}
-
-
-# of another size ------------------------------------------------------------------------------------------------------
-
-
-def sizes_apart(one: Key, two: Key) -> Fraction | None:
-    """The ratio of the sizes that differ in two keys; None if the keys differ in more than the one size."""
-    ratios = set()
-    for first, second in zip(_numbers(one), _numbers(two)):
-        if first != second:
-            if not (isinstance(first, int) and isinstance(second, int) and first and second):
-                return None
-            ratios.add(Fraction(second, first))
-    return ratios.pop() if len(ratios) == 1 and len(_numbers(one)) == len(_numbers(two)) else None
-
-
-def key_at(one: Key, two: Key, first: tuple[Any, ...]) -> tuple[Key, Fraction, Fraction] | None:
-    """The key whose first call begins with ``first``, of the size of which ``one`` and ``two`` have others.
+def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[Any, ...]) -> tuple[Key, Took] | None:
+    """The step whose first call begins with ``first``, of two whose keys differ in one size alone.
 
     Returns:
-        The key, how far it is on the way from ``one`` to ``two``, and how far the size 0 is. None if there is none.
+        None if ``first`` is not of their kind, is far off, or an amount of bytes is not linear in the size.
     """
-    start = (one[0][: len(first)],)
-    apart, wanted = sizes_apart(one, two), sizes_apart(start, (first,))
-    if apart is None or wanted is None or not wanted <= _FARTHEST * max(1, apart):
+    (key, took), (other_key, other) = one, two
+    apart, wanted = _ratio(key, other_key), _ratio(key[0][: len(first)], first)
+    if apart is None or wanted is None or wanted > _FARTHEST * max(Fraction(1), apart):
         return None
-    ratio, origin = (wanted - 1) / (apart - 1), -1 / (apart - 1)
-    pairs = zip(_numbers(one), _numbers(two))
-    key: Any = _refilled(one, iter([size if size == other else wanted * size for size, other in pairs]))
-    return (key, ratio, origin) if key is not None and key[0][: len(first)] == first else None
+    pairs = zip(_leaves(key), _leaves(other_key))
+    found = _refilled(key, iter([size if size == other_size else wanted * size for size, other_size in pairs]))
+    if found is None or found[0][: len(first)] != first:
+        return None
+    ratio, origin = float((wanted - 1) / (apart - 1)), float(-1 / (apart - 1))
+
+    def line(amounts: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(0.0, here + ratio * (there - here)) for here, there in zip(amounts, others))
+
+    each = list(zip(took.calls, other.calls))
+    amounts = list(zip(took.between_most, other.between_most))
+    for here, there in each:
+        amounts += zip(here[_BYTES:], there[_BYTES:])
+    if any(here + origin * (there - here) < -_TOLERANCE * max(here, there) for here, there in amounts):
+        return None
+    calls = tuple(Call(here.layer, *line(here[1:], there[1:])) for here, there in each)
+    return found, Took(calls, line(took.between_most, other.between_most))
 
 
-def _numbers(tree: Any) -> list[Any]:
+def _ratio(one: Any, two: Any) -> Fraction | None:
+    """The ratio of the size that differs in two keys; None if more than one size differs."""
+    pairs = list(zip_longest(_leaves(one), _leaves(two)))
+    sizes = {pair for pair in pairs if pair[0] != pair[1]}
+    if not all(isinstance(size, int) and size for pair in sizes for size in pair):
+        return None
+    ratios = {Fraction(there, here) for here, there in sizes}
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
     """All that is in nested tuples, in order."""
-    return [leaf for one in tree for leaf in (_numbers(one) if isinstance(one, tuple) else [one])]
+    for one in tree:
+        if isinstance(one, tuple):
+            yield from _leaves(one)
+        else:
+            yield one
 
 
 def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:

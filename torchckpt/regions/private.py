@@ -226,7 +226,7 @@ def take_from_modes(mode: DispatchMode) -> None:
 
 def after_backward(call: Callable[[], None]) -> None:
     """Inside a backward: call ``call`` when all of it is done. No public form; DDP and FSDP do the same."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:

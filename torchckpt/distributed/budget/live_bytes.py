@@ -13,7 +13,7 @@ from torchckpt.regions.live import LiveStorages
 __all__ = ["LiveBytes"]
 
 
-class LiveBytes(LiveStorages):
+class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
     """Counts what is alive in each action of a step.
 
     Args:
