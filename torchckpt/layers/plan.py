@@ -117,8 +117,8 @@ class LayersPlan(Drawn):
             ("if everything is kept", units.of_memory(self.everything_kept_bytes)),
             ("if everything is recomputed", units.of_memory(self.everything_recomputed_bytes)),
         ]
-        rows = [("layer", "calls", "kept", "bytes if kept", "if recomputed", "forward", "replay")]
-        rows += [self._row(layer, name, units) for layer, name in enumerate(self.names)]
+        head = "layer", "calls", "kept", "bytes if kept", "if recomputed", "forward", "replay"
+        rows = [head, *(self._row(layer, name, units) for layer, name in enumerate(self.names))]
         return f"{self.summary}\n\n{aligned(peaks)}\n\n{aligned(rows)}"
 
     def _row(self, layer: int, name: str, units: Units) -> tuple[str, ...]:
