@@ -231,6 +231,8 @@ def test_what_is_shown(model, x, tmp_path):
         table = str(handle.report())
         assert [name for name in handle.names if f"\n{name} " not in table] == []
         assert "measured peak" in table
+        assert handle.plan.timeline.peak_bytes == (handle.plan.peak_bytes,)
+        assert len(handle.plan.timeline.events) == 12 + 6 - len(handle.plan.kept)
         text = handle.draw(tmp_path / "plan.svg")
     assert text == (tmp_path / "plan.svg").read_text()
     assert "Peak memory" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
-from os import PathLike
 
 import torch
 from torch import nn
@@ -55,12 +54,8 @@ class PlannedLayers(LayersHandle, Drawn):
         return self.plan
 
     def _svg(self) -> str:
+        """The step that keeps everything, and the planned one, each with its memory under the budget."""
         return self.report().draw()
-
-    def draw(self, path: str | PathLike[str] | None = None) -> str:
-        """The picture of :meth:`report` as SVG text: the step that keeps everything, and the planned one, each with
-        its memory under the budget. It is written to ``path``, if one is given."""
-        return super().draw(path)
 
 
 @called(_CALLER)

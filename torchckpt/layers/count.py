@@ -80,7 +80,8 @@ class Counter:
         self._boundary: dict[int, int] = {}
         self._claimed: set[Any] = set()
         self._is_in_backward = self._is_broken = False
-        if looks and (dist.is_initialized() or not self._live.allocator):
+        may_communicate = dist.is_available() and dist.is_initialized()
+        if looks and (may_communicate or not self._live.allocator):
             put_under_modes(self._live)
         self._live.begin()
         self._note(Kind.STEP)

@@ -172,12 +172,12 @@ def _block(call: Call) -> Block:
 
 
 def _levels(took: Took, kept: Collection[int]) -> Iterator[tuple[Action, Level]]:
-    """The bytes of each forward and backward."""
+    """The bytes of each forward and backward. What runs before one counts with it: a loss with the last backward."""
     held = took.held(kept)
     for place, call in enumerate(took.calls):
-        is_kept = place in kept
-        forward = call.kept_most if is_kept else call.forward_most
-        left = call.forward_left + held[place + 1]
-        yield Action(place, Kind.FORWARD, 0), Level(forward + held[place], left)
-        backward = call.backward_most if is_kept else max(call.backward_most, call.replay_most)
-        yield Action(place, Kind.BACKWARD, 0), Level(backward + held[place], call.backward_left + held[place])
+        forward = max(call.kept_most if place in kept else call.forward_most, took.between_most[place])
+        yield Action(place, Kind.FORWARD, 0), Level(forward + held[place], call.forward_left + held[place + 1])
+        backward = held[place] + (call.backward_most if place in kept else max(call.backward_most, call.replay_most))
+        if place + 1 == len(took.calls):
+            backward = max(backward, took.between_most[-1] + held[-1])
+        yield Action(place, Kind.BACKWARD, 0), Level(backward, call.backward_left + held[place])
