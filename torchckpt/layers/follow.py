@@ -46,6 +46,7 @@ _SHOWN = 2
 """The step of a plan whose peak is measured."""
 
 _Shapes: TypeAlias = tuple[Any, ...]
+_PLAIN = nullcontext()
 
 
 class _Mark:
@@ -121,21 +122,18 @@ class _Step:
             self.marked += 1
         return outputs
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """A context around a call or a replay, which says what to do if the device is out of memory."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if f"\n{_CALLER}: " in str(error):
-                raise
-            raise torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}") from error
+    def explained(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error of a call or a replay, with what to do."""
+        return torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}")
 
     @contextmanager
     def replaying(self, call: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
         """A context around the replay of a call, which fills ``recomputed``."""
-        with self.explained(), self.counter.replay(call, recomputed) if self.counter else nullcontext():
-            yield
+        try:
+            with _PLAIN if self.counter is None else self.counter.replay(call, recomputed):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise self.explained(error) from error
 
 
 class Steps:
@@ -168,7 +166,7 @@ class Steps:
             if step is not None and not step.is_alive:
                 self._close()
             return
-        shapes = f"training={model.training}", *_shapes((args, kwargs))
+        shapes = f"training={model.training}", *_shapes(args, kwargs)
         if step is None or not step.key or not step.is_alive:
             step = self._begin((shapes,), _device_of(model, args, kwargs))
         step.model = shapes
@@ -177,7 +175,7 @@ class Steps:
         """Run a call of a layer: as a region, or kept."""
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
             return run(function, args, kwargs, options)
-        step, own = self._step, (layer, f"training={module.training}", _shapes((args, kwargs)))
+        step, own = self._step, (layer, f"training={module.training}", _shapes(args, kwargs))
         if step is None or step.has_ended:
             step = self._begin(((), *own), _device_of(module, args, kwargs))
         if step.thread != threading.get_ident() or len(step.key) == _CALLS:
@@ -193,8 +191,11 @@ class Steps:
             frame.noted = counter.noted(call)
         elif counter is not None:
             note = partial(counter.backward, call)
-        with step.explained(), counter.forward(call, (args, kwargs)) if counter else nullcontext():
-            outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
+        try:
+            with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
+                outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            raise step.explained(error) from error
         if frame is not None:
             frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
@@ -245,8 +246,10 @@ def _is_alone() -> bool:
     return not (any(thread.flags[:2]) or thread.scope is not None or is_exporting())
 
 
-def _shapes(tree: Any) -> _Shapes:
-    return tuple((*tensor.shape, tensor.dtype, tensor.device) for tensor in tensors_in(tree))
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
+    values = (*args, *kwargs.values())
+    tensors = values if all(isinstance(value, Tensor) for value in values) else tensors_in(values)
+    return tuple([(*tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
 
 def _device_of(module: nn.Module, *tree: Any) -> torch.device:
