@@ -1,6 +1,7 @@
 """Known: the steps of one model that were counted, by their calls, and the plan of each."""
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -49,7 +50,7 @@ class Limit:
         """The bytes that the step may take."""
         if self.device_memory is not None:
             return budget_bytes(self.device_memory, 0) - before_bytes
-        return budget_bytes(self.budget or "", int(took.peak_bytes(range(len(took.calls)))))
+        return budget_bytes(self.budget or "", math.ceil(took.peak_bytes(range(len(took.calls)))))
 
     def too_small(self, plan: LayersPlan) -> BudgetInfeasible:
         """The error for a limit that is below what ``plan`` takes, which recomputes everything."""
