@@ -132,8 +132,9 @@ SIGNATURES = {
     ),
     "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'CheckpointHandle'",
     "checkpoint_layers": (
-        "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector]', *, every: 'int' = 1, "
-        f"{OPTIONS}early_stop: 'bool' = True) -> 'LayersHandle'"
+        "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector] | None' = None, *, "
+        "every: 'int' = 1, budget: 'Budget | None' = None, device_memory: 'Budget | None' = None, "
+        f"{OPTIONS}early_stop: 'bool' = True) -> 'PlannedLayers'"
     ),
     "Checkpointing": (
         f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"

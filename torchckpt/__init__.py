@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         ScheduleError,
         TransformError,
     )
+    from torchckpt.layers import checkpoint_layers
     from torchckpt.pipe import Pipe
     from torchckpt.regions import (
         Checkpointing,
         checkpoint,
-        checkpoint_layers,
         checkpoint_module,
         is_checkpointing,
         is_recomputing,
@@ -52,7 +52,7 @@ __all__ = [
     "testing",
 ]
 
-_MODULES = ("costs", "distributed", "errors", "graph", "pipe", "planning", "regions", "testing", "typing")
+_MODULES = ("costs", "distributed", "errors", "graph", "layers", "pipe", "planning", "regions", "testing", "typing")
 _ELSEWHERE = {
     "costs": ("pipeline_costs",),
     "distributed": ("recompute_ahead",),
@@ -73,7 +73,7 @@ if not TYPE_CHECKING:
             home = next((home for home, names in _ELSEWHERE.items() if name in names), None)
             hint = f"; it is {__name__}.{home}.{name}" if home else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-        modules = (import_module(f"{__name__}.{home}") for home in ("errors", "regions", "pipe"))
+        modules = (import_module(f"{__name__}.{home}") for home in ("errors", "regions", "layers", "pipe"))
         value = globals()[name] = next(getattr(module, name) for module in modules if name in module.__all__)
         return value
 

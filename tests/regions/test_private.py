@@ -399,9 +399,46 @@ def kept_by_policies():
     assert len(kept) == 1
 
 
+class Operators(private.DispatchMode):
+    """Counts what it sees."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def put_under_modes():
+    """Its mode sees what is done, whatever modes above it are left in the meantime."""
+    x, above, below, public = torch.ones(2), Operators(), Operators(), Operators()
+    with public:
+        x.add(1)
+        x.add(1)
+    with above:
+        private.put_under_modes(below)
+        x.add(1)
+    x.add(1)
+    private.take_from_modes(below)
+    x.add(1)
+    private.take_from_modes(below)
+    assert (above.count, below.count, public.count) == (1, 2, 2)
+
+
+def after_backward():
+    events = []
+    x = leaf(3)
+    y = x * 2
+    y.register_hook(lambda _: private.after_backward(lambda: events.append("all is done")))
+    x.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    y.sum().backward()
+    assert events == ["gradient", "all is done"]
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "DispatchMode": dispatch_mode,
+    "after_backward": after_backward,
     "alive": alive,
     "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
@@ -430,10 +467,12 @@ COUNTERPARTS = {
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,
+    "put_under_modes": put_under_modes,
     "running_node": running_node,
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
     "storage_key": storage_key,
+    "take_from_modes": put_under_modes,
     "use_stance": compiler_stance,
     "without_selective_modes": without_selective_modes,
 }

@@ -23,6 +23,8 @@ class Lit(lightning.LightningModule):
         self.when, self.model, self.seen = when, Model(), []
         if when == "init":
             self.handle = checkpoint_layers(self.model, Block)
+        if when == "budget":
+            self.handle = checkpoint_layers(self.model, Block, budget="1GiB")
 
     def configure_model(self):
         if self.when == "configure_model" and not hasattr(self, "handle"):

@@ -25,6 +25,8 @@ def steps_of(when=None, **options):
     model = Model()
     if when == "before prepare":
         checkpoint_layers(model, Block)
+    if when == "with a budget":
+        checkpoint_layers(model, Block, budget="1GiB")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     if when == "after prepare":
@@ -59,6 +61,15 @@ def test_accelerator(when, options):
     tensors, recomputes, _ = steps_of(when, **options)
     assert none == {}
     assert recomputes == {"Block.forward": 3 * STEPS}
+    assert equal(tensors, expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_accelerator_with_a_budget(options):
+    """The first step recomputes the three layers, and the others nothing."""
+    expected, _, _ = steps_of(**options)
+    tensors, recomputes, _ = steps_of("with a budget", **options)
+    assert recomputes == {"Block.forward": 3}
     assert equal(tensors, expected)
 
 

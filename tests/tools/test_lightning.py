@@ -53,6 +53,15 @@ def test_trainer(tmp_path, quiet, when, options):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("options", [{"devices": 1}, {"devices": 1, "precision": "bf16-mixed"}], ids=str)
+def test_trainer_with_a_budget(tmp_path, quiet, options):
+    """The first step recomputes the three layers, and the others nothing."""
+    expected, _ = fitted(tmp_path, **options)
+    tensors, recomputes = fitted(tmp_path, "budget", **options)
+    assert recomputes == 3
+    assert equal(tensors, expected)
+
+
 def test_keys_of_the_checkpoint_are_those_without():
     from tests.tools.lit import Lit
 

@@ -204,3 +204,10 @@ def test_trainer(tmp_path, plain, prepare, callbacks, options):
     tensors, recomputes = trained_by_trainer(tmp_path, prepare, callbacks, **options)
     assert equal(tensors, plain)
     assert recomputes == {"'GPT2Block.forward'": 2 * 4}
+
+
+def test_trainer_with_a_budget(tmp_path, plain):
+    """The first step recomputes both layers, and the others nothing."""
+    tensors, recomputes = trained_by_trainer(tmp_path, lambda model: torchckpt.checkpoint_layers(model, budget="1GiB"))
+    assert equal(tensors, plain)
+    assert recomputes == {"'GPT2Block.forward'": 2}

@@ -57,20 +57,18 @@ statistics to update.
     wrap              modules of which every call is a region
     core              a region: what users call, the frame, the nodes of the graph, what ``keep`` leaves
     state             what a replay must find again
-    saved, flags      bytes that autograd keeps; what a thread is doing
-    devices           accelerators, waits between streams, clocks
+    saved, live       bytes that autograd keeps; bytes that are alive
+    flags, devices    what a thread is doing; accelerators, waits between streams, clocks
     private           private names of torch
 """
 from torchckpt.regions.core.checkpointing import Checkpointing, checkpoint
 from torchckpt.regions.core.keep import keep
 from torchckpt.regions.flags import is_checkpointing, is_recomputing
-from torchckpt.regions.wrap.layers import checkpoint_layers
 from torchckpt.regions.wrap.module import checkpoint_module
 
 __all__ = [
     "Checkpointing",
     "checkpoint",
-    "checkpoint_layers",
     "checkpoint_module",
     "is_checkpointing",
     "is_recomputing",

@@ -27,6 +27,7 @@ from torchckpt.modules import is_compiled_function
 __all__ = [
     "DeviceContext",
     "DispatchMode",
+    "after_backward",
     "alive",
     "apply_of",
     "batch_norm_layer",
@@ -55,10 +56,12 @@ __all__ = [
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
+    "put_under_modes",
     "running_node",
     "set_grad_enabled",
     "set_version",
     "storage_key",
+    "take_from_modes",
     "use_stance",
     "without_selective_modes",
 ]
@@ -241,6 +244,25 @@ def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
         yield
     finally:
         wrapper.__init__ = init
+
+
+def put_under_modes(mode: DispatchMode) -> None:
+    """Enter ``mode`` below all modes of this thread, so that it can be left at any time: each of the others takes away
+    what is on top. No public form."""
+    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    _exchange_modes(modes, [mode, *modes])
+
+
+def take_from_modes(mode: DispatchMode) -> None:
+    """Leave what :func:`put_under_modes` has entered, if it is entered in this thread."""
+    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    if any(one is mode for one in modes):
+        _exchange_modes(modes, [one for one in modes if one is not mode])
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Inside a backward: call ``call`` when all of it is done. No public form; DDP and FSDP do the same."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from torchckpt.errors import Fault, called, check, kind, raise_fault
 from torchckpt.modules import module_of, name_of
-from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
 from torchckpt.regions.devices import accelerators_among
+from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
 from torchckpt.tensors import nodes_behind, tensors_in
 from torchckpt.typing import Function
@@ -99,17 +99,15 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
         ArgumentError: ``step`` is not callable.
     """
     check_step(step, "peak_bytes")
-    from torchckpt.distributed.counting import LiveBytes
-
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     in_use = accelerator is not None and torch.get_device_module(accelerator).memory_allocated()
     where = torch.device(device or (accelerator if accelerator and in_use else "cpu"))
     gc.collect()  # the step would free it
-    live, whole = LiveBytes(where, looks=where.type in ("cpu", "meta")), Action(0, Kind.FORWARD, 0)
-    with live.entered():
-        live.reaches(whole)
+    live = LiveStorages(where, looks=where.type in ("cpu", "meta"))
+    live.begin()
+    with live if live.looks else nullcontext():
         step()
-    return int(live.levels[whole].highest)
+    return live.highest()
 
 
 def check_step(step: object, function: str) -> None:

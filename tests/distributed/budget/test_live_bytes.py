@@ -4,10 +4,10 @@ from __future__ import annotations
 import torch
 
 from tests.helpers import leaf
-from torchckpt.distributed import counting as module
 from torchckpt.distributed.counting import LiveBytes
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level
+from torchckpt.regions import live as module
 from torchckpt.regions.saved import storage_of
 
 FIRST, SECOND = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
@@ -112,7 +112,7 @@ class Allocator:
 def test_a_device_that_counts_itself_is_asked(monkeypatch):
     allocator = Allocator()
     allocator.allocate(1000)
-    monkeypatch.setattr(module, "_allocator_of", lambda device: allocator)
+    monkeypatch.setattr(module, "allocator_of", lambda device: allocator)
     alive = LiveBytes(CPU)
     with alive.entered():
         alive.reaches(FIRST)

@@ -15,7 +15,7 @@ import torchckpt
 from tests.regions.modules import Block, assert_recomputes_to_equal, step
 from torchckpt import checkpoint_layers, checkpoint_module
 from torchckpt.errors import ArgumentError
-from torchckpt.regions.wrap import layers as layers_module
+from torchckpt.layers import apply as layers_module
 from torchckpt.regions.wrap.module import is_checkpointed
 from torchckpt.testing import count_recomputes
 

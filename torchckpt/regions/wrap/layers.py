@@ -1,4 +1,4 @@
-"""``checkpoint_layers``: the layers of a model that are regions, chosen by class, by name, or by a function."""
+"""Layers of a model that become regions, chosen by class, by name, or by a function."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -8,16 +8,14 @@ from fnmatch import fnmatchcase
 from types import UnionType
 from typing import Any, TypeAlias, TypeGuard, Union, get_origin
 
-import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchckpt.errors import Fault, called, check, kind
+from torchckpt.errors import Fault, check, kind
 from torchckpt.regions.core.options import Options, check_options, shown
 from torchckpt.regions.wrap.module import checkpoint_module, module_faults
-from torchckpt.typing import ContextFunction, DeterminismCheck
 
-__all__ = ["LayersHandle", "checkpoint_layers"]
+__all__ = ["Layers", "LayersHandle", "Selector", "wrap_layers"]
 
 _CALLER = "checkpoint_layers"
 _WORKS = 'checkpoint_layers(model, Block); or checkpoint_layers(model, "layers.*")'
@@ -25,16 +23,17 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]"
 """A name or a pattern of names, a class, or a function that says of a module whether it is one."""
-_Named: TypeAlias = "dict[str, nn.Module]"
+Layers: TypeAlias = "dict[str, nn.Module]"
+"""Layers by name."""
 
 
 class LayersHandle:
-    """Undoes one :func:`checkpoint_layers`. Also a context manager, which undoes it at its end.
+    """Undoes one :func:`~torchckpt.checkpoint_layers`. Also a context manager, which undoes it at its end.
 
     ``names`` are those of the modules, in the order of the model. ``repr`` lists them, and ``print`` their classes too.
     """
 
-    def __init__(self, layers: _Named, undo: ExitStack) -> None:
+    def __init__(self, layers: Layers, undo: ExitStack) -> None:
         self.names = tuple(layers)
         self._classes = [type(layer).__name__ for layer in layers.values()]
         self._undo: ExitStack | None = undo
@@ -64,63 +63,37 @@ class LayersHandle:
         return f"{len(self.names)} {noun}{', removed' if self._undo is None else ''}"
 
 
-@called(_CALLER)
-def checkpoint_layers(
+def wrap_layers(
     model: nn.Module,
     layers: Selector | Sequence[Selector] | Set[Selector],
-    *,
-    every: int = 1,
-    preserve_rng_state: bool = True,
-    generators: Sequence[torch.Generator] = (),
-    determinism_check: DeterminismCheck = "default",
-    context_fn: ContextFunction | None = None,
-    early_stop: bool = True,
-) -> LayersHandle:
-    """From now on, run every call of the chosen layers of ``model`` as a region: :func:`checkpoint_module` for each.
-
-    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
-    >>> handle = torchckpt.checkpoint_layers(model, torch.nn.Sequential, every=2)
-    >>> handle
-    <checkpoint_layers: 2 modules: 0, 2>
-    >>> handle.remove()
-    >>> with torchckpt.checkpoint_layers(model, ["0", "[12]"]) as handle:
-    ...     print(handle)
-    checkpoint_layers: 3 modules
-      0  Sequential
-      1  Sequential
-      2  Sequential
+    every: int,
+    options: Options,
+    others: Iterable[Fault] = (),
+) -> tuple[Layers, ExitStack]:
+    """Make each chosen layer a checkpointed module.
 
     Args:
-        model: the module whose submodules are chosen. It is never chosen itself.
-        layers: a class; a name as in ``model.named_modules()``, in which ``*``, ``?`` and ``[...]`` stand for parts
-            of what is between two dots, and ``**`` for any number of such parts, none included; a function that is
-            called with each submodule and says whether it is one; or several of these, in a list, a tuple or a set.
-            Each of them must choose something. A module that stands in several places, or is chosen twice, is one.
-        every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
-            with ``every=2`` the 1st, the 3rd, the 5th.
-        preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
+        others: faults of the call, to be told with those found here.
 
     Returns:
-        A handle with ``names`` and ``remove()``; as a context manager it removes at its end.
+        The layers by name, and what undoes it.
 
     Raises:
-        ArgumentError: all faults of the call in one message: what chooses nothing, one layer inside of another, a
-            ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
+        ArgumentError: with all faults. Nothing is changed.
     """
-    options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     selectors = _listed(layers)
-    call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every)]
+    call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every), *others]
     if not selectors:
         call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", _WORKS))
     each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
-    check_options(checkpoint_layers, options, each_once)
+    check_options(wrap_layers, options, each_once)
     chosen = _chosen(model, selectors)
     check(_layer_faults(chosen))
     taken = dict(list(chosen.items())[::every])
     with ExitStack() as undo:
         for layer in taken.values():
             undo.enter_context(checkpoint_module(layer, **options._asdict()))
-        return LayersHandle(taken, undo.pop_all())
+        return taken, undo.pop_all()
 
 
 def _listed(layers: Any) -> list[Any]:
@@ -131,7 +104,7 @@ def _listed(layers: Any) -> list[Any]:
 # what is chosen -------------------------------------------------------------------------------------------------------
 
 
-def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
+def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> Layers:
     """The layers by their first name, in the order of the model."""
     places = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if layer is not model}
     by_selector = [_matches(selector, places) for selector in selectors]
@@ -144,7 +117,7 @@ def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> _Named:
     return {name: places[name] for name in names.values()}
 
 
-def _matches(selector: Any, places: _Named) -> list[nn.Module]:
+def _matches(selector: Any, places: Layers) -> list[nn.Module]:
     if isinstance(selector, str):
         if selector in places:  # whatever is in it
             return [places[selector]]
@@ -191,7 +164,7 @@ def _selector_fault(selector: object) -> Fault | None:
     return Fault("layers has something that is no class, no name, and no function of a module", received, _WORKS)
 
 
-def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
+def _nothing(selector: Any, model: nn.Module, places: Layers) -> Fault:
     """The fault of a selector that chooses nothing."""
     if isinstance(selector, str):
         rule, received = "a name is that of no layer", f"{selector!r}, which no layer has"
@@ -209,7 +182,7 @@ def _nothing(selector: Any, model: nn.Module, places: _Named) -> Fault:
     return Fault(rule, received, f'checkpoint_layers(model, "{_another(selector, model, places)}")')
 
 
-def _another(selector: Any, model: nn.Module, places: _Named) -> str:
+def _another(selector: Any, model: nn.Module, places: Layers) -> str:
     """A name or a pattern that does choose something, near to ``selector`` if that is one."""
     known = dict.fromkeys([*map(_pattern_of, places), *places])
     close = _closest(selector, known) if isinstance(selector, str) else []
@@ -228,7 +201,7 @@ def _pattern_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _layer_faults(chosen: _Named) -> Iterator[Fault]:
+def _layer_faults(chosen: Layers) -> Iterator[Fault]:
     names = {id(layer): name for name, layer in chosen.items()}
     for name, layer in chosen.items():
         for fault in module_faults(layer):

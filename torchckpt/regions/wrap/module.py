@@ -16,7 +16,11 @@ from torchckpt.regions.private import compiler_of, keep_from_dynamo
 from torchckpt.regions.wrap.mixin import COMPILED, Mixin, plain_forward, put, take
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
-__all__ = ["CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
+__all__ = ["ENTER", "CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
+
+ENTER = "_torchckpt_enter"
+"""The attribute of the instance that holds what its calls go to in place of a region, if anything. It is called as
+``enter(module, function, args, kwargs, options)``."""
 
 _OPTIONS = "_torchckpt_options"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -34,8 +38,10 @@ class _Compiled(NamedTuple):
 def _run(plain: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return run(plain, args, kwargs, options)
-    compiled: _Compiled | None = plain.__self__.__dict__.get(COMPILED)  # type: ignore[attr-defined]  # it is a method
-    return run(plain if compiled is None else compiled.forward, args, kwargs, options)
+    module: nn.Module = plain.__self__  # type: ignore[attr-defined]  # it is a method
+    compiled: _Compiled | None = module.__dict__.get(COMPILED)
+    function, enter = plain if compiled is None else compiled.forward, module.__dict__.get(ENTER)
+    return run(function, args, kwargs, options) if enter is None else enter(module, function, args, kwargs, options)
 
 
 keep_from_dynamo(_run)

@@ -1,0 +1,303 @@
+"""Steps that nobody announces: what is kept in each, and that no bit differs from the plain model's."""
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import torchckpt
+from tests.layers.models import Attention, Model, Wide, gradients, plain_gradients, random_model
+from torchckpt.regions.live import LiveStorages
+from torchckpt.testing import count_recomputes
+
+
+def assert_equal(found, expected):
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def recomputes(model, *inputs):
+    """How many calls a step recomputes, which gives the gradients of the plain model."""
+    expected = plain_gradients(model, *inputs)
+    with count_recomputes() as counted:
+        assert_equal(gradients(model, *inputs), expected)
+    return counted.total
+
+
+def peak_of(step):
+    live = LiveStorages(torch.device("cpu"))
+    with live:
+        live.begin()
+        step()
+        return live.highest()
+
+
+@pytest.fixture
+def model():
+    return Model([Wide(16, 16 * (1 + at % 4)) for at in range(6)])
+
+
+@pytest.fixture
+def x():
+    return torch.randn(8, 32, 16)
+
+
+def test_the_first_step_recomputes_everything_and_the_others_what_they_must(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        counts = [recomputes(model, x) for _ in range(4)]
+        assert counts[0] == 6
+        assert 0 < counts[1] < 6
+        assert counts[1:] == [6 - len(handle.plan.kept)] * 3
+    assert recomputes(model, x) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("share", [80, 92])
+def test_the_peak_is_the_planned_one(seed, share):
+    model, x = random_model(seed), torch.randn(8, 256, 16)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget=f"{share}%") as handle:
+        for _ in range(4):
+            gradients(model, x)
+        taken = peak_of(lambda: model(x).square().mean().backward())
+        plan = handle.plan
+    assert taken <= plan.budget_bytes
+    assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
+    assert taken == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+def test_where_everything_fits_no_region_is_made(model, x):
+    copied = copy.deepcopy(model)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        recomputes(model, x)
+        assert recomputes(model, x) == 0
+        assert handle.plan.kept == frozenset(range(6))
+        assert "everything fits" in str(handle.report())
+        plain = peak_of(lambda: copied(x).square().mean().backward())
+        assert handle.plan.peak_bytes == pytest.approx(plain, rel=0.02)
+
+
+def test_several_forwards_before_one_backward(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="60%") as handle:
+        counts = [recomputes(model, x, x + 1) for _ in range(3)]
+        assert counts[0] == 12
+        assert len(handle.plan.took.calls) == 12
+        assert counts[1] == counts[2] == 12 - len(handle.plan.kept)
+
+
+def test_backwards_one_by_one_after_several_forwards(model, x):
+    def step(model):
+        torch.manual_seed(1)
+        losses = [model(x + at).square().mean() for at in range(2)]
+        for loss in losses:
+            loss.backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    expected = step(copy.deepcopy(model))
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        for _ in range(4):
+            assert_equal(step(model), expected)
+        assert handle.plan.measured_peak_bytes <= handle.plan.budget_bytes
+        assert 0 < len(handle.plan.kept) < 12
+
+
+def test_gradients_that_are_accumulated_and_evaluation_between(model, x):
+    plain = copy.deepcopy(model)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        for step in range(4):
+            torch.manual_seed(step)
+            for own in (plain, model):
+                torch.manual_seed(step)
+                own(x).square().mean().backward()
+            model.eval()
+            with torch.no_grad(), count_recomputes() as counted:
+                model(x)
+            model.train()
+        assert counted.total == 0
+        assert len(handle.plan.took.calls) == 6
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_gradients_without_the_models_own_call(model, x):
+    """A loop that calls the layers by itself."""
+    def step():
+        torch.manual_seed(1)
+        y = x
+        for layer in model.layers:
+            y = layer(y)
+        y.square().mean().backward()
+
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="60%") as handle, count_recomputes() as counted:
+        for _ in range(3):
+            step()
+        assert counted.total == 6 + 2 * (6 - len(handle.plan.kept))
+
+
+def test_a_layer_that_is_called_several_times_and_shared(x):
+    shared = Wide(16, 48)
+    model = Model([shared, Wide(16, 32), shared])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="80%") as handle:
+        assert recomputes(model, x) == 3
+        recomputes(model, x)
+        assert len(handle.names) == 2
+        assert [call.layer for call in handle.plan.took.calls] == [0, 1, 0]
+
+
+def test_a_region_around_a_layer_recomputes_it(x):
+    model = Model([nn.Sequential(Wide(16, 32), Wide(16, 64)) for _ in range(2)])
+    with torchckpt.checkpoint_layers(model, "layers.*.*", budget="70%") as handle:
+        with torchckpt.checkpoint_layers(model, "layers.0"):
+            for _ in range(3):
+                recomputes(model, x)
+        assert {call.layer for call in handle.plan.took.calls} == {2, 3}
+
+
+def test_a_layer_that_is_left_out_at_random(model, x):
+    """What is not as it was recomputes."""
+    layers = list(model.layers)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="60%"):
+        for count in (6, 6, 4, 5, 6, 4, 3):
+            model.layers = nn.ModuleList(layers[:count])
+            recomputes(model, x)
+
+
+def test_a_model_that_is_never_trained_holds_nothing(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="60%") as handle:
+        outputs = [weakref.ref(model(x)) for _ in range(3)]
+        gc.collect()
+        assert [output() for output in outputs] == [None] * 3
+        assert handle.plan is None
+
+
+def test_removed_in_the_middle_of_a_step(model, x):
+    expected = plain_gradients(model, x)
+    handle = torchckpt.checkpoint_layers(model, "layers.*", budget="60%")
+    for removed in range(3):
+        torch.manual_seed(1)
+        loss = model(x).square().mean()
+        if removed == 2:
+            handle.remove()
+        loss.backward()
+        assert_equal([p.grad for p in model.parameters()], expected)
+        model.zero_grad()
+    assert recomputes(model, x) == 0
+
+
+def test_copies_recompute_every_call(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for _ in range(2):
+            recomputes(model, x)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with count_recomputes() as counted:
+                gradients(copied, x)
+            assert counted.total == 6
+
+
+def test_frozen_layers_in_front(model, x):
+    for layer in model.layers[:3]:
+        layer.requires_grad_(False)
+    model.first.requires_grad_(False)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="80%") as handle:
+        counts = [recomputes(model, x) for _ in range(3)]
+        assert counts[0] == 3
+        assert counts[1:] == [6 - len(handle.plan.kept) - 3] * 2
+        assert [call.layer for call in handle.plan.took.calls] == [0, 1, 2, 3, 4, 5]
+        assert handle.plan.kept <= {3, 4, 5}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks(model, x):
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    expected = gradients(model, x)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="90%") as handle, count_recomputes() as counted:
+        for _ in range(3):
+            assert_equal(gradients(model, x), expected)
+        assert counted.total == 6 + 2 * (6 - len(handle.plan.kept))
+
+
+def test_what_is_shown(model, x, tmp_path):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        with pytest.raises(torchckpt.CheckpointError, match="there is no plan"):
+            handle.report()
+        for _ in range(3):
+            gradients(model, x)
+        table = str(handle.report())
+        assert [name for name in handle.names if f"\n{name} " not in table] == []
+        assert "measured peak" in table
+        assert handle.plan.timeline.peak_bytes == (handle.plan.peak_bytes,)
+        assert len(handle.plan.timeline.events) == 12 + 6 - len(handle.plan.kept)
+        text = handle.draw(tmp_path / "plan.svg")
+    assert text == (tmp_path / "plan.svg").read_text()
+    assert "Peak memory" in text
+
+
+# other shapes ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_shape_is_counted_first_and_both_are_remembered(model):
+    long, short = torch.randn(8, 64, 16), torch.randn(8, 48, 16)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%"):
+        assert [recomputes(model, short) == 6 for _ in range(2)] == [True, False]
+        assert [recomputes(model, long) == 6 for _ in range(2)] == [True, False]
+        assert recomputes(model, short) < 6
+
+
+@pytest.mark.parametrize("third", [24, 40, 64])
+def test_a_third_size_is_foretold_where_bytes_are_linear(model, third):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        for length in (16, 32):
+            for _ in range(2):
+                recomputes(model, torch.randn(8, length, 16))
+        counted = []
+        for _ in range(3):
+            counted.append(recomputes(model, torch.randn(8, third, 16)))
+        assert counted[0] < 6
+        assert handle.plan.measured_peak_bytes == pytest.approx(handle.plan.peak_bytes, rel=0.02)
+        assert handle.plan.measured_peak_bytes <= handle.plan.budget_bytes
+
+
+def test_a_third_size_is_counted_where_bytes_are_not_linear():
+    model = Model([Attention(16) for _ in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert [recomputes(model, torch.randn(2, length, 16)) for length in (64, 64, 128, 128)] == [4, 0, 4, 0]
+        assert recomputes(model, torch.randn(2, 256, 16)) == 4
+
+
+def test_a_size_far_off_is_counted(model):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, 128)] == [6, 6, 6]
+
+
+def test_the_mode_is_part_of_a_shape(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        model.eval()
+        assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        model.train()
+        assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+
+
+def test_steps_that_begin_alike_and_go_on_otherwise_are_learned():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.cut = nn.ModuleList(Wide(16, 32) for _ in range(4)), False
+
+        def forward(self, x):
+            for at, layer in enumerate(self.layers):
+                x = layer(x[:, :4] if self.cut and at == 2 else x)
+            return x
+
+    model, x = Twice(), torch.randn(4, 16, 16)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        counts = []
+        for cut in (False, False, True, True, False, True):
+            model.cut = cut
+            counts.append(recomputes(model, x))
+    assert counts == [4, 0, 2, 4, 0, 0]

@@ -1,0 +1,14 @@
+"""The layers of one model on one device: which are regions, and within a byte budget which of their calls are kept.
+
+    apply             what users call: ``checkpoint_layers``, and the handle that it returns
+    find              the repeated blocks of a model
+    follow            at each call, which step it is of, and whether it is kept
+    known             the steps that were counted, and the plan of each
+    count             a step that is counted while it runs
+    plan              the calls that are kept, for the least time within a budget
+    took              what a step took, call by call; the same at another size
+"""
+from torchckpt.layers.apply import PlannedLayers, checkpoint_layers
+from torchckpt.layers.plan import LayersPlan
+
+__all__ = ["LayersPlan", "PlannedLayers", "checkpoint_layers"]

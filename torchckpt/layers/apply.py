@@ -1,0 +1,157 @@
+"""``checkpoint_layers``: layers of a model that are regions; with a budget, as few calls of them as it takes."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from torchckpt.errors import CheckpointError, Fault, called
+from torchckpt.layers.find import repeated
+from torchckpt.layers.follow import Begin, Enter, Steps
+from torchckpt.layers.known import KnownSteps, Limit
+from torchckpt.layers.plan import LayersPlan
+from torchckpt.modules import is_compiled
+from torchckpt.planning.budget import Budget, read, trouble
+from torchckpt.planning.figures import Drawn
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.wrap.layers import Layers, LayersHandle, Selector, wrap_layers
+from torchckpt.regions.wrap.module import ENTER
+from torchckpt.typing import ContextFunction, DeterminismCheck
+
+__all__ = ["PlannedLayers", "checkpoint_layers"]
+
+_CALLER = "checkpoint_layers"
+_WORKS = 'checkpoint_layers(model, "layers.*", budget="60GiB")'
+_LOGGER = logging.getLogger("torchckpt")
+
+
+class PlannedLayers(LayersHandle, Drawn):
+    """Undoes one :func:`checkpoint_layers`, and shows the plan that is made for a budget."""
+
+    def __init__(self, layers: Layers, undo: ExitStack, steps: Steps | None = None) -> None:
+        super().__init__(layers, undo)
+        self._steps = steps
+
+    @property
+    def plan(self) -> LayersPlan | None:
+        """The plan that was followed last; None before the second step, and without a budget."""
+        return None if self._steps is None else self._steps.plan
+
+    def report(self) -> LayersPlan:
+        """The plan that was followed last, beside the second step of it; ``print()`` shows a table.
+
+        Raises:
+            CheckpointError: there is no plan yet: it is made when the second step begins.
+        """
+        if self.plan is None:
+            raise CheckpointError(
+                f"{_CALLER}: there is no plan: with a budget it is made when the second step begins\n"
+                "  received: report() or draw() before that\n  works:    print(handle.report()) after some steps"
+            )
+        return self.plan
+
+    def _svg(self) -> str:
+        """The step that keeps everything, and the planned one, each with its memory under the budget."""
+        return self.report().draw()
+
+
+@called(_CALLER)
+def checkpoint_layers(
+    model: nn.Module,
+    layers: Selector | Sequence[Selector] | Set[Selector] | None = None,
+    *,
+    every: int = 1,
+    budget: Budget | None = None,
+    device_memory: Budget | None = None,
+    preserve_rng_state: bool = True,
+    generators: Sequence[torch.Generator] = (),
+    determinism_check: DeterminismCheck = "default",
+    context_fn: ContextFunction | None = None,
+    early_stop: bool = True,
+) -> PlannedLayers:
+    """From now on, run every call of the chosen layers of ``model`` as a region: :func:`checkpoint_module` for each.
+    With a budget, keep as many of the calls as fit it, those that save the most time.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+    >>> handle = torchckpt.checkpoint_layers(model, torch.nn.Sequential, every=2)
+    >>> handle
+    <checkpoint_layers: 2 modules: 0, 2>
+    >>> handle.remove()
+    >>> with torchckpt.checkpoint_layers(model, ["0", "[12]"]) as handle:
+    ...     print(handle)
+    checkpoint_layers: 3 modules
+      0  Sequential
+      1  Sequential
+      2  Sequential
+
+    Args:
+        model: the module whose submodules are chosen. It is never chosen itself.
+        layers: a class; a name as in ``model.named_modules()``, in which ``*``, ``?`` and ``[...]`` stand for parts
+            of what is between two dots, and ``**`` for any number of such parts, none included; a function that is
+            called with each submodule and says whether it is one; or several of these, in a list, a tuple or a set.
+            Each of them must choose something. A module that stands in several places, or is chosen twice, is one.
+            With a budget it may be left out: the repeated blocks, which are the modules of the longest lists of modules
+            of one class and one shape; the log and the handle say which.
+        every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
+            with ``every=2`` the 1st, the 3rd, the 5th. Not with a budget.
+        budget: bytes that a step may take above what is there before it: a number, a size such as ``"60GiB"``, or a
+            share such as ``"50%"`` of what it takes if everything is kept. The first step recomputes every call and is
+            counted. When the second begins, the plan is made, which is followed from then on; so for each shape of the
+            inputs. If everything fits, no call is a region.
+        device_memory: in place of ``budget``, the bytes of the whole device, such as ``"80GB"``. What is allocated
+            before a step is taken off. For devices that count what is allocated.
+        preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
+
+    Returns:
+        A handle with ``names`` and ``remove()``; as a context manager it removes at its end. With a budget also
+        ``plan``, ``report()`` and ``draw()``.
+
+    Raises:
+        ArgumentError: all faults of the call in one message: what chooses nothing, one layer inside of another, a
+            ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
+        BudgetInfeasible: when the second step begins: the budget is below what a step takes that recomputes every
+            call. It says how much that is.
+    """
+    options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    if budget is None and device_memory is None and layers is not None:
+        return PlannedLayers(*wrap_layers(model, layers, every, options))
+    faults = list(_budget_faults(model, every, budget, device_memory))
+    if layers is None and isinstance(model, nn.Module) and not faults:
+        layers = repeated(model)
+        _LOGGER.info("%s takes %d repeated blocks: %s to %s", _CALLER, len(layers), layers[0], layers[-1])
+    chosen, undo = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
+    steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory)))
+    for number, layer in enumerate(chosen.values()):
+        layer.__dict__[ENTER] = Enter(steps, number)
+        undo.callback(layer.__dict__.pop, ENTER, None)
+    hook = model.register_forward_pre_hook(Begin(steps), with_kwargs=True)
+    undo.callback(hook.remove)
+    undo.callback(steps.remove)
+    return PlannedLayers(chosen, undo, steps)
+
+
+def _budget_faults(model: object, every: object, budget: object, device_memory: object) -> Iterator[Fault]:
+    if budget is None and device_memory is None:
+        yield Fault("neither layers nor a budget is given", "checkpoint_layers(model)", _WORKS)
+    if budget is not None and device_memory is not None:
+        received = f"budget={budget!r}, device_memory={device_memory!r}"
+        yield Fault("both a budget and the memory of the device are given", received, "the one or the other")
+    if every != 1:
+        received = f"every={every!r} and a budget"
+        yield Fault("every is given with a budget, which decides what is recomputed", received, _WORKS)
+    for name, given in (("budget", budget), ("device_memory", device_memory)):
+        amount = read(given)
+        if given is not None and (amount is None or (amount.is_share and (name != "budget" or amount.number > 1))):
+            shares = ", or a share of at most 100% of what a step takes that keeps everything" * (name == "budget")
+            rule = f"{name} is not bytes above 0, or a size with a unit such as kB, MiB or GB{shares}"
+            yield Fault(rule, f"{name}={trouble(given)}", f'{name}="60GiB"')
+    if isinstance(model, nn.Module):
+        if is_compiled(model):
+            works = "for layer in model.layers: layer.compile(); or graph.backend(budget=...)"
+            yield Fault("the model is compiled as a whole, so no call of a layer is seen", type(model).__name__, works)
+        if any(ENTER in module.__dict__ for module in model.modules()):
+            rule = "layers of the model have a budget already"
+            yield Fault(rule, f"a second {_CALLER}(..., budget=...)", "handle.remove() first")

@@ -1,0 +1,225 @@
+"""Count: the bytes and seconds of one step, moment by moment, while it runs as the user's loop runs it.
+
+No context is around a step: it begins at the first call, and ends with a backward. On a device with an allocator that
+counts, the allocator is asked. Elsewhere operators are watched, by a mode under all others of the thread.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchckpt.layers.took import Call, Key, Took
+from torchckpt.regions.devices import Clock
+from torchckpt.regions.live import LiveStorages
+from torchckpt.regions.private import after_backward, put_under_modes, take_from_modes
+from torchckpt.regions.saved import storage_of
+from torchckpt.tensors import tensors_in
+
+__all__ = ["Counter"]
+
+
+class Kind(Enum):
+    """What begins at a moment of a step."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    AFTER = "after a forward"
+    REPLAY = "replay"
+    BACKWARD = "backward"
+    END = "end of a backward pass"
+
+
+class Moment(NamedTuple):
+    kind: Kind
+    call: int
+    """The number of the call in its step; -1 of a step or of its end."""
+    highest_bytes: int
+    """The most bytes since the moment before."""
+    left_bytes: int
+    seconds: float
+
+
+class _Watch(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
+    """Watches operators until it is told not to; it may stay entered for longer."""
+
+    is_on = True
+    is_in_call = sees_collectives = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_in_call and func.namespace in ("c10d", "_c10d_functional"):
+            self.sees_collectives = True
+        if not self.is_on or self.allocator:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Counter:
+    """Counts one step, from now on.
+
+    Args:
+        looks: whether operators may be watched. If not, and the device has no allocator that counts, only what autograd
+            keeps of the calls counts.
+    """
+
+    def __init__(self, device: torch.device, looks: bool) -> None:
+        self._live, self._clock = _Watch(device, looks), Clock(device)
+        self._is_blind = not looks and not self._live.allocator
+        self._moments: list[Moment] = []
+        self._noted: dict[int, dict[Any, int]] = {}
+        """By call, the storages that its forward saved, and their bytes."""
+        self._inner: dict[int, int] = {}
+        self._boundary: dict[int, int] = {}
+        self._claimed: set[Any] = set()
+        self._is_in_backward = self._is_broken = False
+        may_communicate = dist.is_available() and dist.is_initialized()
+        if looks and (may_communicate or not self._live.allocator):
+            put_under_modes(self._live)
+        self._live.begin()
+        self._note(Kind.STEP)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._live.is_on = False
+        take_from_modes(self._live)
+
+    def noted(self, call: int) -> dict[Any, int]:
+        """Where the frame of a call is to note the storages that it drops."""
+        return self._noted.setdefault(call, {})
+
+    @contextmanager
+    def forward(self, call: int, arguments: Any) -> Iterator[None]:
+        """A context around the forward of a call."""
+        self._live.is_on = True
+        sizes = {key: size for tensor in tensors_in(arguments) for key, size in storage_of(tensor).items()}
+        self._boundary[call] = sum(size for key, size in sizes.items() if key not in self._claimed)
+        self._claimed.update(sizes)
+        if self._is_blind:
+            self._live.note(arguments)
+        self._note(Kind.FORWARD, call)
+        self._is_broken = self._live.is_in_call = True
+        yield
+        self._is_broken = self._live.is_in_call = False
+        self._note(Kind.AFTER, call)
+
+    @contextmanager
+    def replay(self, call: int, recomputed: Collection[list[tuple[Tensor, int]]]) -> Iterator[None]:
+        """A context around the replay of a call, which fills ``recomputed``."""
+        self._settle()
+        self._in_backward()
+        self._note(Kind.REPLAY, call)
+        yield
+        if self._is_blind:
+            self._live.note([tensor for saved in recomputed for tensor, _ in saved])
+        self._note(Kind.BACKWARD, call)
+
+    def backward(self, call: int) -> None:
+        """Note that the backward of a call that was kept begins."""
+        self._in_backward()
+        self._note(Kind.BACKWARD, call)
+
+    @property
+    def sees_collectives(self) -> bool:
+        """Whether a call has communicated."""
+        return self._live.sees_collectives
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no call has failed, and the last backward pass has ended."""
+        return self._moments[-1].kind is Kind.END and not self._is_broken
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of the step, without what was there before it and what was done between backward passes."""
+        pairs = pairwise(self._moments)
+        return max((end.highest_bytes for start, end in pairs if start.kind is not Kind.END), default=0)
+
+    def took(self, key: Key) -> Took:
+        """What the step took, whose calls were all recomputed. Waits for the device."""
+        seconds = self._clock.reader()
+        moments = [moment._replace(seconds=seconds(moment.seconds)) for moment in self._moments]
+        return _took(moments, key, self._inner, self._boundary)
+
+    def _note(self, kind: Kind, call: int = -1) -> None:
+        highest = self._live.highest()
+        self._live.begin()
+        self._moments.append(Moment(kind, call, highest, self._live.now(), self._clock.stamp()))
+
+    def _settle(self) -> None:
+        """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes."""
+        for call in [call for call in self._noted if call not in self._inner]:
+            dead = (size for storage, size in self._noted[call].items() if storage.expired())
+            self._inner[call] = sum(dead)
+
+    def _in_backward(self) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = self._live.is_on = True
+            after_backward(self._ended)
+
+    def _ended(self) -> None:
+        self._is_in_backward = False
+        self._note(Kind.END)
+        self._live.is_on = False
+
+
+_NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
+"""In place of a call that was never replayed."""
+
+
+def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundary: Mapping[int, int]) -> Took:
+    """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
+    places = {(moment.kind, moment.call): place for place, moment in reversed(list(enumerate(moments)))}
+    ends = [*moments[1:], _NOTHING]  # of what begins at a moment
+
+    def part(kind: Kind, call: int) -> tuple[Moment, Moment]:
+        place = places.get((kind, call))
+        return (_NOTHING, _NOTHING) if place is None else (moments[place], ends[place])
+
+    groups: dict[Any, list[float]] = {}  # of calls with the same shapes, which save as much
+    calls: list[Call] = []
+    shared: list[list[float]] = []
+    for number, (_, layer, *shapes) in enumerate(key):
+        (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
+        backward, done = part(Kind.BACKWARD, number)
+        alike = groups.setdefault((*shapes, inner.get(number)), [])
+        alike.append(replayed.seconds - replay.seconds)
+        rises = replayed.highest_bytes - replay.left_bytes
+        calls.append(Call(
+            layer,
+            end.seconds - start.seconds,
+            0.0,
+            done.seconds - backward.seconds,
+            boundary.get(number, 0),
+            inner.get(number, 0),
+            end.highest_bytes,
+            max(end.highest_bytes, end.left_bytes + rises),
+            end.left_bytes,
+            replayed.highest_bytes,
+            done.highest_bytes,
+            done.left_bytes,
+        ))
+        shared.append(alike)
+    replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
+    timed = (call._replace(replay_seconds=median(alike)) for call, alike in zip(calls, shared))
+    return Took(tuple(timed), tuple(_between(moments, replays)))
+
+
+def _between(moments: Sequence[Moment], replays: Sequence[int]) -> list[float]:
+    """The most bytes while the first calls are alive and none of them runs; ``replays`` has the places of theirs."""
+    until = [-place for place in accumulate(reversed(replays), max)][::-1]  # a call is alive until no later one is
+    forwards = [place for place, moment in enumerate(moments) if moment.kind is Kind.AFTER]
+    between = [0.0] * (len(replays) + 1)
+    for place, (start, end) in enumerate(pairwise(moments)):
+        alive = min(bisect_right(forwards, place), bisect_left(until, -place))
+        is_apart = start.kind in (Kind.REPLAY, Kind.BACKWARD) and alive > start.call
+        if is_apart or start.kind in (Kind.STEP, Kind.AFTER):
+            between[alive] = max(between[alive], end.highest_bytes)
+    return between

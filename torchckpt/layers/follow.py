@@ -1,0 +1,293 @@
+"""Follow: at each call of a chosen layer, which step it is of, and whether the call is kept.
+
+Nobody says where a step begins. It begins where no call of the one before waits for its backward any more: each call
+leaves a mark at the node of its output, which the backward reaches, or which is freed with the graph.
+
+[1] A step whose first call is of no known step recomputes everything, and is counted. [2] Of others the plans are made
+when they begin. [3] While calls are those of known steps, a call is kept if all of these keep it; any other call is
+recomputed.
+"""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchckpt.layers.count import Counter
+from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
+from torchckpt.layers.plan import LayersPlan
+from torchckpt.modules import is_compiled
+from torchckpt.regions.core.checkpointing import refuse_transforms, run
+from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.flags import thread
+from torchckpt.regions.private import is_exporting, keep_from_dynamo
+from torchckpt.regions.wrap.mixin import COMPILED
+from torchckpt.tensors import tensors_in
+from torchckpt.typing import Function
+
+__all__ = ["Begin", "Enter", "Steps"]
+
+_CALLER = "checkpoint_layers"
+_CALLS = 2_000
+"""The most calls of a step that are told apart; further ones, in a loop that never frees all graphs, are recomputed."""
+_AGAIN = 8
+"""How often steps are counted again that began like a known one, and went on otherwise."""
+_SHOWN = 2
+"""The step of a plan whose peak is measured."""
+
+_Shapes: TypeAlias = tuple[Any, ...]
+_PLAIN = nullcontext()
+
+
+class _Mark:
+    """What a call leaves at the node of its output."""
+
+    __slots__ = ("__weakref__", "_note", "_step", "is_reached")
+
+    def __init__(self, step: _Step, note: Callable[[], None] | None) -> None:
+        self._step, self._note, self.is_reached = step, note, False
+
+    def __call__(self, _: object) -> None:
+        self._step.reached += not self.is_reached
+        self.is_reached = True
+        if self._note is not None:
+            self._note()
+
+
+@dataclass
+class _Step:
+    """The step that is running."""
+
+    first: _Shapes
+    """What it was known by when it began."""
+    device: torch.device
+    known: list[KnownStep]
+    """The steps that it may be, by the calls so far."""
+    counter: Counter | None
+    is_learned: bool
+    """Whether everything is recomputed and counted, to know the step."""
+    key: list[_Shapes] = field(default_factory=list)
+    model: _Shapes = ()
+    """What the model was called with, until the next call of a layer."""
+    marks: list[weakref.ref[_Mark]] = field(default_factory=list)
+    marked: int = 0
+    reached: int = 0
+    """How many of the marks a backward has reached."""
+    communicates: bool = False
+    is_other: bool = False
+    """Whether it began like a known step, and went on otherwise."""
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a call waits for its backward."""
+        while self.marks:
+            mark = self.marks[-1]()
+            if mark is not None and not mark.is_reached:
+                return True
+            self.marks.pop()
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
+        return (self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive
+
+    def keeps(self, shapes: _Shapes) -> bool:
+        """Whether the next call, with these shapes, is kept."""
+        call, had = len(self.key), bool(self.known)
+        self.known = [one for one in self.known if call < len(one.key) and one.key[call] == shapes]  # [3]
+        self.is_other |= had and not self.known
+        self.key.append(shapes)
+        return bool(self.known) and all(one.plan is not None and call in one.plan.kept for one in self.known)
+
+    def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
+        """``outputs``, with a mark at the node of the first that has one."""
+        tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
+        node: Any = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
+        if node is not None:
+            mark = _Mark(self, note)
+            node.register_prehook(mark)
+            self.marks.append(weakref.ref(mark))
+            self.marked += 1
+        return outputs
+
+    def explained(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error of a call or a replay, with what to do."""
+        return torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}")
+
+    @contextmanager
+    def replaying(self, call: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
+        """A context around the replay of a call, which fills ``recomputed``."""
+        try:
+            with _PLAIN if self.counter is None else self.counter.replay(call, recomputed):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise self.explained(error) from error
+
+
+class Steps:
+    """The steps of one model, whose chosen layers call :meth:`run`."""
+
+    def __init__(self, model: nn.Module, known: KnownSteps) -> None:
+        self._model, self._known = weakref.ref(model), known
+        self._uncertain: dict[_Shapes, int] = {}
+        """By what steps begin with that may be others than known ones: how often to count what comes."""
+        self._step: _Step | None = None
+        self._is_on = True
+        self._followed: KnownStep | None = None
+
+    @property
+    def plan(self) -> LayersPlan | None:
+        """The plan that was followed last; None until one was made."""
+        return None if self._followed is None else self._followed.plan
+
+    def remove(self) -> None:
+        """From now on run nothing. Calls that wait for their backward are not changed."""
+        self._is_on = False
+        if self._step is not None and self._step.counter is not None:
+            self._step.counter.stop()
+        self._step = None
+
+    def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the model's own forward: begin a step, if none is running."""
+        step = self._step
+        if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
+            if step is not None and not step.is_alive:
+                self._close()
+            return
+        shapes = f"training={model.training}", *_shapes(args, kwargs)
+        if step is None or not step.key or not step.is_alive:
+            step = self._begin((shapes,), _device_of(model, args, kwargs))
+        step.model = shapes
+
+    def run(self, layer: int, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
+        """Run a call of a layer: as a region, or kept."""
+        if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
+            return run(function, args, kwargs, options)
+        step, own = self._step, (layer, f"training={module.training}", _shapes(args, kwargs))
+        if step is None or step.has_ended:
+            step = self._begin(((), *own), _device_of(module, args, kwargs))
+        if step.thread != threading.get_ident() or len(step.key) == _CALLS:
+            return run(function, args, kwargs, options)
+        shapes, step.model = (step.model, *own), ()
+        call, counter, is_kept = len(step.key), step.counter, step.keeps(shapes)
+        frame, note = None, None
+        if not is_kept:
+            refuse_transforms()
+            frame = Frame(options)
+            step.communicates |= step.is_learned and any(hasattr(one, "device_mesh") for one in module.parameters())
+        if counter is not None and frame is not None:
+            frame.noted = counter.noted(call)
+        elif counter is not None:
+            note = partial(counter.backward, call)
+        try:
+            with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
+                outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            raise step.explained(error) from error
+        if frame is not None:
+            frame.around = partial(step.replaying, call)
+        return step.marked_with(outputs, note)
+
+    def _begin(self, first: _Shapes, device: torch.device) -> _Step:
+        """Begin a step whose first call has these shapes, or begins with them."""
+        self._close()
+        again = self._uncertain.get(first, 0)
+        known = [] if again else self._known.beginning(first, device)  # [2]
+        is_learned = not known  # [1]
+        if again:
+            self._uncertain[first] = again - 1
+        if known:
+            self._followed = known[-1]
+        is_counted = is_learned or (len(known) == 1 and known[0].steps == _SHOWN)
+        self._step = _Step(first, device, known, self._counter(device) if is_counted else None, is_learned)
+        return self._step
+
+    def _counter(self, device: torch.device) -> Counter | None:
+        model = self._model()
+        if model is None or device.type == "meta":
+            return None
+        return Counter(device, not any(is_compiled(one) or COMPILED in one.__dict__ for one in model.modules()))
+
+    def _close(self) -> None:
+        """Learn from the step that has ended."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if 0 < step.reached < step.marked and has_run_out(step.known, step.device):
+            ran_out(step.known)
+        if step.is_other:
+            self._uncertain.setdefault(step.first, _AGAIN)
+        if step.counter is None:
+            return
+        step.counter.stop()
+        if not step.counter.is_complete or not 0 < len(step.key) < _CALLS:
+            return
+        if not step.is_learned:
+            for one in step.known:
+                measured(one, step.counter.peak_bytes)
+        elif self._known.learn(tuple(step.key), step.counter, step.communicates or step.counter.sees_collectives):
+            self._uncertain.pop(step.first, None)
+
+
+def _is_alone() -> bool:
+    """Whether this thread is in no region, no schedule, and no trace."""
+    return not (any(thread.flags[:2]) or thread.scope is not None or is_exporting())
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
+    values = (*args, *kwargs.values())
+    tensors = values if all(isinstance(value, Tensor) for value in values) else tensors_in(values)
+    return tuple([(*tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+
+
+def _device_of(module: nn.Module, *tree: Any) -> torch.device:
+    """The device of a call: of its arguments, and else of its parameters; an accelerator before the CPU."""
+    devices = [tensor.device for tensor in (*tensors_in(tree), *islice(module.parameters(), 1))]
+    others = [device for device in devices if device.type != "cpu"]
+    return (others or devices or [torch.device("cpu")])[0]
+
+
+class Enter:
+    """What the calls of a chosen layer go to. A copy of the layer recomputes its calls."""
+
+    def __init__(self, steps: Steps, layer: int) -> None:
+        self._steps, self._layer = steps, layer
+
+    def __call__(self, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
+        return self._steps.run(self._layer, module, function, args, kwargs, options)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+class Begin:
+    """The hook before the forward of the model. In a copy of the model it does nothing."""
+
+    def __init__(self, steps: Steps | None = None) -> None:
+        self._steps = steps
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._steps is not None:
+            self._steps.model_called(model, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return Begin, ()
+
+
+def _nothing() -> None:
+    """What a copy of a layer has in place of its way in."""
+
+
+keep_from_dynamo(Enter.__call__, Begin.__call__, _Mark.__call__)

@@ -1,0 +1,183 @@
+"""Plan: which calls of one step are kept, for the least time within a byte budget.
+
+One device is a pipeline of one rank, whose forwards all come before their backwards. There the best choice can be
+found, which the search for pipelines does not promise. From the last call to the first, the frontier of the calls from
+there on: for each peak above what is held before them, the fewest seconds of recomputation. A call that is kept adds
+its bytes to the peaks of later calls, one that is recomputed adds its seconds::
+
+    peak of calls i, i+1, ...  =  max(forward and backward of i, inner_bytes of i if it is kept + peak of i+1, ...)
+
+The frontier does not depend on the budget, so more budget is never slower.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import TypeAlias
+
+from torchckpt.layers.took import Call, Took
+from torchckpt.planning import Action, Block, Choice, Kind, Link, Schedule, Stage, Step, Timeline
+from torchckpt.planning.draw.svg import svg
+from torchckpt.planning.draw.units import Units, aligned, percent, units_of_bytes
+from torchckpt.planning.figures import Drawn
+from torchckpt.planning.plan.run.fit_measured import with_levels
+from torchckpt.planning.step.memory import Level
+
+__all__ = ["LayersPlan", "Option", "frontier"]
+
+_OPTIONS, _FEWEST = 24_000, 150
+"""The options of all calls together that a frontier keeps, and the fewest of one call."""
+
+Option: TypeAlias = tuple[float, float, int]
+"""One way to keep and recompute calls: the peak bytes, the seconds of the replays, the calls that are kept, as bits."""
+
+
+def frontier(took: Took) -> list[Option]:
+    """The options of a step, from the least peak to the fewest seconds. Exact unless there are very many."""
+    most = max(_FEWEST, _OPTIONS // max(1, len(took.calls)))
+    options: list[Option] = [(took.between_most[-1], 0.0, 0)]
+    for place in reversed(range(len(took.calls))):
+        call, before = took.calls[place], took.between_most[place]
+        seconds, inner, bit = call.replay_seconds, call.inner_bytes, 1 << place
+        own = max(call.forward_most, call.replay_most, call.backward_most, before)
+        found = [(max(own, peak), rest + seconds, kept) for peak, rest, kept in options]
+        if seconds:
+            own = max(call.kept_most, call.backward_most, before)
+            found += [(max(own, inner + peak), rest, kept | bit) for peak, rest, kept in options]
+        options = _thinned(_best(sorted(found)), most)
+    return options
+
+
+def _best(options: Iterable[Option]) -> list[Option]:
+    """Of sorted options those that no other one beats both in bytes and in seconds."""
+    best, fewest = [], float("inf")
+    for option in options:
+        if option[1] < fewest:
+            fewest = option[1]
+            best.append(option)
+    return best
+
+
+def _thinned(options: list[Option], most: int) -> list[Option]:
+    """About so many of the options, evenly by seconds: of those that are nearly equal, that with the least peak."""
+    if len(options) <= most:
+        return options
+    least, width = options[-1][1], (options[0][1] - options[-1][1]) / most
+    by_seconds: dict[int, Option] = {}
+    for option in options:
+        by_seconds.setdefault(int((option[1] - least) / width), option)
+    return list(dict.fromkeys([*by_seconds.values(), options[-1]]))
+
+
+@dataclass(frozen=True)
+class LayersPlan(Drawn):
+    """Which calls of a step are kept. ``print(plan)`` is a table by layer, ``plan.draw("plan.svg")`` a picture."""
+
+    took: Took
+    names: tuple[str, ...]
+    """The names of the layers."""
+    budget_bytes: float
+    kept: frozenset[int]
+    """The numbers of the calls that are kept, in the order of the step."""
+    measured_peak_bytes: float | None = None
+    """The peak of the second step of this plan, above what was there before it. None until then."""
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """The planned peak, above what is there before the step."""
+        return self.took.peak_bytes(self.kept)
+
+    @property
+    def recompute_seconds(self) -> float:
+        return sum(call.replay_seconds for place, call in enumerate(self.took.calls) if place not in self.kept)
+
+    @property
+    def plain_seconds(self) -> float:
+        """The forwards and backwards of the calls, without any recomputation."""
+        return sum(call.forward_seconds + call.backward_seconds for call in self.took.calls)
+
+    @property
+    def everything_kept_bytes(self) -> float:
+        """The peak if every call is kept."""
+        return self.took.peak_bytes(range(len(self.took.calls)))
+
+    @property
+    def everything_recomputed_bytes(self) -> float:
+        """The peak if no call is kept."""
+        return self.took.peak_bytes(())
+
+    def __str__(self) -> str:
+        units, measured = units_of_bytes(max(self.everything_kept_bytes, 1.0)), self.measured_peak_bytes
+        peaks = [
+            ("budget", units.of_memory(self.budget_bytes)),
+            ("planned peak", units.of_memory(self.peak_bytes)),
+            ("measured peak", "-" if measured is None else units.of_memory(measured)),
+            ("if everything is kept", units.of_memory(self.everything_kept_bytes)),
+            ("if everything is recomputed", units.of_memory(self.everything_recomputed_bytes)),
+        ]
+        head = "layer", "calls", "kept", "bytes if kept", "if recomputed", "forward", "replay"
+        rows = [head, *(self._row(layer, name, units) for layer, name in enumerate(self.names))]
+        return f"{self.summary}\n\n{aligned(peaks)}\n\n{aligned(rows)}"
+
+    def _row(self, layer: int, name: str, units: Units) -> tuple[str, ...]:
+        own = {place: call for place, call in enumerate(self.took.calls) if call.layer == layer}
+        counts = str(len(own)), str(len(self.kept & own.keys()))
+        boundary, inner = (sum(map(attrgetter(of), own.values())) for of in ("boundary_bytes", "inner_bytes"))
+        seconds = (sum(map(attrgetter(of), own.values())) for of in ("forward_seconds", "replay_seconds"))
+        return name, *counts, *map(units.of_memory, (boundary + inner, boundary)), *map(units.of_time, seconds)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many calls are kept, and what the others cost."""
+        calls, plain = len(self.took.calls), self.plain_seconds
+        if len(self.kept) == calls:
+            return f"all {calls} calls are kept: everything fits"
+        share = percent(self.recompute_seconds / plain) if plain else "-"
+        return f"{len(self.kept)} of {calls} calls are kept; to recompute the others takes {share} of their own time"
+
+    def _svg(self) -> str:
+        """The step that keeps everything, and the planned one: when each call runs, and the memory under the budget."""
+        everything = replace(self, kept=frozenset(range(len(self.took.calls))))
+        units = units_of_bytes(max(everything.peak_bytes, self.budget_bytes))
+        peaks = units.of_memory(self.peak_bytes), units.of_memory(everything.peak_bytes)
+        return svg(
+            everything.timeline,
+            self.timeline,
+            names=("everything kept", "planned"),
+            budget_bytes=(self.budget_bytes,),
+            units=units,
+            title="Peak memory {} in place of {}".format(*peaks),
+            subtitle=self.summary,
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """The planned step. Each call is a stage of a pipeline on one rank."""
+        calls = range(len(self.took.calls))
+        order = [*(Action(call, Kind.FORWARD, 0) for call in calls)]
+        order += [Action(call, Kind.BACKWARD, 0) for call in reversed(calls)]
+        schedule = Schedule("one device", (tuple(order),), (0,) * len(calls), 1)
+        choices = {(call, 0): Choice(late=(0,)) for call in calls if call not in self.kept}
+        stages = tuple(Stage((_block(call),)) for call in self.took.calls)
+        timeline = Step(schedule, stages, (Link(),) * (len(calls) - 1), choices).timeline
+        return with_levels(timeline, [dict(_levels(self.took, self.kept))])
+
+
+def _block(call: Call) -> Block:
+    saved_bytes = call.boundary_bytes + call.inner_bytes
+    seconds = call.forward_seconds, call.backward_seconds, 0.0, call.replay_seconds
+    return Block(*seconds, saved_bytes=saved_bytes, boundary_bytes=call.boundary_bytes)
+
+
+def _levels(took: Took, kept: Collection[int]) -> Iterator[tuple[Action, Level]]:
+    """The bytes of each forward and backward. What runs before one counts with it: a loss with the last backward."""
+    held = took.held(kept)
+    for place, call in enumerate(took.calls):
+        forward = max(call.kept_most if place in kept else call.forward_most, took.between_most[place])
+        yield Action(place, Kind.FORWARD, 0), Level(forward + held[place], call.forward_left + held[place + 1])
+        backward = held[place] + (call.backward_most if place in kept else max(call.backward_most, call.replay_most))
+        if place + 1 == len(took.calls):
+            backward = max(backward, took.between_most[-1] + held[-1])
+        yield Action(place, Kind.BACKWARD, 0), Level(backward, call.backward_left + held[place])

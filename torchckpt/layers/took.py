@@ -1,0 +1,131 @@
+"""Took: what a step took in which every call of the chosen layers was recomputed; and one of another size.
+
+A call that is kept holds some bytes more from the end of its forward until its backward. So the most bytes at a moment
+are those that were counted then, and what the kept calls hold that are alive. Calls are alive as on a stack: those
+before one are alive while it runs. Where backwards come in another order, a call counts as alive until no later one
+is: this is never too little.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+__all__ = ["Call", "Key", "Took", "of_another_size"]
+
+Key: TypeAlias = tuple[tuple[Any, ...], ...]
+"""The calls of a step, each as what the model was called with before it, the layer's number, its mode, and what it was
+called with itself."""
+
+_TOLERANCE = 0.01
+"""The share of an amount by which it may miss a straight line through the origin."""
+_BYTES = 4
+"""Where the bytes of a call begin."""
+_FARTHEST = 2
+"""Amounts are not foretold for sizes that are more than so many times those that were seen."""
+
+
+class Call(NamedTuple):
+    """One call of a layer. ``most`` is the most bytes above those that were there before the step."""
+
+    layer: int
+    forward_seconds: float
+    replay_seconds: float
+    backward_seconds: float
+    boundary_bytes: float
+    """What is held of it if it is recomputed."""
+    inner_bytes: float
+    """What it holds beside that if it is kept."""
+    forward_most: float
+    kept_most: float
+    """That of its forward, if it is kept."""
+    forward_left: float
+    replay_most: float
+    backward_most: float
+    backward_left: float
+
+
+class Took(NamedTuple):
+    """A step in which everything was recomputed."""
+
+    calls: tuple[Call, ...]
+    """In the order of their forwards."""
+    between_most: tuple[float, ...]
+    """At place p, the most bytes while the first p calls are alive and none of them runs."""
+
+    def held(self, kept: Collection[int]) -> list[float]:
+        """At place p, what the kept ones of the first p calls hold."""
+        held = [0.0]
+        for place, call in enumerate(self.calls):
+            held.append(held[-1] + (call.inner_bytes if place in kept else 0.0))
+        return held
+
+    def peak_bytes(self, kept: Collection[int]) -> float:
+        """The most bytes of a step that keeps these calls."""
+        held = self.held(kept)
+        levels = [between + alive for between, alive in zip(self.between_most, held)]
+        for place, call in enumerate(self.calls):
+            replayed = call.kept_most if place in kept else max(call.forward_most, call.replay_most)
+            levels.append(held[place] + max(call.backward_most, replayed))
+        return max(levels)
+
+
+# another size ---------------------------------------------------------------------------------------------------------
+
+
+def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[Any, ...]) -> tuple[Key, Took] | None:
+    """The step whose first call begins with ``first``, of two whose keys differ in one size alone.
+
+    Returns:
+        None if ``first`` is not of their kind, is far off, or an amount of bytes is not linear in the size.
+    """
+    (key, took), (other_key, other) = one, two
+    apart, wanted = _ratio(key, other_key), _ratio(key[0][: len(first)], first)
+    if apart is None or wanted is None or wanted > _FARTHEST * max(Fraction(1), apart):
+        return None
+    pairs = zip(_leaves(key), _leaves(other_key))
+    found = _refilled(key, iter([size if size == other_size else wanted * size for size, other_size in pairs]))
+    if found is None or found[0][: len(first)] != first:
+        return None
+    ratio, origin = float((wanted - 1) / (apart - 1)), float(-1 / (apart - 1))
+
+    def line(amounts: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(0.0, here + ratio * (there - here)) for here, there in zip(amounts, others))
+
+    each = list(zip(took.calls, other.calls))
+    amounts = list(zip(took.between_most, other.between_most))
+    for here, there in each:
+        amounts += zip(here[_BYTES:], there[_BYTES:])
+    if any(here + origin * (there - here) < -_TOLERANCE * max(here, there) for here, there in amounts):
+        return None
+    calls = tuple(Call(here.layer, *line(here[1:], there[1:])) for here, there in each)
+    return found, Took(calls, line(took.between_most, other.between_most))
+
+
+def _ratio(one: Any, two: Any) -> Fraction | None:
+    """The ratio of the size that differs in two keys; None if more than one size differs."""
+    pairs = list(zip_longest(_leaves(one), _leaves(two)))
+    sizes = {pair for pair in pairs if pair[0] != pair[1]}
+    if not all(isinstance(size, int) and size for pair in sizes for size in pair):
+        return None
+    ratios = {Fraction(there, here) for here, there in sizes}
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """All that is in nested tuples, in order."""
+    for one in tree:
+        if isinstance(one, tuple):
+            yield from _leaves(one)
+        else:
+            yield one
+
+
+def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
+    """The nested tuples with other ``leaves``; None if one of these is no whole number."""
+    if not isinstance(tree, tuple):
+        leaf = next(leaves)
+        return leaf if not isinstance(leaf, Fraction) else int(leaf) if leaf.denominator == 1 else None
+    parts = [_refilled(one, leaves) for one in tree]
+    return None if None in parts else tuple(parts)

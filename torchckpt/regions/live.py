@@ -1,0 +1,95 @@
+"""Live: the bytes that are alive, and the most of them since the last look: an allocator's, or of watched operators."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.regions.private import DispatchMode
+from torchckpt.regions.saved import storage_of
+from torchckpt.tensors import tensors_in
+
+__all__ = ["LiveStorages"]
+
+
+class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """While it is entered, it records the storages that operators make, and the peak bytes that are alive.
+
+    Storages from before do not count, nor those that no operator makes, such as receive buffers of messages. If the
+    device has an allocator with statistics, the bytes come from it.
+
+    Args:
+        looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
+            every storage counts as made here.
+    """
+
+    def __init__(self, device: torch.device, looks: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.looks = looks
+        self._made: dict[StorageWeakRef, int] = {}
+        self._sum_bytes = self._highest_bytes = 0
+        self._device = device
+        self.allocator = allocator_of(device)
+        self._before_bytes = self.allocator.memory_allocated(device) if self.allocator else 0
+
+    def __contains__(self, storage: object) -> bool:
+        """Whether ``storage`` was made here."""
+        return storage in self._made or not self.looks
+
+    def begin(self) -> None:
+        """From now on :meth:`highest` is that of what follows."""
+        if self.allocator:
+            self.allocator.reset_peak_memory_stats(self._device)
+        self._forget_the_dead()
+        self._highest_bytes = self._sum_bytes
+
+    def now(self) -> int:
+        """The bytes alive, beyond those before. Call it right after :meth:`begin`."""
+        if self.allocator:
+            return int(self.allocator.memory_allocated(self._device)) - self._before_bytes
+        return self._sum_bytes
+
+    def highest(self) -> int:
+        """The most bytes since :meth:`begin`."""
+        if self.allocator:
+            return int(self.allocator.max_memory_allocated(self._device)) - self._before_bytes
+        return self._highest_bytes
+
+    def note(self, tree: Any, besides: Any = None) -> None:
+        """Count the storages in ``tree`` that are not known, and not in ``besides``, as made here."""
+        fresh = self._storages_of(tree)
+        for storage in self._storages_of(besides) if fresh else ():
+            fresh.pop(storage, None)
+        if fresh:
+            self._made.update(fresh)
+            self._sum_bytes += sum(fresh.values())
+            if self._sum_bytes > self._highest_bytes:
+                self._forget_the_dead()
+                self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.note(outputs, (args, kwargs))
+        return outputs
+
+    def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
+        """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
+        sizes = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
+        return {storage: size for storage, size in sizes.items() if storage not in self._made}
+
+    def _forget_the_dead(self) -> None:
+        alive = [storage for storage in self._made if not storage.expired()]  # type: ignore[no-untyped-call]  # likewise
+        self._made = {storage: self._made[storage] for storage in alive}
+        self._sum_bytes = sum(self._made.values())
+
+
+_ASKED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
+
+
+def allocator_of(device: torch.device) -> Any:
+    """The module that counts the bytes of ``device``; None if there is none."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return module if all(hasattr(module, name) for name in _ASKED) else None
