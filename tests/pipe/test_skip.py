@@ -161,7 +161,7 @@ def test_integer_skips_and_those_that_need_no_gradient() -> None:
 
 def test_no_stage_between_sees_the_skip() -> None:
     seen: list[tuple[int, ...]] = []
-    real = torchckpt.pipe.partition.StageCall.__call__
+    real = torchckpt.pipe.run.visit.StageCall.__call__
 
     def call(call: Any, *args: Any) -> Any:
         returned = real(call, *args)
@@ -170,7 +170,7 @@ def test_no_stage_between_sees_the_skip() -> None:
 
     pipe = torchckpt.Pipe(nn.Sequential(Stash(), dense(), dense(), Pop()), [1, 1, 1, 1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchckpt.pipe.partition.StageCall, "__call__", call)
+        patch.setattr(torchckpt.pipe.run.visit.StageCall, "__call__", call)
         pipe(torch.randn(2, 4))
     assert seen == [(1, 1), (1, 0), (1, 0), (1, 0)]  # arguments, and skips that leave
 
