@@ -49,14 +49,14 @@ def test_a_region_lowers_the_peak():
         y.sum().backward()
 
     step(checkpoint)  # the gradients are there
-    plain, regions = (peak_bytes(lambda call=call: step(call)) for call in (lambda block, y: block(y), checkpoint))
+    plain, regions = (peak_bytes(lambda call=call: step(call), "cpu") for call in (lambda block, y: block(y), checkpoint))
     assert regions < plain / 2
 
 
 def test_what_was_there_before_does_not_count():
     x = torch.ones(SIZE)
-    assert peak_bytes(lambda: x.add_(1)) == 0
-    assert peak_bytes(lambda: x + 1) == peak_bytes(lambda: x + 1) == BYTES
+    assert peak_bytes(lambda: x.add_(1), "cpu") == 0
+    assert peak_bytes(lambda: x + 1, "cpu") == peak_bytes(lambda: x + 1, "cpu") == BYTES
 
 
 @pytest.mark.accelerator
@@ -68,7 +68,7 @@ def test_the_accelerator_is_the_default_where_it_is_used(accelerator):
 def test_gradients_are_those_without_counting():
     def counted(block, x):
         outputs = []
-        peak_bytes(lambda: outputs.append(block(x)))
+        peak_bytes(lambda: outputs.append(block(x)), "cpu")
         return outputs[0]
 
     block, x = Block(), leaf(3, 4)
