@@ -39,7 +39,7 @@ times are in any one unit, memory counts in A: all that one micro-batch saves on
 columns:
   overhead   of the step over the one in which nothing is recomputed
   bound      the least overhead that any placement of these recomputes can have
-  hidden     the share of what recompute at arrival adds that this row does not
+  hidden     of the seconds that recompute at arrival adds, the share that this row saves
   peak       of the rank that needs most
 
 ways to recompute, for --compare:

@@ -6,7 +6,8 @@
     hooks             the regions that a thread is in, by the hooks that it has entered
     nodes             autograd Functions: those at the ends of a region, and those that make an edge of the graph
     frame             what forward and replay share: filled once, whoever asks first
-    call, slots       the function, its arguments and its state, to be run again; places of saved tensors
+    call              the function, its arguments and its state, to be run again
+    slots             places of saved tensors; the errors of a replay that differs
     options           what users set
     outside_graph     how a region runs outside the graph that Dynamo traces
 """

@@ -66,7 +66,7 @@ class Frame:
         self._call: Call | None = None
         self._slots: list[Slot] = []
         self._in_norm = False
-        """Whether what was saved last is of a norm layer that is known. The input of the next has more dimensions."""
+        """Whether a norm layer that is known has saved what came last. A tensor that is no vector ends that."""
         self._returned = False  # whether the forward has returned: no slots will be added
         self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
@@ -234,7 +234,7 @@ class Frame:
 
 
 def _tell_outer_regions(states: RandomState) -> None:
-    """Their replays come by here, too, and know only the generators that they were given themselves."""
+    """A replay of an outer region runs this region, too, and resets only the generators that it was given itself."""
     for _, unpack in hooks_entered():
         outer = getattr(unpack, "__self__", None)
         if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:

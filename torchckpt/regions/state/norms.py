@@ -1,9 +1,9 @@
 """Running statistics: norm layers update their buffers once per forward, and not a second time in the replay.
 
 A forward notes which norm layers it ran. In its replay they update copies of their buffers. The output of a layer in
-training does not depend on these buffers, so it is the same to the bit. The versions of the buffers, before and after,
-tell which layers ran. A layer that ``reached.py`` does not find is on the stack when autograd saves its running mean.
-No hook is alive where compiled code runs: Dynamo would trace another graph in the replay than in the forward.
+training does not depend on these buffers, so it is the same to the bit. A layer ran if the versions of its buffers
+changed. A layer that ``reached.py`` does not find is found in the call stack, when autograd saves its running mean.
+Around compiled code there are no hooks: with them Dynamo would trace another graph in the replay than in the forward.
 
 A caller that updates the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
 """
@@ -49,8 +49,8 @@ _Values: TypeAlias = Mapping[str, Tensor]
 _NOTHING: _Values = {}
 
 Looked: TypeAlias = "list[tuple[nn.Module, tuple[int, int] | None, _Values]]"
-"""Layers as a forward finds them, each with the versions of its buffers, or None if a call would update them, and with
-copies of its buffers, or nothing."""
+"""Layers as a forward finds them, each with the versions of its buffers, which tell later whether it ran, or None if it
+surely updates them; and with copies of its buffers, or nothing."""
 
 
 def look(layers: Iterable[nn.Module], values: bool) -> Looked:

@@ -140,7 +140,7 @@ class Reserve:
     """How to choose the kept blocks, and how much memory to reserve. One entry per visit, in the order of backwards."""
 
     early: tuple[int, ...]
-    """The blocks to have in memory when the backward starts, kept or early."""
+    """How many blocks are to be in memory when the backward starts, kept or early."""
     wait: tuple[int, ...]
     """How many later actions of the rank a weight gradient may wait for."""
     order: tuple[str, ...]
