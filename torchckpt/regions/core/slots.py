@@ -47,7 +47,7 @@ class Slot:
         return tensor
 
     def accepts(self, tensor: Tensor, values: bool) -> bool:
-        """Whether ``tensor``, saved by the replay, is as the forward saved it here; with ``values``, in its values, too."""
+        """Whether ``tensor``, saved by the replay, is as the forward saved it; with ``values``, those, too."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
         values = values and self.fingerprint is not None
