@@ -26,6 +26,8 @@ _REGIONS = f"{_LIBRARIES[1]}regions{os.sep}", torch.utils.checkpoint.__file__
 """The code that saves the inputs of regions, which have no node yet."""
 _INPUT = -1
 _CALL = nn.Module.__call__.__code__
+_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
+"""Through it, regions of torch 2.11 save their inputs (torch/utils/checkpoint.py). No Python code in torch 2.15."""
 
 Place: TypeAlias = tuple[str, str, int, int]
 """Where a tensor is saved: the path of the innermost module, file and line outside of torch, the number of the node."""
@@ -97,7 +99,10 @@ class KeptStorages(SavedBytes):
 
     def _pack(self, tensor: Tensor) -> Any:
         self.learn(tensor.grad_fn)
-        return self._saved(tensor, sys._getframe(1).f_code.co_filename.startswith(_REGIONS))
+        caller: FrameType | None = sys._getframe(1)
+        if caller is not None and caller.f_code is _APPLY:
+            caller = caller.f_back
+        return self._saved(tensor, caller is not None and caller.f_code.co_filename.startswith(_REGIONS))
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         self.learn(running_node())
