@@ -222,6 +222,23 @@ def test_compiled_blocks(model, x):
         assert counted.total == 6 + 2 * (6 - len(handle.plan.kept))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_loss_is_compiled_in_the_step_that_is_counted(model, x):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda outputs: outputs.square().mean(), backend=backend)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        for _ in range(3):
+            compiled(model(x)).backward()
+        assert handle.plan is not None
+    assert len(graphs) == 1
+
+
 def test_what_is_shown(model, x, tmp_path):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
         with pytest.raises(torchckpt.CheckpointError, match="there is no plan"):
