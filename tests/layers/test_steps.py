@@ -148,6 +148,29 @@ def test_a_layer_that_is_called_several_times_and_shared(x):
         assert [call.layer for call in handle.plan.took.calls] == [0, 1, 0]
 
 
+def test_outputs_that_the_loop_holds_and_the_loss_does_not_need(x):
+    class Routed(Wide):
+        def forward(self, x):
+            return {"logits": self.norm(x).sum(-1), "x": super().forward(x)}
+
+    class Router(Model):
+        def forward(self, x):
+            logits = []
+            for layer in self.layers:
+                found = layer(x)
+                x = found["x"]
+                logits.append(found["logits"])
+            return x, logits
+
+    model = Router([Routed(16, 16 * (1 + at)) for at in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        for _ in range(3):
+            outputs, logits = model(x)
+            outputs.square().mean().backward()
+        assert len(logits) == 4
+        assert len(handle.plan.kept) == 4
+
+
 def test_a_region_around_a_layer_recomputes_it(x):
     model = Model([nn.Sequential(Wide(16, 32), Wide(16, 64)) for _ in range(2)])
     with torchckpt.checkpoint_layers(model, "layers.*.*", budget="70%") as handle:

@@ -1,7 +1,7 @@
 """Follow: at each call of a chosen layer, which step it is of, and whether the call is kept.
 
 Nobody says where a step begins. It begins where no call of the one before waits for its backward any more: each call
-leaves a mark at the node of its output, which the backward reaches, or which is freed with the graph.
+leaves a mark at the nodes of its outputs, which the backward reaches, or which are freed with the graph.
 
 [1] A step whose first call is of no known step recomputes everything, and is counted. [2] Of others the plans are made
 when they begin. [3] While calls are those of known steps, a call is kept if all of these keep it; any other call is
@@ -50,7 +50,7 @@ _PLAIN = nullcontext()
 
 
 class _Mark:
-    """What a call leaves at the node of its output."""
+    """What a call leaves at the nodes of its outputs."""
 
     __slots__ = ("__weakref__", "_note", "_step", "is_reached")
 
@@ -112,12 +112,13 @@ class _Step:
         return bool(self.known) and all(one.plan is not None and call in one.plan.kept for one in self.known)
 
     def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
-        """``outputs``, with a mark at the node of the first that has one."""
+        """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
-        node: Any = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-        if node is not None:
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if nodes:
             mark = _Mark(self, note)
-            node.register_prehook(mark)
+            for node in dict.fromkeys(nodes):
+                node.register_prehook(mark)
             self.marks.append(weakref.ref(mark))
             self.marked += 1
         return outputs
