@@ -171,6 +171,23 @@ def test_outputs_that_the_loop_holds_and_the_loss_does_not_need(x):
         assert len(handle.plan.kept) == 4
 
 
+def test_a_layer_that_calls_another(x):
+    class Linked(Wide):
+        def forward(self, x):
+            return self.then[0](super().forward(x)) if self.then else super().forward(x)
+
+    layers = [Linked(16, 16 * (1 + at)) for at in range(4)]
+    model = Model(layers)
+    for layer, then in zip(layers, ([layers[1]], [], [layers[3]], [])):
+        layer.then = then
+    model.forward = lambda x: layers[2](layers[0](x))
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle, count_recomputes() as counted:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        assert counted.total == 4  # of the first step, where the inner ones are regions as well
+        assert len(handle.plan.kept) == 2
+
+
 def test_a_region_around_a_layer_recomputes_it(x):
     model = Model([nn.Sequential(Wide(16, 32), Wide(16, 64)) for _ in range(2)])
     with torchckpt.checkpoint_layers(model, "layers.*.*", budget="70%") as handle:

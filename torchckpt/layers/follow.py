@@ -84,6 +84,8 @@ class _Step:
     reached: int = 0
     """How many of the marks a backward has reached."""
     communicates: bool = False
+    is_in_kept: bool = False
+    """Whether a call that is kept runs now. A call inside of it is a part of it."""
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
     thread: int = field(default_factory=threading.get_ident)
@@ -181,6 +183,8 @@ class Steps:
             step = self._begin(((), *own), _device_of(module, args, kwargs))
         if step.thread != threading.get_ident() or len(step.key) == _CALLS:
             return run(function, args, kwargs, options)
+        if step.is_in_kept:
+            return function(*args, **kwargs)
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = len(step.key), step.counter, step.keeps(shapes)
         frame, note = None, None
@@ -194,9 +198,12 @@ class Steps:
             note = partial(counter.backward, call)
         try:
             with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
+                step.is_in_kept = is_kept
                 outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
         except torch.OutOfMemoryError as error:
             raise step.explained(error) from error
+        finally:
+            step.is_in_kept = False
         if frame is not None:
             frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
