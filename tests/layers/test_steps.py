@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -169,6 +170,34 @@ def test_outputs_that_the_loop_holds_and_the_loss_does_not_need(x):
             outputs.square().mean().backward()
         assert len(logits) == 4
         assert len(handle.plan.kept) == 4
+
+
+@dataclass
+class Box:
+    """An object whose tensor torch's pytree does not see."""
+
+    x: torch.Tensor
+
+
+class Boxed(Wide):
+    def forward(self, box):
+        return Box(super().forward(box.x))
+
+
+def test_layers_that_hide_their_tensors_are_recomputed(x):
+    class Boxes(Model):
+        def forward(self, x):
+            box = Box(self.first(x))
+            for layer in self.layers:
+                box = layer(box)
+            return self.head(box.x)
+
+    model = Boxes([Boxed(16, 16 * (1 + at)) for at in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert recomputes(model, x, x) == 8
+        with pytest.warns(UserWarning, match="objects whose tensors are not seen, so every call is recomputed"):
+            assert recomputes(model, x, x) == 8
+        assert recomputes(model, torch.cat([x, x])) == 4
 
 
 def test_a_layer_that_calls_another(x):

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
 from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
@@ -32,7 +33,7 @@ from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
 from torchckpt.regions.private import is_exporting, keep_from_dynamo
 from torchckpt.regions.wrap.mixin import COMPILED
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import hides_tensors, tensors_in
 from torchckpt.typing import Function
 
 __all__ = ["Begin", "Enter", "Steps"]
@@ -44,6 +45,14 @@ _AGAIN = 8
 """How often steps are counted again that began like a known one, and went on otherwise."""
 _SHOWN = 2
 """The step of a plan whose peak is measured."""
+_COMMUNICATES = (
+    "ranks communicate inside of the chosen layers, so every call is recomputed: a rank that keeps one would leave the "
+    "others waiting"
+)
+_HIDES = (
+    "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
+    "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
+)
 
 _Shapes: TypeAlias = tuple[Any, ...]
 _PLAIN = nullcontext()
@@ -84,6 +93,8 @@ class _Step:
     reached: int = 0
     """How many of the marks a backward has reached."""
     communicates: bool = False
+    hides: bool = False
+    """Whether a call takes or returns an object whose tensors are not seen."""
     is_in_kept: bool = False
     """Whether a call that is kept runs now. A call inside of it is a part of it."""
     is_other: bool = False
@@ -204,6 +215,7 @@ class Steps:
             raise step.explained(error) from error
         finally:
             step.is_in_kept = False
+        step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
         if frame is not None:
             frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
@@ -245,8 +257,10 @@ class Steps:
         if not step.is_learned:
             for one in step.known:
                 measured(one, step.counter.peak_bytes)
-        elif self._known.learn(tuple(step.key), step.counter, step.communicates or step.counter.sees_collectives):
-            self._uncertain.pop(step.first, None)
+        else:
+            unfit = _COMMUNICATES if step.communicates or step.counter.sees_collectives else _HIDES * step.hides
+            if self._known.learn(tuple(step.key), step.counter, unfit):
+                self._uncertain.pop(step.first, None)
 
 
 def _is_alone() -> bool:

@@ -73,8 +73,8 @@ class KnownStep:
 
     key: Key
     took: Took
-    communicates: bool = False
-    """Whether calls have collectives in them."""
+    unfit: str = ""
+    """Why no call may be kept, if none may be."""
     is_foretold: bool = False
     """Whether it was calculated from steps of two other sizes."""
     plan: LayersPlan | None = None
@@ -94,7 +94,7 @@ class KnownSteps:
     def __init__(self, names: tuple[str, ...], limit: Limit) -> None:
         self._names, self._limit = names, limit
         self._steps: OrderedDict[Key, KnownStep] = OrderedDict()
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def beginning(self, first: tuple[Any, ...], device: torch.device) -> list[KnownStep]:
         """The steps whose first call begins with ``first``, each with a plan."""
@@ -108,10 +108,10 @@ class KnownSteps:
             step.steps += 1
         return found
 
-    def learn(self, key: Key, counter: Counter, communicates: bool) -> bool:
+    def learn(self, key: Key, counter: Counter, unfit: str) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known."""
         is_new = key not in self._steps
-        self._steps[key] = KnownStep(key, counter.took(key), communicates)
+        self._steps[key] = KnownStep(key, counter.took(key), unfit)
         while len(self._steps) > _MOST:
             self._steps.popitem(last=False)
         return is_new
@@ -122,7 +122,7 @@ class KnownSteps:
         for one, two in combinations(reversed(counted), 2):
             found = of_another_size((one.key, one.took), (two.key, two.took), first)
             if found:
-                step = self._steps[found[0]] = KnownStep(*found, one.communicates, is_foretold=True)
+                step = self._steps[found[0]] = KnownStep(*found, one.unfit, is_foretold=True)
                 return [step]
         return []
 
@@ -130,23 +130,19 @@ class KnownSteps:
         limit = self._limit.bytes(step.took, step.before_bytes) * step.share
         options = frontier(step.took)
         fitting = [option for option in options if option[0] <= limit]
-        if step.communicates:
+        if step.unfit:
             fitting = fitting[:1]
-            self._warn_of_collectives()
+            self._warn(step.unfit)
         kept = (fitting or options)[-1 if fitting else 0][2]
         plan = LayersPlan(step.took, self._names, limit, frozenset(at for at in range(len(step.key)) if kept >> at & 1))
         if not fitting and step.share == 1.0:
             raise self._limit.too_small(plan)
         return plan
 
-    def _warn_of_collectives(self) -> None:
-        if not self._has_warned:
-            warnings.warn(
-                f"{_CALLER}: ranks communicate inside of the chosen layers, so every call is recomputed: a rank that "
-                "keeps one would leave the others waiting",
-                stacklevel=2,
-            )
-        self._has_warned = True
+    def _warn(self, unfit: str) -> None:
+        if unfit not in self._warned:
+            warnings.warn(f"{_CALLER}: {unfit}", stacklevel=2)
+        self._warned.add(unfit)
 
 
 def measured(step: KnownStep, peak_bytes: float) -> None:
