@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import torchckpt
@@ -241,6 +242,43 @@ def test_a_model_that_is_never_trained_holds_nothing(model, x):
         gc.collect()
         assert [output() for output in outputs] == [None] * 3
         assert handle.plan is None
+
+
+def test_a_graph_that_is_held_for_ever(model, x, monkeypatch):
+    monkeypatch.setattr("torchckpt.layers.follow._CALLS", 20)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        held = model(x)
+        counts = [recomputes(model, x) for _ in range(6)]
+        assert held.requires_grad
+        assert counts == [6, 6, 6, 6, 0, 0]
+        assert len(handle.plan.kept) == 6
+
+
+def test_an_error_that_is_held_with_its_graph(model, x):
+    def fail(*_):
+        raise ValueError
+
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        with model.layers[4].parts.register_forward_pre_hook(fail), pytest.raises(ValueError) as held:
+            model(x)
+        assert [recomputes(model, x) for _ in range(3)] == [6, 0, 0]
+        assert held.traceback
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_of_torch_around_a_layer(x, use_reentrant):
+    class Regions(Model):
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    model = Regions([Wide(16, 16 * (1 + at)) for at in range(4)])
+    expected = plain_gradients(model, x)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for _ in range(4):
+            assert_equal(gradients(model, x), expected)
 
 
 def test_removed_in_the_middle_of_a_step(model, x):

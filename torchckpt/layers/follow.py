@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,7 @@ from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
-from torchckpt.regions.private import is_exporting, keep_from_dynamo
+from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in
 from torchckpt.typing import Function
@@ -40,7 +41,8 @@ __all__ = ["Begin", "Enter", "Steps"]
 
 _CALLER = "checkpoint_layers"
 _CALLS = 2_000
-"""The most calls of a step that are told apart; further ones, in a loop that never frees all graphs, are recomputed."""
+"""The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
+may hold a graph for ever."""
 _AGAIN = 8
 """How often steps are counted again that began like a known one, and went on otherwise."""
 _SHOWN = 2
@@ -89,6 +91,7 @@ class _Step:
     model: _Shapes = ()
     """What the model was called with, until the next call of a layer."""
     marks: list[weakref.ref[_Mark]] = field(default_factory=list)
+    newest: Callable[[], _Mark | None] = lambda: None
     marked: int = 0
     reached: int = 0
     """How many of the marks a backward has reached."""
@@ -97,24 +100,26 @@ class _Step:
     """Whether a call takes or returns an object whose tensors are not seen."""
     is_in_kept: bool = False
     """Whether a call that is kept runs now. A call inside of it is a part of it."""
+    has_failed: bool = False
+    """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
     thread: int = field(default_factory=threading.get_ident)
 
     @property
     def is_alive(self) -> bool:
-        """Whether a call waits for its backward."""
-        while self.marks:
+        """Whether a call waits for its backward; after very many calls, whether the newest one does."""
+        while self.marks and not self.has_failed:
             mark = self.marks[-1]()
             if mark is not None and not mark.is_reached:
-                return True
+                return self.reached == 0 or len(self.key) < _CALLS or mark is self.newest()
             self.marks.pop()
         return False
 
     @property
     def has_ended(self) -> bool:
         """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
-        return (self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive
+        return self.has_failed or ((self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive)
 
     def keeps(self, shapes: _Shapes) -> bool:
         """Whether the next call, with these shapes, is kept."""
@@ -132,7 +137,8 @@ class _Step:
             mark = _Mark(self, note)
             for node in dict.fromkeys(nodes):
                 node.register_prehook(mark)
-            self.marks.append(weakref.ref(mark))
+            self.newest = weakref.ref(mark)
+            self.marks.append(self.newest)
             self.marked += 1
         return outputs
 
@@ -146,8 +152,11 @@ class _Step:
         try:
             with _PLAIN if self.counter is None else self.counter.replay(call, recomputed):
                 yield
-        except torch.OutOfMemoryError as error:
-            raise self.explained(error) from error
+        except BaseException as error:
+            self.has_failed = True
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self.explained(error) from error
+            raise
 
 
 class Steps:
@@ -211,8 +220,11 @@ class Steps:
             with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
                 step.is_in_kept = is_kept
                 outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
-        except torch.OutOfMemoryError as error:
-            raise step.explained(error) from error
+        except BaseException as error:
+            step.has_failed = True
+            if isinstance(error, torch.OutOfMemoryError):
+                raise step.explained(error) from error
+            raise
         finally:
             step.is_in_kept = False
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
@@ -264,8 +276,10 @@ class Steps:
 
 
 def _is_alone() -> bool:
-    """Whether this thread is in no region, no schedule, and no trace."""
-    return not (any(thread.flags[:2]) or thread.scope is not None or is_exporting())
+    """Whether this thread is in no region, also of torch, no schedule, and no trace."""
+    hooks = hooks_in_force(True)
+    is_in_torch = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
+    return not (any(thread.flags[:2]) or is_in_torch or thread.scope is not None or is_exporting())
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
