@@ -256,10 +256,10 @@ def test_a_graph_that_is_held_for_ever(model, x, monkeypatch):
 
 def test_an_error_that_is_held_with_its_graph(model, x):
     def fail(*_):
-        raise ValueError
+        raise ZeroDivisionError
 
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
-        with model.layers[4].parts.register_forward_pre_hook(fail), pytest.raises(ValueError) as held:
+        with model.layers[4].parts.register_forward_pre_hook(fail), pytest.raises(ZeroDivisionError) as held:
             model(x)
         assert [recomputes(model, x) for _ in range(3)] == [6, 0, 0]
         assert held.traceback
@@ -405,6 +405,39 @@ def test_the_mode_is_part_of_a_shape(model, x):
         assert [recomputes(model, x) for _ in range(2)] == [6, 0]
         model.train()
         assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+
+
+def test_what_is_trained_is_part_of_a_shape(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for trains in (False, True):
+            model.layers[2].parts.requires_grad_(trains)
+            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        model.layers[2].parts.requires_grad_(False)
+        assert recomputes(model, x) == 0
+        assert recomputes(model, x.requires_grad_()) == 6
+
+
+def test_the_modes_of_modules_inside_and_autocast_are_part_of_a_shape(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        model.layers[2].parts.eval()
+        assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+
+
+def test_a_flag_is_part_of_a_shape(x):
+    class Flagged(Wide):
+        def forward(self, x, twice):
+            x = super().forward(x)
+            return super().forward(x) if twice else x
+
+    layer = Flagged(16, 32)
+    model = nn.ModuleDict({"layer": layer})
+    with torchckpt.checkpoint_layers(model, "layer", budget="1GiB"), count_recomputes() as counted:
+        for twice in (False, False, True, True):
+            layer(x, twice=twice).sum().backward()
+        assert counted.total == 2
 
 
 def test_steps_that_begin_alike_and_go_on_otherwise_are_learned():

@@ -164,6 +164,7 @@ class Steps:
 
     def __init__(self, model: nn.Module, known: KnownSteps) -> None:
         self._model, self._known = weakref.ref(model), known
+        self._settings = _Settings(model)
         self._uncertain: dict[_Shapes, int] = {}
         """By what steps begin with that may be others than known ones: how often to count what comes."""
         self._step: _Step | None = None
@@ -189,9 +190,10 @@ class Steps:
             if step is not None and not step.is_alive:
                 self._close()
             return
-        shapes = f"training={model.training}", *_shapes(args, kwargs)
+        device = _device_of(model, args, kwargs)
+        shapes = (*self._settings.now(device), *_shapes(args, kwargs))
         if step is None or not step.key or not step.is_alive:
-            step = self._begin((shapes,), _device_of(model, args, kwargs))
+            step = self._begin((shapes,), device)
         step.model = shapes
 
     def run(self, layer: int, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
@@ -200,7 +202,10 @@ class Steps:
             return run(function, args, kwargs, options)
         step, own = self._step, (layer, f"training={module.training}", _shapes(args, kwargs))
         if step is None or step.has_ended:
-            step = self._begin(((), *own), _device_of(module, args, kwargs))
+            device = _device_of(module, args, kwargs)
+            settings = self._settings.now(device)
+            step = self._begin((settings, *own), device)
+            step.model = settings
         if step.thread != threading.get_ident() or len(step.key) == _CALLS:
             return run(function, args, kwargs, options)
         if step.is_in_kept:
@@ -275,6 +280,27 @@ class Steps:
                 self._uncertain.pop(step.first, None)
 
 
+class _Settings:
+    """What else the bytes of a step depend on: what is trained, the modes of all modules, and autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+
+    def now(self, device: torch.device) -> _Shapes:
+        modules, parameters = [one() for one in self._modules], [one() for one in self._parameters]
+        model = self._model()
+        if model is not None and (not modules or any(one is None for one in (*modules, *parameters))):
+            modules, parameters = [*model.modules()], [*model.parameters()]  # at first, and when some were exchanged
+            self._modules = [weakref.ref(one) for one in model.modules()]
+            self._parameters = [weakref.ref(one) for one in model.parameters()]
+        modes = [one is not None and one.training for one in modules]
+        of = hash((*modes, *[one is not None and one.requires_grad for one in parameters]))
+        has_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        return f"settings={of}", f"autocast={torch.get_autocast_dtype(device.type) if has_autocast else None}"
+
+
 def _is_alone() -> bool:
     """Whether this thread is in no region, also of torch, no schedule, and no trace."""
     hooks = hooks_in_force(True)
@@ -283,9 +309,11 @@ def _is_alone() -> bool:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
-    values = (*args, *kwargs.values())
-    tensors = values if all(isinstance(value, Tensor) for value in values) else tensors_in(values)
-    return tuple([(*tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    tensors = values = (*args, *kwargs.values())
+    flags: list[str] = []
+    if not all(isinstance(value, Tensor) for value in values):
+        tensors, flags = tuple(tensors_in(values)), [f"{value}" for value in values if isinstance(value, bool)]
+    return (*flags, *[(*tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors])
 
 
 def _device_of(module: nn.Module, *tree: Any) -> torch.device:
