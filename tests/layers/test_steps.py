@@ -399,6 +399,15 @@ def test_a_size_far_off_is_counted(model):
         assert [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, 128)] == [6, 6, 6]
 
 
+def test_steps_that_are_foretold_are_forgotten_too(monkeypatch):
+    monkeypatch.setattr("torchckpt.layers.known._MOST", 4)
+    model = Model([Wide(16, 32) for _ in range(2)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        counts = [recomputes(model, torch.randn(2, length, 16)) for length in range(16, 32)]
+        assert counts == [2, 2, *([0] * 14)]
+        assert len(handle._steps._known._steps) == 4
+
+
 def test_the_mode_is_part_of_a_shape(model, x):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
         model.eval()

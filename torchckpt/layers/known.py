@@ -111,10 +111,13 @@ class KnownSteps:
     def learn(self, key: Key, counter: Counter, unfit: str) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known."""
         is_new = key not in self._steps
-        self._steps[key] = KnownStep(key, counter.took(key), unfit)
+        self._remember(KnownStep(key, counter.took(key), unfit))
+        return is_new
+
+    def _remember(self, step: KnownStep) -> None:
+        self._steps[step.key] = step
         while len(self._steps) > _MOST:
             self._steps.popitem(last=False)
-        return is_new
 
     def _foretold(self, first: tuple[Any, ...]) -> list[KnownStep]:
         """The step of a size of which two others were counted, if bytes are linear in it."""
@@ -122,7 +125,10 @@ class KnownSteps:
         for one, two in combinations(reversed(counted), 2):
             found = of_another_size((one.key, one.took), (two.key, two.took), first)
             if found:
-                step = self._steps[found[0]] = KnownStep(*found, one.unfit, is_foretold=True)
+                step = KnownStep(*found, one.unfit, is_foretold=True)
+                for used in (one, two):
+                    self._steps.move_to_end(used.key)
+                self._remember(step)
                 return [step]
         return []
 
