@@ -403,8 +403,8 @@ def test_steps_that_are_foretold_are_forgotten_too(monkeypatch):
     monkeypatch.setattr("torchckpt.layers.known._MOST", 4)
     model = Model([Wide(16, 32) for _ in range(2)])
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
-        counts = [recomputes(model, torch.randn(2, length, 16)) for length in range(16, 32)]
-        assert counts == [2, 2, *([0] * 14)]
+        counts = [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, *range(17, 32))]
+        assert counts == [2, 2, *([0] * 15)]
         assert len(handle._steps._known._steps) == 4
 
 
@@ -447,6 +447,30 @@ def test_a_flag_is_part_of_a_shape(x):
         for twice in (False, False, True, True):
             layer(x, twice=twice).sum().backward()
         assert counted.total == 2
+
+
+def test_a_step_that_was_counted_with_gradients_is_counted_again_without():
+    """A step that makes gradients takes more than one that adds to them."""
+    short, long = torch.randn(4, 16, 16), torch.randn(4, 24, 16)
+    model = Model([Wide(16, 512) for _ in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1.1MB"):
+        for micro_batches in [(short, long)] * 3 + [(long, short)] * 3:
+            for x in micro_batches:
+                taken = peak_of(lambda x=x: model(x).square().mean().backward())
+                assert taken <= 1.1e6
+            model.zero_grad()
+
+
+def test_a_kept_call_refuses_what_a_region_refuses(x):
+    model = Model([Wide(16, 32) for _ in range(2)])
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    call = torch.func.grad(lambda values: torch.func.functional_call(model, values, (x,)).square().mean())
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for _ in range(3):
+            with pytest.raises(torchckpt.TransformError):
+                call(parameters)
+            recomputes(model, x)
+        assert recomputes(model, x) == 0
 
 
 def test_steps_that_begin_alike_and_go_on_otherwise_are_learned():

@@ -87,6 +87,8 @@ class _Step:
     counter: Counter | None
     is_learned: bool
     """Whether everything is recomputed and counted, to know the step."""
+    has_gradients: bool
+    """Whether there were gradients before it."""
     key: list[_Shapes] = field(default_factory=list)
     model: _Shapes = ()
     """What the model was called with, until the next call of a layer."""
@@ -210,11 +212,11 @@ class Steps:
             return run(function, args, kwargs, options)
         if step.is_in_kept:
             return function(*args, **kwargs)
+        refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = len(step.key), step.counter, step.keeps(shapes)
         frame, note = None, None
         if not is_kept:
-            refuse_transforms()
             frame = Frame(options)
             step.communicates |= step.is_learned and any(hasattr(one, "device_mesh") for one in module.parameters())
         if counter is not None and frame is not None:
@@ -241,14 +243,16 @@ class Steps:
         """Begin a step whose first call has these shapes, or begins with them."""
         self._close()
         again = self._uncertain.get(first, 0)
-        known = [] if again else self._known.beginning(first, device)  # [2]
+        has_gradients = self._settings.has_gradients
+        known = [] if again else self._known.beginning(first, device, has_gradients)  # [2]
         is_learned = not known  # [1]
         if again:
             self._uncertain[first] = again - 1
         if known:
             self._followed = known[-1]
         is_counted = is_learned or (len(known) == 1 and known[0].steps == _SHOWN)
-        self._step = _Step(first, device, known, self._counter(device) if is_counted else None, is_learned)
+        counter = self._counter(device) if is_counted else None
+        self._step = _Step(first, device, known, counter, is_learned, has_gradients)
         return self._step
 
     def _counter(self, device: torch.device) -> Counter | None:
@@ -276,7 +280,7 @@ class Steps:
                 measured(one, step.counter.peak_bytes)
         else:
             unfit = _COMMUNICATES if step.communicates or step.counter.sees_collectives else _HIDES * step.hides
-            if self._known.learn(tuple(step.key), step.counter, unfit):
+            if self._known.learn(tuple(step.key), step.counter, unfit, step.has_gradients):
                 self._uncertain.pop(step.first, None)
 
 
@@ -299,6 +303,12 @@ class _Settings:
         of = hash((*modes, *[one is not None and one.requires_grad for one in parameters]))
         has_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
         return f"settings={of}", f"autocast={torch.get_autocast_dtype(device.type) if has_autocast else None}"
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one already: the step need not make it."""
+        parameters = (one() for one in self._parameters)
+        return any(one is not None and one.grad is not None for one in parameters)
 
 
 def _is_alone() -> bool:

@@ -75,6 +75,8 @@ class KnownStep:
     took: Took
     unfit: str = ""
     """Why no call may be kept, if none may be."""
+    has_gradients: bool = False
+    """Whether there were gradients before it when it was counted. A step that makes them takes more."""
     is_foretold: bool = False
     """Whether it was calculated from steps of two other sizes."""
     plan: LayersPlan | None = None
@@ -96,9 +98,11 @@ class KnownSteps:
         self._steps: OrderedDict[Key, KnownStep] = OrderedDict()
         self._warned: set[str] = set()
 
-    def beginning(self, first: tuple[Any, ...], device: torch.device) -> list[KnownStep]:
-        """The steps whose first call begins with ``first``, each with a plan."""
-        found = [step for step in self._steps.values() if step.key[0][: len(first)] == first] or self._foretold(first)
+    def beginning(self, first: tuple[Any, ...], device: torch.device, has_gradients: bool) -> list[KnownStep]:
+        """The steps whose first call begins with ``first``, each with a plan; no steps that take less because they had
+        gradients that this one has not."""
+        fit = [step for step in self._steps.values() if has_gradients or not step.has_gradients]
+        found = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
         for step in found:
             self._steps.move_to_end(step.key)
             before_bytes = self._limit.before_bytes(device)
@@ -108,10 +112,10 @@ class KnownSteps:
             step.steps += 1
         return found
 
-    def learn(self, key: Key, counter: Counter, unfit: str) -> bool:
+    def learn(self, key: Key, counter: Counter, unfit: str, has_gradients: bool) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known."""
         is_new = key not in self._steps
-        self._remember(KnownStep(key, counter.took(key), unfit))
+        self._remember(KnownStep(key, counter.took(key), unfit, has_gradients))
         return is_new
 
     def _remember(self, step: KnownStep) -> None:
@@ -119,13 +123,14 @@ class KnownSteps:
         while len(self._steps) > _MOST:
             self._steps.popitem(last=False)
 
-    def _foretold(self, first: tuple[Any, ...]) -> list[KnownStep]:
+    def _foretold(self, steps: Iterable[KnownStep], first: tuple[Any, ...]) -> list[KnownStep]:
         """The step of a size of which two others were counted, if bytes are linear in it."""
-        counted = [step for step in self._steps.values() if not step.is_foretold]
+        counted = [step for step in steps if not step.is_foretold]
         for one, two in combinations(reversed(counted), 2):
-            found = of_another_size((one.key, one.took), (two.key, two.took), first)
+            is_alike = one.has_gradients == two.has_gradients
+            found = of_another_size((one.key, one.took), (two.key, two.took), first) if is_alike else None
             if found:
-                step = KnownStep(*found, one.unfit, is_foretold=True)
+                step = KnownStep(*found, one.unfit, one.has_gradients, is_foretold=True)
                 for used in (one, two):
                     self._steps.move_to_end(used.key)
                 self._remember(step)
