@@ -346,6 +346,17 @@ def test_a_compiled_loss_is_compiled_in_the_step_that_is_counted(model, x):
     assert len(graphs) == 1
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_a_model_that_is_compiled_as_a_whole_afterwards(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        model.compile(backend="aot_eager")
+        with pytest.warns(UserWarning, match="no call of a chosen layer was seen"):
+            for _ in range(4):
+                model(x).square().mean().backward()
+        assert handle.plan is None
+
+
 def test_what_is_shown(model, x, tmp_path):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
         with pytest.raises(torchckpt.CheckpointError, match="there is no plan"):

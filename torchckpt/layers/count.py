@@ -60,7 +60,7 @@ class _Watch(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_in_call and func.namespace in ("c10d", "_c10d_functional"):
+        if self.is_in_call and getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.sees_collectives = True
         if not self.is_on or self.allocator:
             return func(*args, **(kwargs or {}))

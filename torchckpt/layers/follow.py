@@ -10,6 +10,7 @@ recomputed.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -54,6 +55,12 @@ _COMMUNICATES = (
 _HIDES = (
     "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
     "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
+)
+_UNSEEN = 2
+_NOT_SEEN = (
+    "no call of a chosen layer was seen in the model's last calls, so there is no plan: where the model is compiled as a "
+    "whole, compile its layers, or use graph.backend(budget=...); where the model has regions around the layers, take "
+    "them away"
 )
 
 _Shapes: TypeAlias = tuple[Any, ...]
@@ -171,6 +178,8 @@ class Steps:
         """By what steps begin with that may be others than known ones: how often to count what comes."""
         self._step: _Step | None = None
         self._is_on = True
+        self._unseen = 0
+        """How many calls of the model one after the other had no call of a chosen layer."""
         self._followed: KnownStep | None = None
 
     @property
@@ -195,6 +204,9 @@ class Steps:
         device = _device_of(model, args, kwargs)
         shapes = (*self._settings.now(device), *_shapes(args, kwargs))
         if step is None or not step.key or not step.is_alive:
+            self._unseen = 0 if step is None or step.key else self._unseen + 1
+            if self._unseen == _UNSEEN:
+                warnings.warn(f"{_CALLER}: {_NOT_SEEN}", stacklevel=3)
             step = self._begin((shapes,), device)
         step.model = shapes
 
