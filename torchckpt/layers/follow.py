@@ -58,9 +58,8 @@ _HIDES = (
 )
 _UNSEEN = 2
 _NOT_SEEN = (
-    "no call of a chosen layer was seen in the model's last calls, so there is no plan: where the model is compiled as a "
-    "whole, compile its layers, or use graph.backend(budget=...); where the model has regions around the layers, take "
-    "them away"
+    "no call of a chosen layer was seen in the model's last calls, so there is no plan: compile its layers and not the "
+    "whole model, or use graph.backend(budget=...); have no other regions around the layers"
 )
 
 _Shapes: TypeAlias = tuple[Any, ...]

@@ -101,11 +101,11 @@ class KnownSteps:
     def beginning(self, first: tuple[Any, ...], device: torch.device, has_gradients: bool) -> list[KnownStep]:
         """The steps whose first call begins with ``first``, each with a plan; no steps that take less because they had
         gradients that this one has not."""
+        before_bytes = self._limit.before_bytes(device)
         fit = [step for step in self._steps.values() if has_gradients or not step.has_gradients]
         found = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
         for step in found:
             self._steps.move_to_end(step.key)
-            before_bytes = self._limit.before_bytes(device)
             if step.plan is None or before_bytes > _NEAR * step.before_bytes:
                 step.before_bytes, step.ooms, step.steps = before_bytes, _ooms(device), 0
                 step.plan = self._plan(step)
