@@ -23,6 +23,7 @@ def model():
      "100% of what a step takes that keeps everything\n  received: budget='6' (it has no unit)"),
     ({"budget": "120%"}, "received: budget='120%'"),
     ({"budget": 0.5}, "received: budget=0.5 (less than a byte; a share is text)"),
+    ({"budget": 10**400}, "budget is not bytes above 0"),
     ({"device_memory": "50%"}, "device_memory is not bytes above 0, or a size with a unit such as kB, MiB or GB\n"),
     ({"budget": "1GB", "device_memory": "1GB"}, "both a budget and the memory of the device are given"),
     ({"budget": "1GB", "every": 2}, "every is given with a budget, which decides what is recomputed"),
@@ -77,10 +78,8 @@ def test_a_budget_below_the_least_says_so_before_the_second_step(model):
 
 def test_device_memory_of_a_device_that_does_not_count(model):
     with checkpoint_layers(model, "layers.*", device_memory="1GB"):
-        x = torch.randn(2, 4, 16)
-        gradients(model, x)
         with pytest.raises(ArgumentError, match="device_memory is given for a device that does not count"):
-            gradients(model, x)
+            gradients(model, torch.randn(2, 4, 16))
 
 
 def test_a_model_on_meta(model):

@@ -5,9 +5,11 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import torchckpt
@@ -148,6 +150,74 @@ def test_a_layer_that_is_called_several_times_and_shared(x):
         assert [call.layer for call in handle.plan.took.calls] == [0, 1, 0]
 
 
+def test_outputs_that_the_loop_holds_and_the_loss_does_not_need(x):
+    class Routed(Wide):
+        def forward(self, x):
+            return {"logits": self.norm(x).sum(-1), "x": super().forward(x)}
+
+    class Router(Model):
+        def forward(self, x):
+            logits = []
+            for layer in self.layers:
+                found = layer(x)
+                x = found["x"]
+                logits.append(found["logits"])
+            return x, logits
+
+    model = Router([Routed(16, 16 * (1 + at)) for at in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        for _ in range(3):
+            outputs, logits = model(x)
+            outputs.square().mean().backward()
+        assert len(logits) == 4
+        assert len(handle.plan.kept) == 4
+
+
+@dataclass
+class Box:
+    """An object whose tensor torch's pytree does not see."""
+
+    x: torch.Tensor
+
+
+class Boxed(Wide):
+    def forward(self, box):
+        return Box(super().forward(box.x))
+
+
+def test_layers_that_hide_their_tensors_are_recomputed(x):
+    class Boxes(Model):
+        def forward(self, x):
+            box = Box(self.first(x))
+            for layer in self.layers:
+                box = layer(box)
+            return self.head(box.x)
+
+    model = Boxes([Boxed(16, 16 * (1 + at)) for at in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert recomputes(model, x, x) == 8
+        with pytest.warns(UserWarning, match="objects whose tensors are not seen, so every call is recomputed"):
+            assert recomputes(model, x, x) == 8
+        assert recomputes(model, torch.cat([x, x])) == 4
+
+
+def test_a_layer_that_calls_another(x):
+    class Linked(Wide):
+        def forward(self, x):
+            return self.then[0](super().forward(x)) if self.then else super().forward(x)
+
+    layers = [Linked(16, 16 * (1 + at)) for at in range(4)]
+    model = Model(layers)
+    for layer, then in zip(layers, ([layers[1]], [], [layers[3]], [])):
+        layer.then = then
+    model.forward = lambda x: layers[2](layers[0](x))
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle, count_recomputes() as counted:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        assert counted.total == 4  # of the first step, where the inner ones are regions as well
+        assert len(handle.plan.kept) == 2
+
+
 def test_a_region_around_a_layer_recomputes_it(x):
     model = Model([nn.Sequential(Wide(16, 32), Wide(16, 64)) for _ in range(2)])
     with torchckpt.checkpoint_layers(model, "layers.*.*", budget="70%") as handle:
@@ -172,6 +242,44 @@ def test_a_model_that_is_never_trained_holds_nothing(model, x):
         gc.collect()
         assert [output() for output in outputs] == [None] * 3
         assert handle.plan is None
+
+
+def test_a_graph_that_is_held_for_ever(model, x, monkeypatch):
+    monkeypatch.setattr("torchckpt.layers.follow._CALLS", 20)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        held = model(x)
+        counts = [recomputes(model, x) for _ in range(6)]
+        assert held.requires_grad
+        assert counts == [6, 6, 6, 6, 0, 0]
+        assert len(handle.plan.kept) == 6
+
+
+def test_an_error_that_is_held_with_its_graph(model, x):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        with model.layers[4].parts.register_forward_pre_hook(fail), pytest.raises(ZeroDivisionError) as held:
+            model(x)
+        assert [recomputes(model, x) for _ in range(3)] == [6, 0, 0]
+        assert held.traceback
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint_layers. no call of a chosen layer was seen")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_of_torch_around_a_layer(x, use_reentrant):
+    class Regions(Model):
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    model = Regions([Wide(16, 16 * (1 + at)) for at in range(4)])
+    expected = plain_gradients(model, x)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for _ in range(4):
+            assert_equal(gradients(model, x), expected)
 
 
 def test_removed_in_the_middle_of_a_step(model, x):
@@ -220,6 +328,35 @@ def test_compiled_blocks(model, x):
         for _ in range(3):
             assert_equal(gradients(model, x), expected)
         assert counted.total == 6 + 2 * (6 - len(handle.plan.kept))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_loss_is_compiled_in_the_step_that_is_counted(model, x):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda outputs: outputs.square().mean(), backend=backend)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        for _ in range(3):
+            compiled(model(x)).backward()
+        assert handle.plan is not None
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_a_model_that_is_compiled_as_a_whole_afterwards(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        model.compile(backend="aot_eager")
+        for _ in range(2):
+            model(x).square().mean().backward()
+        with pytest.warns(UserWarning, match="no call of a chosen layer was seen"):
+            model(x)
+        assert handle.plan is None
 
 
 def test_what_is_shown(model, x, tmp_path):
@@ -275,12 +412,78 @@ def test_a_size_far_off_is_counted(model):
         assert [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, 128)] == [6, 6, 6]
 
 
+def test_steps_that_are_foretold_are_forgotten_too(monkeypatch):
+    monkeypatch.setattr("torchckpt.layers.known._MOST", 4)
+    model = Model([Wide(16, 32) for _ in range(2)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
+        counts = [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, *range(17, 32))]
+        assert counts == [2, 2, *([0] * 15)]
+        assert len(handle._steps._known._steps) == 4
+
+
 def test_the_mode_is_part_of_a_shape(model, x):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
         model.eval()
         assert [recomputes(model, x) for _ in range(2)] == [6, 0]
         model.train()
         assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+
+
+def test_what_is_trained_is_part_of_a_shape(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for trains in (False, True):
+            model.layers[2].parts.requires_grad_(trains)
+            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        model.layers[2].parts.requires_grad_(False)
+        assert recomputes(model, x) == 0
+        assert recomputes(model, x.requires_grad_()) == 6
+
+
+def test_the_modes_of_modules_inside_and_autocast_are_part_of_a_shape(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        model.layers[2].parts.eval()
+        assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+
+
+def test_a_flag_is_part_of_a_shape(x):
+    class Flagged(Wide):
+        def forward(self, x, twice):
+            x = super().forward(x)
+            return super().forward(x) if twice else x
+
+    layer = Flagged(16, 32)
+    model = nn.ModuleDict({"layer": layer})
+    with torchckpt.checkpoint_layers(model, "layer", budget="1GiB"), count_recomputes() as counted:
+        for twice in (False, False, True, True):
+            layer(x, twice=twice).sum().backward()
+        assert counted.total == 2
+
+
+def test_a_step_that_was_counted_with_gradients_is_counted_again_without():
+    """A step that makes gradients takes more than one that adds to them."""
+    short, long = torch.randn(4, 16, 16), torch.randn(4, 24, 16)
+    model = Model([Wide(16, 512) for _ in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1.1MB"):
+        for micro_batches in [(short, long)] * 3 + [(long, short)] * 3:
+            for x in micro_batches:
+                taken = peak_of(lambda x=x: model(x).square().mean().backward())
+                assert taken <= 1.1e6
+            model.zero_grad()
+
+
+def test_a_kept_call_refuses_what_a_region_refuses(x):
+    model = Model([Wide(16, 32) for _ in range(2)])
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    call = torch.func.grad(lambda values: torch.func.functional_call(model, values, (x,)).square().mean())
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for _ in range(3):
+            with pytest.raises(torchckpt.TransformError):
+                call(parameters)
+            recomputes(model, x)
+        assert recomputes(model, x) == 0
 
 
 def test_steps_that_begin_alike_and_go_on_otherwise_are_learned():

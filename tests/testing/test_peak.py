@@ -28,6 +28,12 @@ def test_the_peak_of_a_step_by_hand(device):
     assert peak_bytes(lambda: x.view(2, -1).t(), device) == 0
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_peak_of_a_higher_order_operator():
+    x = torch.ones(SIZE)
+    assert peak_bytes(lambda: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))) >= BYTES
+
+
 def test_the_peak_of_a_backward_by_hand(device):
     x = leaf(SIZE, device=device)
     x.grad = torch.zeros_like(x)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 
@@ -144,7 +145,8 @@ def _budget_faults(model: object, every: object, budget: object, device_memory: 
         yield Fault("every is given with a budget, which decides what is recomputed", received, _WORKS)
     for name, given in (("budget", budget), ("device_memory", device_memory)):
         amount = read(given)
-        if given is not None and (amount is None or (amount.is_share and (name != "budget" or amount.number > 1))):
+        most = sys.float_info.max if amount is None or not amount.is_share else 1 if name == "budget" else 0
+        if given is not None and (amount is None or amount.number > most):
             shares = ", or a share of at most 100% of what a step takes that keeps everything" * (name == "budget")
             rule = f"{name} is not bytes above 0, or a size with a unit such as kB, MiB or GB{shares}"
             yield Fault(rule, f"{name}={trouble(given)}", f'{name}="60GiB"')

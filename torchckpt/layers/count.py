@@ -54,8 +54,13 @@ class _Watch(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
     is_on = True
     is_in_call = sees_collectives = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles under it: what it runs as it is under a mode, it never compiles again."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_in_call and func.namespace in ("c10d", "_c10d_functional"):
+        if self.is_in_call and getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.sees_collectives = True
         if not self.is_on or self.allocator:
             return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Follow: at each call of a chosen layer, which step it is of, and whether the call is kept.
 
 Nobody says where a step begins. It begins where no call of the one before waits for its backward any more: each call
-leaves a mark at the node of its output, which the backward reaches, or which is freed with the graph.
+leaves a mark at the nodes of its outputs, which the backward reaches, or which are freed with the graph.
 
 [1] A step whose first call is of no known step recomputes everything, and is counted. [2] Of others the plans are made
 when they begin. [3] While calls are those of known steps, a call is kept if all of these keep it; any other call is
@@ -10,6 +10,7 @@ recomputed.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
 from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
@@ -30,27 +33,41 @@ from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
-from torchckpt.regions.private import is_exporting, keep_from_dynamo
+from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo
 from torchckpt.regions.wrap.mixin import COMPILED
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import hides_tensors, tensors_in
 from torchckpt.typing import Function
 
 __all__ = ["Begin", "Enter", "Steps"]
 
 _CALLER = "checkpoint_layers"
 _CALLS = 2_000
-"""The most calls of a step that are told apart; further ones, in a loop that never frees all graphs, are recomputed."""
+"""The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
+may hold a graph for ever."""
 _AGAIN = 8
 """How often steps are counted again that began like a known one, and went on otherwise."""
 _SHOWN = 2
 """The step of a plan whose peak is measured."""
+_COMMUNICATES = (
+    "ranks communicate inside of the chosen layers, so every call is recomputed: a rank that keeps one would leave the "
+    "others waiting"
+)
+_HIDES = (
+    "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
+    "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
+)
+_UNSEEN = 2
+_NOT_SEEN = (
+    "no call of a chosen layer was seen in the model's last calls, so there is no plan: compile its layers and not the "
+    "whole model, or use graph.backend(budget=...); have no other regions around the layers"
+)
 
 _Shapes: TypeAlias = tuple[Any, ...]
 _PLAIN = nullcontext()
 
 
 class _Mark:
-    """What a call leaves at the node of its output."""
+    """What a call leaves at the nodes of its outputs."""
 
     __slots__ = ("__weakref__", "_note", "_step", "is_reached")
 
@@ -76,32 +93,41 @@ class _Step:
     counter: Counter | None
     is_learned: bool
     """Whether everything is recomputed and counted, to know the step."""
+    has_gradients: bool
+    """Whether there were gradients before it."""
     key: list[_Shapes] = field(default_factory=list)
     model: _Shapes = ()
     """What the model was called with, until the next call of a layer."""
     marks: list[weakref.ref[_Mark]] = field(default_factory=list)
+    newest: Callable[[], _Mark | None] = lambda: None
     marked: int = 0
     reached: int = 0
     """How many of the marks a backward has reached."""
     communicates: bool = False
+    hides: bool = False
+    """Whether a call takes or returns an object whose tensors are not seen."""
+    is_in_kept: bool = False
+    """Whether a call that is kept runs now. A call inside of it is a part of it."""
+    has_failed: bool = False
+    """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
     thread: int = field(default_factory=threading.get_ident)
 
     @property
     def is_alive(self) -> bool:
-        """Whether a call waits for its backward."""
-        while self.marks:
+        """Whether a call waits for its backward; after very many calls, whether the newest one does."""
+        while self.marks and not self.has_failed:
             mark = self.marks[-1]()
             if mark is not None and not mark.is_reached:
-                return True
+                return self.reached == 0 or len(self.key) < _CALLS or mark is self.newest()
             self.marks.pop()
         return False
 
     @property
     def has_ended(self) -> bool:
         """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
-        return (self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive
+        return self.has_failed or ((self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive)
 
     def keeps(self, shapes: _Shapes) -> bool:
         """Whether the next call, with these shapes, is kept."""
@@ -112,13 +138,15 @@ class _Step:
         return bool(self.known) and all(one.plan is not None and call in one.plan.kept for one in self.known)
 
     def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
-        """``outputs``, with a mark at the node of the first that has one."""
+        """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
-        node: Any = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-        if node is not None:
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if nodes:
             mark = _Mark(self, note)
-            node.register_prehook(mark)
-            self.marks.append(weakref.ref(mark))
+            for node in dict.fromkeys(nodes):
+                node.register_prehook(mark)
+            self.newest = weakref.ref(mark)
+            self.marks.append(self.newest)
             self.marked += 1
         return outputs
 
@@ -132,8 +160,11 @@ class _Step:
         try:
             with _PLAIN if self.counter is None else self.counter.replay(call, recomputed):
                 yield
-        except torch.OutOfMemoryError as error:
-            raise self.explained(error) from error
+        except BaseException as error:
+            self.has_failed = True
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self.explained(error) from error
+            raise
 
 
 class Steps:
@@ -141,10 +172,13 @@ class Steps:
 
     def __init__(self, model: nn.Module, known: KnownSteps) -> None:
         self._model, self._known = weakref.ref(model), known
+        self._settings = _Settings(model)
         self._uncertain: dict[_Shapes, int] = {}
         """By what steps begin with that may be others than known ones: how often to count what comes."""
         self._step: _Step | None = None
         self._is_on = True
+        self._unseen = 0
+        """How many calls of the model one after the other had no call of a chosen layer."""
         self._followed: KnownStep | None = None
 
     @property
@@ -166,9 +200,13 @@ class Steps:
             if step is not None and not step.is_alive:
                 self._close()
             return
-        shapes = f"training={model.training}", *_shapes(args, kwargs)
+        device = _device_of(model, args, kwargs)
+        shapes = (*self._settings.now(device), *_shapes(args, kwargs))
         if step is None or not step.key or not step.is_alive:
-            step = self._begin((shapes,), _device_of(model, args, kwargs))
+            self._unseen = 0 if step is None or step.key else self._unseen + 1
+            if self._unseen == _UNSEEN:
+                warnings.warn(f"{_CALLER}: {_NOT_SEEN}", stacklevel=3)
+            step = self._begin((shapes,), device)
         step.model = shapes
 
     def run(self, layer: int, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
@@ -177,14 +215,19 @@ class Steps:
             return run(function, args, kwargs, options)
         step, own = self._step, (layer, f"training={module.training}", _shapes(args, kwargs))
         if step is None or step.has_ended:
-            step = self._begin(((), *own), _device_of(module, args, kwargs))
+            device = _device_of(module, args, kwargs)
+            settings = self._settings.now(device)
+            step = self._begin((settings, *own), device)
+            step.model = settings
         if step.thread != threading.get_ident() or len(step.key) == _CALLS:
             return run(function, args, kwargs, options)
+        if step.is_in_kept:
+            return function(*args, **kwargs)
+        refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = len(step.key), step.counter, step.keeps(shapes)
         frame, note = None, None
         if not is_kept:
-            refuse_transforms()
             frame = Frame(options)
             step.communicates |= step.is_learned and any(hasattr(one, "device_mesh") for one in module.parameters())
         if counter is not None and frame is not None:
@@ -193,9 +236,16 @@ class Steps:
             note = partial(counter.backward, call)
         try:
             with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
+                step.is_in_kept = is_kept
                 outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
-        except torch.OutOfMemoryError as error:
-            raise step.explained(error) from error
+        except BaseException as error:
+            step.has_failed = True
+            if isinstance(error, torch.OutOfMemoryError):
+                raise step.explained(error) from error
+            raise
+        finally:
+            step.is_in_kept = False
+        step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
         if frame is not None:
             frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
@@ -204,14 +254,16 @@ class Steps:
         """Begin a step whose first call has these shapes, or begins with them."""
         self._close()
         again = self._uncertain.get(first, 0)
-        known = [] if again else self._known.beginning(first, device)  # [2]
+        has_gradients = self._settings.has_gradients
+        known = [] if again else self._known.beginning(first, device, has_gradients)  # [2]
         is_learned = not known  # [1]
         if again:
             self._uncertain[first] = again - 1
         if known:
             self._followed = known[-1]
         is_counted = is_learned or (len(known) == 1 and known[0].steps == _SHOWN)
-        self._step = _Step(first, device, known, self._counter(device) if is_counted else None, is_learned)
+        counter = self._counter(device) if is_counted else None
+        self._step = _Step(first, device, known, counter, is_learned, has_gradients)
         return self._step
 
     def _counter(self, device: torch.device) -> Counter | None:
@@ -237,19 +289,52 @@ class Steps:
         if not step.is_learned:
             for one in step.known:
                 measured(one, step.counter.peak_bytes)
-        elif self._known.learn(tuple(step.key), step.counter, step.communicates or step.counter.sees_collectives):
-            self._uncertain.pop(step.first, None)
+        else:
+            unfit = _COMMUNICATES if step.communicates or step.counter.sees_collectives else _HIDES * step.hides
+            if self._known.learn(tuple(step.key), step.counter, unfit, step.has_gradients):
+                self._uncertain.pop(step.first, None)
+
+
+class _Settings:
+    """What else the bytes of a step depend on: what is trained, the modes of all modules, and autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+
+    def now(self, device: torch.device) -> _Shapes:
+        modules, parameters = [one() for one in self._modules], [one() for one in self._parameters]
+        model = self._model()
+        if model is not None and (not modules or any(one is None for one in (*modules, *parameters))):
+            modules, parameters = [*model.modules()], [*model.parameters()]  # at first, and when some were exchanged
+            self._modules = [weakref.ref(one) for one in model.modules()]
+            self._parameters = [weakref.ref(one) for one in model.parameters()]
+        modes = [one is not None and one.training for one in modules]
+        of = hash((*modes, *[one is not None and one.requires_grad for one in parameters]))
+        has_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        return f"settings={of}", f"autocast={torch.get_autocast_dtype(device.type) if has_autocast else None}"
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one already: the step need not make it."""
+        parameters = (one() for one in self._parameters)
+        return any(one is not None and one.grad is not None for one in parameters)
 
 
 def _is_alone() -> bool:
-    """Whether this thread is in no region, no schedule, and no trace."""
-    return not (any(thread.flags[:2]) or thread.scope is not None or is_exporting())
+    """Whether this thread is in no region, also of torch, no schedule, and no trace."""
+    hooks = hooks_in_force(True)
+    is_in_torch = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
+    return not (any(thread.flags[:2]) or is_in_torch or thread.scope is not None or is_exporting())
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
-    values = (*args, *kwargs.values())
-    tensors = values if all(isinstance(value, Tensor) for value in values) else tensors_in(values)
-    return tuple([(*tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    tensors = values = (*args, *kwargs.values())
+    flags: list[str] = []
+    if not all(isinstance(value, Tensor) for value in values):
+        tensors, flags = tuple(tensors_in(values)), [f"{value}" for value in values if isinstance(value, bool)]
+    return (*flags, *[(*tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors])
 
 
 def _device_of(module: nn.Module, *tree: Any) -> torch.device:

@@ -73,8 +73,10 @@ class KnownStep:
 
     key: Key
     took: Took
-    communicates: bool = False
-    """Whether calls have collectives in them."""
+    unfit: str = ""
+    """Why no call may be kept, if none may be."""
+    has_gradients: bool = False
+    """Whether there were gradients before it when it was counted. A step that makes them takes more."""
     is_foretold: bool = False
     """Whether it was calculated from steps of two other sizes."""
     plan: LayersPlan | None = None
@@ -94,35 +96,44 @@ class KnownSteps:
     def __init__(self, names: tuple[str, ...], limit: Limit) -> None:
         self._names, self._limit = names, limit
         self._steps: OrderedDict[Key, KnownStep] = OrderedDict()
-        self._has_warned = False
+        self._warned: set[str] = set()
 
-    def beginning(self, first: tuple[Any, ...], device: torch.device) -> list[KnownStep]:
-        """The steps whose first call begins with ``first``, each with a plan."""
-        found = [step for step in self._steps.values() if step.key[0][: len(first)] == first] or self._foretold(first)
+    def beginning(self, first: tuple[Any, ...], device: torch.device, has_gradients: bool) -> list[KnownStep]:
+        """The steps whose first call begins with ``first``, each with a plan; no steps that take less because they had
+        gradients that this one has not."""
+        before_bytes = self._limit.before_bytes(device)
+        fit = [step for step in self._steps.values() if has_gradients or not step.has_gradients]
+        found = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
         for step in found:
             self._steps.move_to_end(step.key)
-            before_bytes = self._limit.before_bytes(device)
             if step.plan is None or before_bytes > _NEAR * step.before_bytes:
                 step.before_bytes, step.ooms, step.steps = before_bytes, _ooms(device), 0
                 step.plan = self._plan(step)
             step.steps += 1
         return found
 
-    def learn(self, key: Key, counter: Counter, communicates: bool) -> bool:
+    def learn(self, key: Key, counter: Counter, unfit: str, has_gradients: bool) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known."""
         is_new = key not in self._steps
-        self._steps[key] = KnownStep(key, counter.took(key), communicates)
-        while len(self._steps) > _MOST:
-            self._steps.popitem(last=False)
+        self._remember(KnownStep(key, counter.took(key), unfit, has_gradients))
         return is_new
 
-    def _foretold(self, first: tuple[Any, ...]) -> list[KnownStep]:
+    def _remember(self, step: KnownStep) -> None:
+        self._steps[step.key] = step
+        while len(self._steps) > _MOST:
+            self._steps.popitem(last=False)
+
+    def _foretold(self, steps: Iterable[KnownStep], first: tuple[Any, ...]) -> list[KnownStep]:
         """The step of a size of which two others were counted, if bytes are linear in it."""
-        counted = [step for step in self._steps.values() if not step.is_foretold]
+        counted = [step for step in steps if not step.is_foretold]
         for one, two in combinations(reversed(counted), 2):
-            found = of_another_size((one.key, one.took), (two.key, two.took), first)
+            is_alike = one.has_gradients == two.has_gradients
+            found = of_another_size((one.key, one.took), (two.key, two.took), first) if is_alike else None
             if found:
-                step = self._steps[found[0]] = KnownStep(*found, one.communicates, is_foretold=True)
+                step = KnownStep(*found, one.unfit, one.has_gradients, is_foretold=True)
+                for used in (one, two):
+                    self._steps.move_to_end(used.key)
+                self._remember(step)
                 return [step]
         return []
 
@@ -130,23 +141,19 @@ class KnownSteps:
         limit = self._limit.bytes(step.took, step.before_bytes) * step.share
         options = frontier(step.took)
         fitting = [option for option in options if option[0] <= limit]
-        if step.communicates:
+        if step.unfit:
             fitting = fitting[:1]
-            self._warn_of_collectives()
+            self._warn(step.unfit)
         kept = (fitting or options)[-1 if fitting else 0][2]
         plan = LayersPlan(step.took, self._names, limit, frozenset(at for at in range(len(step.key)) if kept >> at & 1))
         if not fitting and step.share == 1.0:
             raise self._limit.too_small(plan)
         return plan
 
-    def _warn_of_collectives(self) -> None:
-        if not self._has_warned:
-            warnings.warn(
-                f"{_CALLER}: ranks communicate inside of the chosen layers, so every call is recomputed: a rank that "
-                "keeps one would leave the others waiting",
-                stacklevel=2,
-            )
-        self._has_warned = True
+    def _warn(self, unfit: str) -> None:
+        if unfit not in self._warned:
+            warnings.warn(f"{_CALLER}: {unfit}", stacklevel=2)
+        self._warned.add(unfit)
 
 
 def measured(step: KnownStep, peak_bytes: float) -> None:

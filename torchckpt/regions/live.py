@@ -24,6 +24,9 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
             every storage counts as made here.
     """
 
+    supports_higher_order_operators = True
+    """Else torch refuses to run ``torch.cond`` and the like while it is entered."""
+
     def __init__(self, device: torch.device, looks: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.looks = looks
