@@ -45,7 +45,7 @@ _CALLS = 2_000
 """The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
 may hold a graph for ever."""
 _AGAIN = 8
-"""How often steps are counted again that began like a known one, and went on otherwise."""
+"""Where a step began like a known one and went on otherwise, so many such steps are counted."""
 _SHOWN = 2
 """The step of a plan whose peak is measured."""
 _COMMUNICATES = (
@@ -86,7 +86,7 @@ class _Step:
     """The step that is running."""
 
     first: _Shapes
-    """What it was known by when it began."""
+    """The first shapes that were seen; known steps are looked up by them."""
     device: torch.device
     known: list[KnownStep]
     """The steps that it may be, by the calls so far."""

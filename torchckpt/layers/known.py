@@ -22,7 +22,7 @@ __all__ = ["KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_o
 
 _CALLER = "checkpoint_layers"
 _MOST = 64
-"""So many steps are remembered."""
+"""At most so many steps are remembered."""
 _LESS = 0.9
 """After the device was out of memory, the share of its budget that a plan may use."""
 _NEAR = 1.01

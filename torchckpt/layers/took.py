@@ -1,9 +1,8 @@
 """Took: what a step took in which every call of the chosen layers was recomputed; and one of another size.
 
 A call that is kept holds some bytes more from the end of its forward until its backward. So the most bytes at a moment
-are those that were counted then, and what the kept calls hold that are alive. Calls are alive as on a stack: those
-before one are alive while it runs. Where backwards come in another order, a call counts as alive until no later one
-is: this is never too little.
+are those that were counted then, and what the kept calls hold that are alive. Backwards are taken to come in
+reverse order. Where they do not, a call counts as alive until all later ones are done, so never too few bytes count.
 """
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _FARTHEST = 2
 
 
 class Call(NamedTuple):
-    """One call of a layer. ``most`` is the most bytes above those that were there before the step."""
+    """One call of a layer. Fields that end in ``_most`` are peaks, above the bytes that were there before the step."""
 
     layer: int
     forward_seconds: float
@@ -39,7 +38,7 @@ class Call(NamedTuple):
     """What it holds beside that if it is kept."""
     forward_most: float
     kept_most: float
-    """That of its forward, if it is kept."""
+    """The peak of its forward, if it is kept."""
     forward_left: float
     replay_most: float
     backward_most: float
