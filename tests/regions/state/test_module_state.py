@@ -411,6 +411,41 @@ def test_replays_of_several_threads_leave_the_buffers_of_the_module():
     assert all(buffer is own[name] for name, buffer in module.named_buffers())
 
 
+def test_a_first_forward_beside_a_replay_of_another_thread_does_not_leave_its_substitute():
+    """Nobody knows yet that the forward changes the buffer, so that no lock is held."""
+    begins, reads, has_read, ends = (threading.Event() for _ in range(4))
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            if threading.current_thread() is slow:
+                begins.set()
+                assert reads.wait(10)
+            elif is_recomputing():
+                reads.set()
+                assert has_read.wait(10)
+            count = self.count
+            if threading.current_thread() is slow:
+                has_read.set()
+                assert ends.wait(10)
+            self.count = count.add_(1)
+            return (x * self.weight).sin()
+
+    module, x = Counts(), torch.ones(3)
+    buffer = module.count
+    slow = threading.Thread(target=lambda: checkpoint(module, x), daemon=True)
+    slow.start()
+    assert begins.wait(10)
+    checkpoint(module, x).sum().backward()
+    ends.set()
+    slow.join(10)
+    assert module.count is buffer
+
+
 def test_eval_mode_and_training_mode_in_turn():
     def make():
         return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), Average())

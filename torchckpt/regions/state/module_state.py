@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
@@ -70,6 +71,9 @@ class Late:
         return torch.equal(substitute, self.parameter)
 
 
+_twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The substitutes for buffers."""
+
 _NOTHING: Any = object()
 _EMPTY: dict[Any, Any] = {}
 
@@ -77,8 +81,8 @@ _EMPTY: dict[Any, Any] = {}
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules."""
 
-    def __init__(self, layout: Layout, values: list[Any]) -> None:
-        self.layout, self._values = layout, values
+    def __init__(self, layout: Layout, values: list[Any], is_locked: bool) -> None:
+        self.layout, self._values, self._is_locked = layout, values, is_locked
         self._versions = _versions(values, len(layout.children))
         self._flags = layout.flags()
         self._after: dict[Key, int] = _EMPTY
@@ -127,7 +131,10 @@ class ModuleState:
             layout.changing |= self._after.keys()
         if not self._buffers:
             return
-        layout.changing.update(key for key in self._buffers if not self._is_unchanged(key))
+        changing = {key for key in self._buffers if not self._is_unchanged(key)}
+        if changing and not self._is_locked:
+            self._put_back(changing)
+        layout.changing |= changing
         for key in self._new_copies:
             tensor, copy = self._buffers[key]
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
@@ -137,6 +144,14 @@ class ModuleState:
             elif not _equal(copy.values, tensor):
                 layout.changing.add(key)
                 layout.unversioned.add(key)
+
+    def _put_back(self, keys: set[Key]) -> None:
+        """Put the buffers back where this forward has set what it found, and that was a replay's of another thread."""
+        with modules_lock:
+            for key in keys:
+                values, name = self.layout.dict_of(key), key[1]
+                if values.get(name) in _twins:
+                    values[name] = self._buffers[key][0]
 
     def _is_unchanged(self, key: Key) -> bool:
         """Whether the buffer on the module is the one that the forward found, with the same values."""
@@ -213,6 +228,7 @@ class ModuleState:
                 if copy.values is not None and not tensor.requires_grad and is_alone:
                     if id(tensor) not in twins:
                         twins[id(tensor)] = copy.clone()
+                        _twins[twins[id(tensor)]] = None
                     twin = twins[id(tensor)]
                 elif not copy.is_of(tensor):
                     substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
@@ -232,10 +248,10 @@ def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleSt
         return None, False
     layout, values = layout_with_values
     if not layout.changing:
-        return ModuleState(layout, values), False
+        return ModuleState(layout, values, is_locked=False), False
     modules_lock.acquire()
     try:
-        return ModuleState(layout, values_of(layout.tables)), True
+        return ModuleState(layout, values_of(layout.tables), is_locked=True), True
     except BaseException:
         modules_lock.release()
         raise
