@@ -324,3 +324,12 @@ def test_help_has_examples_that_run(
     monkeypatch.setattr(fit, "run", seen.append)
     assert [main(example) for example in examples] == [0] * 4
     assert [options.module for options in seen] == ["my_package.model:gpt"] * 4
+
+
+def test_each_policy_of_the_graph_is_in_the_help() -> None:
+    """The command names them without an import of torch."""
+    from torchckpt.command import fit
+    from torchckpt.graph.choose.keep import POLICIES
+
+    assert set(fit._POLICIES) == set(POLICIES)
+    assert all(f"\n  {name} " in fit._EXAMPLES for name in POLICIES)
