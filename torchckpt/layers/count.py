@@ -5,6 +5,7 @@ counts, the allocator is asked. Elsewhere operators are watched, by a mode under
 """
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,11 @@ class _Watch(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def _leave(watch: _Watch) -> None:
+    watch.is_on = False
+    take_from_modes(watch)
+
+
 class Counter:
     """Counts one step, from now on.
 
@@ -88,13 +94,13 @@ class Counter:
         may_communicate = dist.is_available() and dist.is_initialized()
         if looks and (may_communicate or not self._live.allocator):
             put_under_modes(self._live)
+        weakref.finalize(self, _leave, self._live)
         self._live.begin()
         self._note(Kind.STEP)
 
     def stop(self) -> None:
         """Watch no more."""
-        self._live.is_on = False
-        take_from_modes(self._live)
+        _leave(self._live)
 
     def noted(self, call: int) -> dict[Any, int]:
         """Where the frame of a call is to note the storages that it drops."""

@@ -33,7 +33,7 @@ from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
-from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo
+from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in
 from torchckpt.typing import Function
@@ -211,8 +211,8 @@ class Steps:
 
     def run(self, layer: int, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
         """Run a call of a layer: as a region, or kept."""
-        if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
-            return run(function, args, kwargs, options)
+        if not self._is_on or not torch.is_grad_enabled() or not _is_alone() or running_node() is not None:
+            return run(function, args, kwargs, options)  # a region of torch calls it in a backward, which is no step
         step, own = self._step, (layer, f"training={module.training}", _shapes(args, kwargs))
         if step is None or step.has_ended:
             device = _device_of(module, args, kwargs)
