@@ -31,7 +31,7 @@ def test_the_peak_of_a_step_by_hand(device):
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_peak_of_a_higher_order_operator():
     x = torch.ones(SIZE)
-    assert peak_bytes(lambda: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))) >= BYTES
+    assert peak_bytes(lambda: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)), "cpu") >= BYTES
 
 
 def test_the_peak_of_a_backward_by_hand(device):
