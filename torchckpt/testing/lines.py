@@ -123,8 +123,7 @@ def lines_of(kept: KeptStorages) -> SavedByLine:
     """What was kept, by line."""
     rows = []
     for (module, file, line, node), size in kept.at_peak():
-        name = re.sub(r"Backward\d*$", "", kept.names.get(node, "?"))
-        operation = "checkpoint" if name in ("CheckpointFunction", "_NoopSaveInputs") else name
+        operation = re.sub(r"Backward\d*$", "", kept.names.get(node, "?"))
         rows.append(SavedLine(module, operation, file, line, size, 1))
     return SavedByLine(tuple(_summed(rows, str)), kept.before_bytes)
 
