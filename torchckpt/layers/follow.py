@@ -308,8 +308,8 @@ class _Settings:
         model = self._model()
         if model is not None and (not modules or any(one is None for one in (*modules, *parameters))):
             modules, parameters = [*model.modules()], [*model.parameters()]  # at first, and when some were exchanged
-            self._modules = [weakref.ref(one) for one in model.modules()]
-            self._parameters = [weakref.ref(one) for one in model.parameters()]
+            self._modules = [weakref.ref(module) for module in modules if module is not None]
+            self._parameters = [weakref.ref(parameter) for parameter in parameters if parameter is not None]
         modes = [one is not None and one.training for one in modules]
         of = hash((*modes, *[one is not None and one.requires_grad for one in parameters]))
         has_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -37,9 +37,9 @@ class Limit:
 
     def before_bytes(self, device: torch.device) -> float:
         """What is allocated on the ``device``, if that is taken off."""
-        allocator = allocator_of(device)
         if self.device_memory is None:
             return 0.0
+        allocator = allocator_of(device)
         if allocator is None:
             rule = "device_memory is given for a device that does not count what is allocated"
             with called(_CALLER):

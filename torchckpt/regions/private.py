@@ -210,7 +210,7 @@ _SELECTIVE: tuple[type, ...] = tuple(
 @contextmanager
 def without_selective_modes() -> Iterator[None]:
     """Inside the block, torch's selective contexts see (and count) no operators; other modes do. No public form."""
-    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    modes = _dispatch_modes()
     first = next((place for place, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
     above = modes[first:]
     others = [mode for mode in above if not isinstance(mode, _SELECTIVE)]
@@ -219,6 +219,11 @@ def without_selective_modes() -> Iterator[None]:
         yield
     finally:
         _exchange_modes(others, above)
+
+
+def _dispatch_modes() -> list[Any]:
+    """The modes of this thread, from below to above. No public form."""
+    return [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
 
 
 def _exchange_modes(old: list[Any], new: list[Any]) -> None:
@@ -249,13 +254,13 @@ def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
 def put_under_modes(mode: DispatchMode) -> None:
     """Enter ``mode`` below all modes of this thread, so that it can be left at any time: each of the others takes away
     what is on top. No public form."""
-    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    modes = _dispatch_modes()
     _exchange_modes(modes, [mode, *modes])
 
 
 def take_from_modes(mode: DispatchMode) -> None:
     """Leave what :func:`put_under_modes` has entered, if it is entered in this thread."""
-    modes = [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
+    modes = _dispatch_modes()
     if any(one is mode for one in modes):
         _exchange_modes(modes, [one for one in modes if one is not mode])
 
