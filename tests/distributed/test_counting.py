@@ -10,8 +10,8 @@ from torch import nn
 from tests.helpers import leaf
 from torchckpt import checkpoint, keep
 from torchckpt.distributed.counting import CountingScope
-from torchckpt.distributed.record import measured_stage
 from torchckpt.planning import Block, Stage, fixed
+from torchckpt.planning.step.measured import measured_stage
 from torchckpt.regions.saved import storage_of
 
 ROW = 8 * 4

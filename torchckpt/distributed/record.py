@@ -4,9 +4,8 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
@@ -15,19 +14,15 @@ import torch
 import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather
-from torchckpt.planning import Action, Block, Choice, Schedule, Stage, Step, fixed
+from torchckpt.planning import Action, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.schedule import Visit
-from torchckpt.planning.step.measured import Span, Spans, measured_links, measured_seconds, replays_apart
-from torchckpt.planning.step.placement import recomputed_early
+from torchckpt.planning.step.measured import Span, Spans, measured_step, replays_apart
 from torchckpt.regions.devices import Clock, Stamp
 
-__all__ = ["Gathered", "Record", "gather", "measured_stage"]
+__all__ = ["Gathered", "Record", "gather"]
 
 KEPT_STEPS = 8
 """How many steps are kept, for medians."""
-
-_SHORT_SECONDS, _SMALL_BYTES = 1e-9, 1.0
-"""The least seconds and bytes of a region: used if the clock measures no time, or if the region saves nothing."""
 
 _UNKNOWN = Stage((fixed(),))
 """A stage whose bytes were not counted yet."""
@@ -166,58 +161,7 @@ def gather(
         stages = {**stages_of_process, **stages}  # the first replica of the pipeline counts
     spans: list[Spans] = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
     in_order = [stages.get(stage, _UNKNOWN) for stage in range(schedule.stages)]
-    return Gathered(_step(schedule, kept, segments, in_order, spans), spans)
-
-
-def _step(
-    schedule: Schedule, kept: Collection[Visit], segments: int | None, counted: Sequence[Stage], spans: Sequence[Spans]
-) -> Step:
-    early = recomputed_early(schedule)
-    choices: dict[Visit, Choice] = {}
-    for stage, blocks in enumerate(tuple(range(len(stage.blocks))) for stage in counted):
-        first = 0 if segments is None else max(0, len(blocks) - segments)  # an R replays the last blocks
-        by_r, by_backward = Choice(early=blocks[first:], late=blocks[:first]), Choice(late=blocks)
-        visits = [(stage, i) for i in range(schedule.micro_batches) if (stage, i) not in kept]
-        choices |= {visit: by_r if visit in early else by_backward for visit in visits}
-    step = Step(schedule, tuple(counted), (), choices)
-    measured = spans[1:] or spans
-    stages = tuple(map(measured_stage, counted, measured_seconds(step, measured)))
-    return replace(step, stages=stages, links=measured_links(step, measured))
-
-
-def measured_stage(counted: Stage, seconds: Block) -> Stage:
-    """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
-
-    The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
-
-    Args:
-        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
-            timed, they take equally long.
-        seconds: those of the stage. Its backward must not include recomputation.
-    """
-    blocks, before, after = counted.blocks, counted.before, counted.after
-    if not blocks:
-        halves = seconds.input_grad_seconds, seconds.weight_grad_seconds
-        after = fixed(max(seconds.forward_seconds, _SHORT_SECONDS), *halves, saved_bytes=after.saved_bytes)
-        return Stage((), before, after)
-    equal = seconds.recompute_seconds / len(blocks)
-    replays = [max(block.recompute_seconds or equal, _SHORT_SECONDS) for block in blocks]
-    scale = min(1.0, seconds.forward_seconds / sum(replays))
-    timed = []
-    for block, replay in zip(blocks, replays):
-        share, least = replay / sum(replays), 0.0 if block.saved_bytes else _SMALL_BYTES
-        timed.append(
-            Block(
-                forward_seconds=max(replay * scale, _SHORT_SECONDS),
-                input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
-                weight_grad_seconds=seconds.weight_grad_seconds * share,
-                recompute_seconds=replay,
-                saved_bytes=block.saved_bytes + least,
-                boundary_bytes=block.boundary_bytes + least,
-            )
-        )
-    rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))
-    return Stage(tuple(timed), before, fixed(rest, saved_bytes=after.saved_bytes))
+    return Gathered(measured_step(schedule, kept, segments, in_order, spans), spans)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

@@ -26,13 +26,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
-from torchckpt.distributed.counting import LiveBytes
 from torchckpt.distributed.faults import first_cause, raise_without_regions
 from torchckpt.distributed.meeting import all_gather, check_the_same
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError
+from torchckpt.measuring.live import LiveBytes
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes

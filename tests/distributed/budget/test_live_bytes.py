@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from tests.helpers import leaf
-from torchckpt.distributed.counting import LiveBytes
+from torchckpt.measuring.live import LiveBytes
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions import live as module

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -12,13 +12,20 @@ from torchckpt.errors import Fault, called, check
 from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import Run
-from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Visit
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
+from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
-from torchckpt.planning.work.block import Block, Link
+from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.choice import Choice
 
-__all__ = ["Span", "Spans", "measured_links", "measured_seconds", "measured_timeline", "replays_apart"]
+__all__ = [
+    "Span", "Spans", "measured_links", "measured_seconds", "measured_stage", "measured_step", "measured_timeline",
+    "replays_apart",
+]
 
+_SHORT_SECONDS, _SMALL_BYTES = 1e-9, 1.0
+"""The least seconds and bytes of a region: used if the clock measures no time, or if the region saves nothing."""
 
 
 @dataclass(frozen=True)
@@ -195,3 +202,62 @@ def _arrived(sender: Span, receiver: Span, travel: float) -> float:
     if _was_waited_for(sender, receiver):
         return max(sender.end_seconds, receiver.start_seconds)
     return max(sender.end_seconds, min(receiver.start_seconds, sender.end_seconds + travel))
+
+
+def measured_step(
+    schedule: Schedule, kept: Collection[Visit], segments: int | None, counted: Sequence[Stage], spans: Sequence[Spans]
+) -> Step:
+    """The step that was run, with the medians that were measured; each region is a block of its stage.
+
+    Args:
+        kept: the visits of which nothing is recomputed.
+        segments: how many regions a recompute action replays, the last ones; None for all.
+        counted: the bytes of the stages, and the seconds of the replays of their blocks.
+        spans: of each step. The first of several is warm-up.
+    """
+    early = recomputed_early(schedule)
+    choices: dict[Visit, Choice] = {}
+    for stage, blocks in enumerate(tuple(range(len(stage.blocks))) for stage in counted):
+        first = 0 if segments is None else max(0, len(blocks) - segments)  # an R replays the last blocks
+        by_r, by_backward = Choice(early=blocks[first:], late=blocks[:first]), Choice(late=blocks)
+        visits = [(stage, i) for i in range(schedule.micro_batches) if (stage, i) not in kept]
+        choices |= {visit: by_r if visit in early else by_backward for visit in visits}
+    step = Step(schedule, tuple(counted), (), choices)
+    measured = spans[1:] or spans
+    stages = tuple(map(measured_stage, counted, measured_seconds(step, measured)))
+    return replace(step, stages=stages, links=measured_links(step, measured))
+
+
+def measured_stage(counted: Stage, seconds: Block) -> Stage:
+    """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
+
+    The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
+
+    Args:
+        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
+            timed, they take equally long.
+        seconds: those of the stage. Its backward must not include recomputation.
+    """
+    blocks, before, after = counted.blocks, counted.before, counted.after
+    if not blocks:
+        halves = seconds.input_grad_seconds, seconds.weight_grad_seconds
+        after = fixed(max(seconds.forward_seconds, _SHORT_SECONDS), *halves, saved_bytes=after.saved_bytes)
+        return Stage((), before, after)
+    equal = seconds.recompute_seconds / len(blocks)
+    replays = [max(block.recompute_seconds or equal, _SHORT_SECONDS) for block in blocks]
+    scale = min(1.0, seconds.forward_seconds / sum(replays))
+    timed = []
+    for block, replay in zip(blocks, replays):
+        share, least = replay / sum(replays), 0.0 if block.saved_bytes else _SMALL_BYTES
+        timed.append(
+            Block(
+                forward_seconds=max(replay * scale, _SHORT_SECONDS),
+                input_grad_seconds=max(seconds.input_grad_seconds * share, _SHORT_SECONDS),
+                weight_grad_seconds=seconds.weight_grad_seconds * share,
+                recompute_seconds=replay,
+                saved_bytes=block.saved_bytes + least,
+                boundary_bytes=block.boundary_bytes + least,
+            )
+        )
+    rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))
+    return Stage(tuple(timed), before, fixed(rest, saved_bytes=after.saved_bytes))

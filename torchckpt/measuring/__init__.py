@@ -1,0 +1,6 @@
+"""What a step of a pipeline takes while it runs, in one process (``pipe``) or in many (``distributed``).
+
+    live              the bytes that are alive in each action
+    saved             the bytes that the regions of one visit save
+"""
+__all__: list[str] = []

@@ -1,0 +1,100 @@
+"""Saved: the bytes that one visit of a stage saves, by region."""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.planning import Stage, fixed
+from torchckpt.regions.core.frame import SavedTensors
+from torchckpt.regions.private import look_through
+from torchckpt.regions.saved import storage_of
+
+__all__ = ["RegionBytes"]
+
+
+class RegionBytes:
+    """Counts the bytes that one forward saves, and later the replays of its regions.
+
+    Parameters and buffers do not count, nor do storages that are not new. Each storage counts once.
+
+    Args:
+        modules: those of the stage.
+        is_new: returns whether a storage was made in this step.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], is_new: Callable[[StorageWeakRef], bool]) -> None:
+        self._modules, self._is_new, self._is_inside = tuple(modules), is_new, False
+        self._before_bytes = self._after_bytes = 0.0  # outside of regions
+        self._boundary_bytes: list[float] = []  # by region, what stays if it is recomputed
+        self._inner_bytes: list[float] = []  # by region, what stays beside that if it is kept
+        self._seen: set[StorageWeakRef] = set()
+        self._pass_over_parameters()
+
+    @property
+    def stage(self) -> Stage:
+        """The bytes of the stage, without seconds. Each region is a block."""
+        blocks = (
+            replace(fixed(), saved_bytes=boundary + inner, boundary_bytes=boundary)
+            for boundary, inner in zip(self._boundary_bytes, self._inner_bytes)
+        )
+        return Stage(tuple(blocks), fixed(saved_bytes=self._before_bytes), fixed(saved_bytes=self._after_bytes))
+
+    @property
+    def is_in_region(self) -> bool:
+        return self._is_inside
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context around the forward of the stage."""
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """A context around the forward of a region."""
+        self._is_inside = True
+        self._boundary_bytes.append(0.0)
+        self._inner_bytes.append(0.0)
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def replayed(self, region: int, recomputed: deque[SavedTensors]) -> None:
+        """Count the saved tensors of a region. Call it right after the replay."""
+        self._pass_over_parameters()  # which may be gathered from other ranks only now
+        self._inner_bytes[region] = self._claimed([tensor for saved in recomputed for tensor, _ in saved])
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        claimed_bytes = 0.0 if isinstance(whole, nn.Parameter) else self._claimed([tensor])
+        if self._is_inside:  # a region's forward saves only its boundary
+            self._boundary_bytes[-1] += claimed_bytes
+        elif not self._boundary_bytes:
+            self._before_bytes += claimed_bytes
+        else:
+            self._after_bytes += claimed_bytes
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def _pass_over_parameters(self) -> None:
+        tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
+        self._seen |= {storage for tensor in tensors for storage in storage_of(tensor)}
+
+    def _claimed(self, tensors: Sequence[Tensor]) -> float:
+        """The bytes of the storages of ``tensors`` that were not counted before."""
+        total = 0
+        for tensor in tensors:
+            for storage, size in storage_of(tensor).items():
+                if storage not in self._seen and self._is_new(storage):
+                    self._seen.add(storage)
+                    total += size
+        return float(total)
+
+
+look_through(RegionBytes._pack)
