@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchckpt.pipe.microbatch import gather, scatter
 from torchckpt.pipe.partition import Layer, Stage, partition
 from torchckpt.pipe.run.pipeline import run_pipeline
+from torchckpt.pipe.run.regions import Regions
 
 
 def stages_of(modules: Sequence[nn.Module], balance: Sequence[int] | None = None, devices: Any = None) -> list[Stage]:
@@ -22,7 +23,7 @@ def stages_of(modules: Sequence[nn.Module], balance: Sequence[int] | None = None
 def run(stages: Sequence[Stage], x: torch.Tensor, chunks: int, checkpointed: int, lookahead: int, threads: bool) -> Any:
     """The output of a mini-batch."""
     micro_batches = scatter((x,), {}, chunks)
-    outputs = run_pipeline(stages, micro_batches, checkpointed, lookahead, threads)
+    outputs = run_pipeline(stages, micro_batches, Regions(lambda _, i: i < checkpointed), lookahead, threads)
     return gather(outputs, [batch.rows for batch in micro_batches])
 
 

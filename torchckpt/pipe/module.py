@@ -26,8 +26,9 @@ from torchckpt.pipe.partition import (
     placement_faults,
 )
 from torchckpt.pipe.run.pipeline import run_pipeline
-from torchckpt.pipe.run.step import Record, Step
-from torchckpt.planning import Timeline
+from torchckpt.pipe.run.regions import Regions
+from torchckpt.pipe.run.step import Record, Step, one_ahead
+from torchckpt.planning import Kind, Timeline
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.options import Options, check_options
 from torchckpt.regions.devices import accelerator_type
@@ -157,7 +158,8 @@ class Pipe(nn.Module):
         stages = self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
         with self._statistics(), called("Pipe"):
-            outputs = run_pipeline(stages, micro_batches, checkpointed, self.lookahead, threads, self._options)
+            regions = Regions(lambda _, i: i < checkpointed, self._options)
+            outputs = run_pipeline(stages, micro_batches, regions, self.lookahead, threads)
             return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
 
     @called("Pipe.step()")
@@ -223,7 +225,11 @@ class Pipe(nn.Module):
         weights = [batch.rows / rows if reduce == "mean" else 1.0 for batch in micro_batches]
         inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
         targets = [batch.args[-1] for batch in micro_batches]
-        return Step(self.stages, inputs, targets, loss_fn, weights, self.checkpoint != "never", self._options)
+        stages = self.stages
+        order = one_ahead(len(stages), len(micro_batches), self.checkpoint != "never")
+        recomputed = {action.visit for action in order.launched if action.kind is Kind.RECOMPUTE}
+        regions = Regions(lambda j, i: (j, i) in recomputed, self._options)
+        return Step(stages, inputs, targets, loss_fn, weights, order, regions)
 
     def timeline(self) -> Timeline:
         """The measured times of the last :meth:`step`, in the same type as a simulated timeline. Times come from the

@@ -80,7 +80,7 @@ class Stage:
     def __init__(
         self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: ChangedInputs
     ) -> None:
-        self.number, self.layers, self.device = number, layers, device
+        self.number, self.first, self.layers, self.device = number, first, layers, device
         self.modules = Modules(layer.module for layer in layers)
         self.in_place = in_place
         """The inputs that the layers are known to change in place."""

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from torchckpt.regions.core.frame import Frame
+from torchckpt.pipe.run.regions import Replay
 from torchckpt.regions.core.nodes import fork, join, recompute
 
 __all__ = ["Edges", "Lane", "before"]
@@ -38,7 +38,7 @@ class Lane:
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
-        self._frames: list[Frame | None] = []  # by micro-batch; None: its activations are kept
+        self._frames: list[Replay | None] = []  # by micro-batch; None: nothing is replayed early
         self._forked: list[Edges] = []  # by micro-batch
 
     def due(self) -> Edges:
@@ -49,7 +49,7 @@ class Lane:
         place = len(self._frames) - self._lookahead
         return self._replays(place, place + 1) if place >= 0 else []
 
-    def passed(self, frame: Frame | None, outputs: tuple[Tensor, ...], due: Edges) -> tuple[Tensor, ...]:
+    def passed(self, frame: Replay | None, outputs: tuple[Tensor, ...], due: Edges) -> tuple[Tensor, ...]:
         """Add the next micro-batch's region. Return ``outputs`` with the forks at which its backward waits for its
         replay, and with the replays of ``due`` joined.
 

@@ -42,11 +42,12 @@ from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, on, wait
+from torchckpt.pipe.run.regions import Part, Regions
 from torchckpt.pipe.run.visit import InFlight, of_caller, visit
 from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, workers
+from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
-from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.private import profiler_is_on
 
 __all__ = ["clock_cycles", "in_profile", "run_pipeline"]
@@ -64,25 +65,23 @@ def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
 def run_pipeline(
     stages: Sequence[Stage],
     micro_batches: Sequence[MicroBatch],
-    checkpointed: int,
+    regions: Regions,
     lookahead: int,
     threads: bool,
-    options: Options = DEFAULT,
 ) -> list[Any]:
     """Run every micro-batch through every stage.
 
     Args:
-        checkpointed: the number of micro-batches, counted from the first, that run as regions.
+        regions: what runs as regions.
         lookahead: how many micro-batches of a stage may hold recomputed activations at the same time.
         threads: whether each device has its own thread. If False, or if the caller's thread is in a state that other
             threads cannot share (``is_bound_to_caller``), all stages run in the caller's thread.
-        options: the settings of the regions.
     """
     threads = threads and not is_bound_to_caller()
     devices = list(dict.fromkeys(stage.device for stage in stages))
     places = [Place.of(stage.device) for stage in stages]
     runners = [
-        StageRunner(stage, place, Lane(lookahead), stage is stages[-1], options) for stage, place in zip(stages, places)
+        StageRunner(stage, place, Lane(lookahead), stage is stages[-1], regions) for stage, place in zip(stages, places)
     ]
     home = cache(Place.of)  # called in this thread: the current streams of a worker are others
     in_flight = [
@@ -93,7 +92,7 @@ def run_pipeline(
 
     def step(i: int, j: int) -> None:
         with in_profile("forward", j, i):
-            in_flight[i] = runners[j].step(in_flight[i], i < checkpointed, i == last)
+            in_flight[i] = runners[j].step(i, in_flight[i], i == last)
 
     # Stages on one device share its generator, so one thread runs them in a fixed order.
     threading: AbstractContextManager[Run] = workers(len(devices)) if threads else nullcontext(in_caller)
@@ -116,29 +115,39 @@ def in_profile(action: str, stage: int, i: int) -> AbstractContextManager[Any]:
 class StageRunner:
     """One stage in one forward, with its place and its lane. Only one thread uses it."""
 
-    def __init__(self, stage: Stage, place: Place, lane: Lane, is_last: bool, options: Options) -> None:
+    def __init__(self, stage: Stage, place: Place, lane: Lane, is_last: bool, regions: Regions) -> None:
         self._stage, self._place, self._lane, self._is_last = stage, place, lane, is_last
-        self._options = options
+        self._regions = regions
 
-    def step(self, batch: InFlight, checkpointed: bool, last: bool) -> InFlight:
-        """Run the stage on a micro-batch, and return the batch for the next stage."""
-        place, frame = self._place, Frame(self._options) if checkpointed and torch.is_grad_enabled() else None
+    def step(self, i: int, batch: InFlight, last: bool) -> InFlight:
+        """Run the stage on micro-batch ``i``, and return the batch for the next stage."""
+        place, j = self._place, self._stage.number
+        parts = self._regions.parts(self._stage, i) if torch.is_grad_enabled() else [Part(self._stage, None)]
+        early, frame = self._regions.early(j, i, parts), parts[0].frame
         is_cut = place.compute is not None
         with on(place.compute):
             due = self._lane.due()
             arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
             if frame is not None:
                 arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
-            visited = visit(  # [2]
-                self._stage, batch, arrived, frame, lambda skip: moved(skip, place)[0], is_cut, self._is_last
-            )
+            with self._regions.acting(Action(j, Kind.FORWARD, i)):
+                visited = visit(  # [2]
+                    parts,
+                    batch,
+                    arrived,
+                    fetch=lambda skip: moved(skip, place)[0],
+                    stash=lambda skip: Transfer((skip,), place, None),
+                    is_cut=is_cut,
+                    is_last=self._is_last,
+                )
             tensors = visited.tensors
+            self._regions.forwarded(j, i, arrived, tensors)
             stream = None if self._is_last else place.side_stream()
             if stream is not None:
                 tensors, due = before(tensors, due), []  # [8]
             with on(stream):
                 tensors = wait(place.compute, stream, tensors) if stream else tensors  # [3]
-                tensors = self._lane.passed(frame, tensors, due)  # [4]
+                tensors = self._lane.passed(early, tensors, due)  # [4]
             rest = self._lane.rest() if last else []  # [5]
             with on(stream):
                 tensors = before(tensors, rest)  # [8]

@@ -30,7 +30,8 @@ from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, on, wait
 from torchckpt.pipe.run.pipeline import in_profile
-from torchckpt.pipe.run.visit import InFlight, Memory, of_caller, visit
+from torchckpt.pipe.run.regions import Regions, Replay
+from torchckpt.pipe.run.visit import InFlight, of_caller, visit
 from torchckpt.planning import (
     Action,
     Block,
@@ -49,11 +50,10 @@ from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
-from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.devices import Clock, Stamp
 from torchckpt.tensors import tensors_of
 
-__all__ = ["Record", "Step", "schedule_for"]
+__all__ = ["Order", "Record", "Step", "launch_order", "one_ahead", "schedule_for", "with_replays"]
 
 LossFunction = Callable[..., Tensor]
 
@@ -157,14 +157,14 @@ class CutTensor:
 class Pending:
     """The state of a stage's visit of a micro-batch, between its forward and its backward."""
 
-    frame: Frame | None
+    early: Replay | None
     received: list[CutTensor]
     sent: list[CutTensor] = field(default_factory=list)
     loss: Tensor | None = None
 
 
 class Record(NamedTuple):
-    """The start and end time of each action of one step."""
+    """The start and end time of each action of one step, by rank."""
 
     schedule: Schedule
     clocks: list[Clock]
@@ -186,8 +186,8 @@ class Step:
         targets: the target of each micro-batch.
         loss_fn: maps the output and the target of a micro-batch to a scalar.
         weights: the weight of each micro-batch's loss in the loss of the mini-batch.
-        recomputes: whether regions are recomputed; False keeps all activations.
-        options: the settings of the regions.
+        order: what runs, on each rank and in all. A rank has stages of one device.
+        regions: what runs as regions.
     """
 
     def __init__(
@@ -197,46 +197,51 @@ class Step:
         targets: Sequence[Any],
         loss_fn: LossFunction,
         weights: Sequence[float],
-        recomputes: bool,
-        options: Options = DEFAULT,
+        order: Order,
+        regions: Regions,
     ) -> None:
         self._stages, self._targets, self._loss_fn = stages, targets, loss_fn
-        self._weights, self._options = weights, options
-        schedule, self._order = plan(len(stages), len(micro_batches), recomputes)
-        self._recomputed = {(stage, i) for stage, kind, i in self._order if kind is Kind.RECOMPUTE}
+        self._weights, self._order, self._regions = weights, order, regions
         self._places = [Place.of(stage.device) for stage in stages]
         self._activations = [CopyStreams.at(place) for place in self._places]
         self._gradients = [CopyStreams.at(place) for place in self._places]
         self._in_flight = {i: of_caller(batch, stages, lambda x: x) for i, batch in enumerate(micro_batches)}
         self._pending: dict[tuple[int, int], Pending] = {}
         self._losses: list[Tensor] = []
-        self.record = Record(schedule, [Clock(stage.device) for stage in stages], [[] for _ in stages])
+        placement = order.schedule.placement
+        devices = [stages[placement.index(rank)].device for rank in range(len(order.schedule.ranks))]
+        self.record = Record(order.schedule, [Clock(device) for device in devices], [[] for _ in devices])
 
     def run(self) -> Tensor:
         actions = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
-        for action in self._order:
+        for action in self._order.launched:
             j, kind, i = action
-            with in_profile(kind.name.lower(), j, i), on(self._places[j].compute):
-                start = self.record.clocks[j].stamp()
+            rank = self.record.schedule.placement[j]
+            clock, stamps = self.record.clocks[rank], self.record.stamps[rank]
+            with in_profile(kind.name.lower(), j, i), on(self._places[j].compute), self._regions.acting(action):
+                start = clock.stamp()
                 actions[kind](j, i)
-                self.record.stamps[j].append((action, start, self.record.clocks[j].stamp()))
+                stamps.append((action, start, clock.stamp()))
         return torch.stack(self._losses).sum()
 
     def _forward(self, j: int, i: int) -> None:
         place, batch, is_last = self._places[j], self._in_flight.pop(i), j + 1 == len(self._stages)
-        frame = Frame(self._options) if (j, i) in self._recomputed else None
-        pending = self._pending[j, i] = Pending(frame, list(batch.transfers) if j else [])
+        parts = self._regions.parts(self._stages[j], i)
+        pending = Pending(self._regions.early(j, i, parts), list(batch.transfers) if j else [])
+        self._pending[j, i] = pending
         if j == 0:
             arrived = tuple(_moved(place, tensor) for tensor in batch.transfers)
         else:
-            arrived = tuple(cut.received(frame) for cut in batch.transfers)
-        if frame is not None:  # its replay needs them, and the last stage may have no frame
-            batch = batch._replace(memory=Memory(batch.memory.shared, frozenset(range(len(arrived)))))
+            arrived = tuple(cut.received(parts[0].frame) for cut in batch.transfers)
+
+        def stash(skip: Tensor) -> tuple[list[CutTensor], int, Tensor, AsyncCopy]:
+            return pending.sent, j, skip, AsyncCopy(skip, CopyStreams.at(place))
+
         fetch = partial(self._received_skip, pending.received, j)
-        visited = visit(self._stages[j], batch, arrived, frame, fetch, True, is_last)
+        visited = visit(parts, batch, arrived, fetch, stash, True, is_last)
         batch = visited.onward(
             visited.tensors,
-            stash=lambda skip: (pending.sent, j, skip, AsyncCopy(skip, CopyStreams.at(place))),
+            stash,
             send=lambda output: output if is_last else [self._cut(tensor, j) for tensor in output],
         )
         if is_last:
@@ -266,15 +271,17 @@ class Step:
     ) -> Tensor:
         """The skip, as a tensor at stage ``k``, which pops it."""
         sent, j, tensor, copy = packed
+        if j == k:  # from one part of the stage to another
+            return tensor
         cut = CutTensor(tensor, copy.sent(CopyStreams.at(self._places[k])), (self._gradients[k], self._gradients[j]))
         sent.append(cut)
         received.append(cut)
         return cut.received()
 
     def _recompute(self, j: int, i: int) -> None:
-        frame = self._pending[j, i].frame
-        if frame is not None:
-            frame.recompute()  # [5]
+        early = self._pending[j, i].early
+        if early is not None:
+            early.recompute()  # [5]
 
     def _backward(self, j: int, i: int) -> None:
         pending = self._pending.pop((j, i))
@@ -290,11 +297,19 @@ class Step:
             cut.send_back()
 
 
+class Order(NamedTuple):
+    """What a step runs."""
+
+    schedule: Schedule
+    launched: Sequence[Action]
+    """The actions of all ranks, in the order in which one thread launches them."""
+
+
 @functools.lru_cache(maxsize=16)
-def plan(stages: int, micro_batches: int, recomputes: bool) -> tuple[Schedule, list[Action]]:
-    """The schedule, and its actions in the order in which one thread launches them."""
+def one_ahead(stages: int, micro_batches: int, recomputes: bool) -> Order:
+    """The order of :func:`schedule_for`."""
     schedule = schedule_for(stages, micro_batches, recomputes)
-    return schedule, launch_order(schedule)
+    return Order(schedule, launch_order(schedule))
 
 
 def launch_order(schedule: Schedule) -> list[Action]:
@@ -304,13 +319,20 @@ def launch_order(schedule: Schedule) -> list[Action]:
     numbers and gradients add up in the same order, with and without recomputes.
     """
     timeline = simulate(without(schedule), exposed=False)
-    launched = []
-    rest = [list(reversed(order)) for order in schedule.ranks]
-    for event in sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank)):
-        launched.append(rest[event.rank].pop())
-        while rest[event.rank] and rest[event.rank][-1].kind is Kind.RECOMPUTE:
-            launched.append(rest[event.rank].pop())
-    return launched
+    events = sorted(timeline.events, key=lambda event: (event.start_seconds, event.rank))
+    return with_replays([event.action for event in events], schedule)
+
+
+def with_replays(launched: Sequence[Action], schedule: Schedule) -> list[Action]:
+    """``launched`` with the recomputes of ``schedule``, each right after the action before it on its rank."""
+    order: list[Action] = []
+    rest = [list(reversed(rank)) for rank in schedule.ranks]
+    for action in launched:
+        left = rest[schedule.placement[action.stage]]
+        order.append(left.pop())
+        while left and left[-1].kind is Kind.RECOMPUTE:
+            order.append(left.pop())
+    return order
 
 
 def _moved(place: Place, tensor: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.run.regions import Part
 from torchckpt.pipe.skip import Name, Skips, StageSkips, stasher_behind
-from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import storage_key
 from torchckpt.regions.state.layout import NamesModules
 from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
@@ -78,29 +78,49 @@ def of_caller(batch: MicroBatch, stages: Sequence[Stage], transfer: Callable[[Te
 
 
 def visit(
-    stage: Stage,
+    parts: Sequence[Part],
     batch: InFlight,
     arrived: tuple[Tensor, ...],
-    frame: Frame | None,
     fetch: Callable[[Any], Tensor],
+    stash: Callable[[Tensor], Any],
     is_cut: bool,
     is_last: bool,
 ) -> Visited:
-    """Run ``stage`` on a micro-batch.
+    """Run a stage on a micro-batch.
 
     Args:
+        parts: all layers of the stage. Between parts nothing is moved or cut.
         arrived: the tensors of ``batch``, at the stage.
-        frame: the frame of the region; None: the activations are kept.
         fetch: moves a skip to the stage.
+        stash: says how a skip comes from one part to whoever pops it.
         is_cut: whether tensors between stages are moved, or their graph ends there. If not, the layers may work on
             their inputs directly: autograd itself sees their in-place changes.
     """
-    memory, on_copies = batch.memory, frame is not None or bool(batch.memory.kept)
-    shared = memory.shared if on_copies or is_cut else None
+    for part in parts[:-1]:
+        visited = _visit_part(part, batch, arrived, fetch, is_cut and part is parts[0], False)
+        batch = visited.onward(visited.tensors, stash, send=list)
+        arrived = tuple(batch.transfers)
+    return _visit_part(parts[-1], batch, arrived, fetch, is_cut and len(parts) == 1, is_cut and not is_last)
+
+
+def _visit_part(
+    part: Part,
+    batch: InFlight,
+    arrived: tuple[Tensor, ...],
+    fetch: Callable[[Any], Tensor],
+    comes_from_cut: bool,
+    goes_to_cut: bool,
+) -> Visited:
+    stage, frame = part
+    memory = batch.memory
+    if frame is not None:  # its replay needs them, and what comes next may have no frame
+        memory = Memory(memory.shared, frozenset(range(len(arrived))))
+    on_copies = bool(memory.kept)
+    shared = memory.shared if on_copies or comes_from_cut else None
     call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared)
     args, kwargs = batch.put_back(arrived)
     output, stashed = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
-    check(_output_faults(stage, output, is_cut and not is_last))
+    check(_output_faults(stage, output, goes_to_cut))
     tensors, put_back = tensors_of_pair((output, stashed))
     if batch.skips.are_any:
         leaving = tensors_of(output)[0]
