@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from torchckpt.distributed import record as module
-from torchckpt.distributed.record import KEPT_STEPS, Record, gather
+from torchckpt.distributed.record import gather
+from torchckpt.measuring.record import KEPT_STEPS, Record
 from torchckpt.planning import Action, Block, Choice, Kind, Stage, ahead, fixed, gpipe, with_recompute
 from torchckpt.planning.step.measured import Span
 

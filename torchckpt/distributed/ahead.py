@@ -32,9 +32,10 @@ from torchckpt.distributed.faults import (
 )
 from torchckpt.distributed.meeting import all_gather, check_the_same, meeting
 from torchckpt.distributed.private import Live, LiveStage, finds_shapes, in_backward, stages_of
-from torchckpt.distributed.record import Gathered, Record, gather
+from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
+from torchckpt.measuring.record import Record
 from torchckpt.modules import module_of
 from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline
 from torchckpt.planning.order.schedule import Visit

@@ -122,8 +122,9 @@ class StageRunner:
     def step(self, i: int, batch: InFlight, last: bool) -> InFlight:
         """Run the stage on micro-batch ``i``, and return the batch for the next stage."""
         place, j = self._place, self._stage.number
-        parts = self._regions.parts(self._stage, i) if torch.is_grad_enabled() else [Part(self._stage, None)]
-        early, frame = self._regions.early(j, i, parts), parts[0].frame
+        is_graded = torch.is_grad_enabled()
+        parts, early = self._regions.parts(self._stage, i) if is_graded else ([Part(self._stage, None)], None)
+        frame = parts[0].frame
         is_cut = place.compute is not None
         with on(place.compute):
             due = self._lane.due()

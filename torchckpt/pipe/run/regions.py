@@ -40,13 +40,10 @@ class Regions:
     def __init__(self, is_recomputed: Callable[[int, int], bool], options: Options = DEFAULT) -> None:
         self._is_recomputed, self._options = is_recomputed, options
 
-    def parts(self, stage: Stage, i: int) -> list[Part]:
-        """The parts of a visit, in the order of their forwards."""
-        return [Part(stage, Frame(self._options) if self._is_recomputed(stage.number, i) else None)]
-
-    def early(self, j: int, i: int, parts: Sequence[Part]) -> Replay | None:
-        """What is replayed before the gradient of a visit arrives."""
-        return parts[0].frame
+    def parts(self, stage: Stage, i: int) -> tuple[list[Part], Replay | None]:
+        """The parts of a visit, in the order of their forwards; and what an R replays."""
+        frame = Frame(self._options) if self._is_recomputed(stage.number, i) else None
+        return [Part(stage, frame)], frame
 
     def acting(self, action: Action) -> AbstractContextManager[None]:
         """A context around an action."""

@@ -226,8 +226,8 @@ class Step:
 
     def _forward(self, j: int, i: int) -> None:
         place, batch, is_last = self._places[j], self._in_flight.pop(i), j + 1 == len(self._stages)
-        parts = self._regions.parts(self._stages[j], i)
-        pending = Pending(self._regions.early(j, i, parts), list(batch.transfers) if j else [])
+        parts, early = self._regions.parts(self._stages[j], i)
+        pending = Pending(early, list(batch.transfers) if j else [])
         self._pending[j, i] = pending
         if j == 0:
             arrived = tuple(_moved(place, tensor) for tensor in batch.transfers)
