@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from os import PathLike
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
+from torchckpt.pipe.budget.within import Within
 from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
 from torchckpt.pipe.partition import (
     ChangedInputs,
@@ -29,6 +31,9 @@ from torchckpt.pipe.run.pipeline import run_pipeline
 from torchckpt.pipe.run.regions import Regions
 from torchckpt.pipe.run.step import Record, Step, one_ahead
 from torchckpt.planning import Kind, Timeline
+from torchckpt.planning.budget import Bytes
+from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.plan.run.fit_measured import PlannedStep
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.options import Options, check_options
 from torchckpt.regions.devices import accelerator_type
@@ -63,7 +68,7 @@ class Pipe(nn.Module):
         chunks: micro-batches per mini-batch. A mini-batch with fewer rows is split into single rows, and a warning is
             logged once if grad mode is on.
         checkpoint: which micro-batches run as regions: ``"always"`` all; ``"except_last"`` all but the last, whose
-            activations would be needed at once; ``"never"`` none.
+            activations would be needed at once; ``"never"`` none. With a budget the plan decides.
         lookahead: how many micro-batches of a stage may hold recomputed activations at the same time. With 1, each is
             recomputed as soon as the one before it is done, while its gradient is on its way. More hides more
             recomputation only if stages take unequal times.
@@ -71,13 +76,20 @@ class Pipe(nn.Module):
         reduce: how the scalars that the last layer returns for each micro-batch are combined: ``"mean"``, weighted by
             rows, or ``"sum"``. Default: a scalar output is an error.
         split_nested: count the layers of Sequentials inside the Sequential as layers, so that stages may end there.
+        budget: bytes that a step may take on each device above what is there before it: a number, a size such as
+            ``"60GiB"``, or a share such as ``"50%"`` of what the device that takes most takes if everything is kept; or
+            a list with one for each device. On the CPU each stage counts as a device. The first two steps recompute
+            everything and are counted. When the third begins, the plan is made that is followed from then on; so for
+            each shape of the inputs, and each for :meth:`step` and ``loss.backward()``. Default: None, no plan.
         deferred_batch_norm: update the running statistics of BatchNorm once per mini-batch. Converts the layers by
             :class:`~torchckpt.pipe.DeferredBatchNorm`.
         preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`torchckpt.checkpoint`,
-            for each region. A region is one stage on one micro-batch.
+            for each region. A region is one stage on one micro-batch; with a budget, one block of it.
 
     Raises:
         ArgumentError: an argument is wrong, or, in the forward, the mini-batch. The message lists every fault.
+        BudgetInfeasible: when the third step begins: the budget is below what a step takes that recomputes everything.
+            It says how much that is.
 
     The pipeline is GPipe's (Huang et al., 2019), in the autograd graph as in torchgpipe (Kim et al., 2020).
     """
@@ -93,6 +105,7 @@ class Pipe(nn.Module):
         *,
         batch_dim: int = 0,
         reduce: str | None = None,
+        budget: Bytes | None = None,
         split_nested: bool = False,
         deferred_batch_norm: bool = False,
         preserve_rng_state: bool = True,
@@ -105,7 +118,7 @@ class Pipe(nn.Module):
         layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
         faults = [
             *argument_faults(module, layers, balance, devices),
-            *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce),
+            *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce, budget),
         ]
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
         with called("Pipe"):
@@ -125,6 +138,7 @@ class Pipe(nn.Module):
         stages = self.stages
         with called("Pipe"):
             check(placement_faults(stages, moved=self.devices is not None))
+            self._within = None if budget is None else Within.of(budget, stages)
         for stage in stages if self.devices else ():
             for layer in stage.layers:
                 layer.module.to(stage.device)
@@ -153,14 +167,20 @@ class Pipe(nn.Module):
             refuse_transforms()
         with called("Pipe"):
             micro_batches = self._scattered(args, kwargs)
-        m = len(micro_batches)
-        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
-        stages = self.stages
+        m, stages = len(micro_batches), self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
-        with self._statistics(), called("Pipe"):
-            regions = Regions(lambda _, i: i < checkpointed, self._options)
+        within = self._within if torch.is_grad_enabled() else None
+        with self._statistics(), called("Pipe"), nullcontext() if within is None else within.explained():
+            if within is None:
+                checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+                regions = Regions(lambda _, i: i < checkpointed, self._options)
+            else:
+                regions = within.graph(self, stages, micro_batches, self.lookahead, self._options)
             outputs = run_pipeline(stages, micro_batches, regions, self.lookahead, threads)
-            return gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
+            output = gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
+            if within is not None:
+                within.returned(output)
+            return output
 
     @called("Pipe.step()")
     def step(
@@ -205,11 +225,14 @@ class Pipe(nn.Module):
         reduce = reduce or self.reduce or "mean"
         check([*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
         bare, last_step = [p for p in self.parameters() if p.grad is None], self._last_step
+        explained = nullcontext() if self._within is None else self._within.explained()
         try:
-            with torch.inference_mode(False), torch.enable_grad(), self._statistics():
+            with torch.inference_mode(False), torch.enable_grad(), self._statistics(), explained:
                 step = self._step(args, kwargs, loss_fn, reduce)
                 loss = step.run()
                 self._last_step = step.record
+                if self._within is not None:
+                    self._within.stepped()
                 return loss
         except BaseException:  # of the end of the block, too, which updates statistics
             self._last_step = last_step
@@ -226,6 +249,9 @@ class Pipe(nn.Module):
         inputs = [batch._replace(args=batch.args[:-1]) for batch in micro_batches]
         targets = [batch.args[-1] for batch in micro_batches]
         stages = self.stages
+        if self._within is not None:
+            following = self._within.step(self, stages, micro_batches, self._options)
+            return Step(stages, inputs, targets, loss_fn, weights, following.order, following)
         order = one_ahead(len(stages), len(micro_batches), self.checkpoint != "never")
         recomputed = {action.visit for action in order.launched if action.kind is Kind.RECOMPUTE}
         regions = Regions(lambda j, i: (j, i) in recomputed, self._options)
@@ -244,6 +270,28 @@ class Pipe(nn.Module):
                 raise_fault(Fault("no step has run yet", "timeline() before step()", works))
         return self._last_step.timeline()
 
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """With a budget, the plan that was followed last; None in the first two steps. Its ranks are the devices."""
+        return None if self._within is None else self._within.plan
+
+    def report(self) -> PlannedStep:
+        """With a budget, the plan beside a step of it: seconds, and bytes of each device; ``print()`` shows a table.
+
+        Raises:
+            CheckpointError: no step has followed a plan yet and was counted: that is the fourth step of a shape.
+        """
+        if self._within is None:
+            works = 'Pipe(module, balance, budget="60GiB")'
+            with called("Pipe.report()"):
+                raise_fault(Fault("there is no plan, for the pipe has no budget", "report() or draw()", works))
+        return self._within.report()
+
+    def draw(self, path: str | PathLike[str] | None = None) -> str:
+        """With a budget, the picture of the plan as SVG: the step that keeps everything and the planned one, each
+        with the memory of each device under its budget. Raises as :meth:`report`."""
+        return self.report().plan.draw(path)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last_step": None}  # streams' events cannot be copied
 
@@ -252,7 +300,8 @@ class Pipe(nn.Module):
 
     def _scattered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         # The options are public attributes: check them again, since they may have been changed.
-        check(_option_faults(self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce))
+        budget = None if self._within is None else self._within.budget
+        check(_option_faults(self.chunks, self.checkpoint, self.lookahead, self.batch_dim, self.reduce, budget))
         micro_batches = scatter(args, kwargs, self.chunks, self.batch_dim)
         m = len(micro_batches)
         if m < self.chunks and m not in self._logged and torch.is_grad_enabled():
@@ -329,12 +378,17 @@ def _described(stage: Stage) -> Iterator[str]:
         yield f"    ({layer.name}): {text}"
 
 
-def _option_faults(chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any, reduce: Any) -> Iterator[Fault]:
+def _option_faults(
+    chunks: Any, checkpoint: Any, lookahead: Any, batch_dim: Any, reduce: Any, budget: object
+) -> Iterator[Fault]:
     for name, value in (("chunks", chunks), ("lookahead", lookahead)):
         if type(value) is not int or value < 1:
             yield Fault(f"{name} is not a positive int", f"{name}={value!r}", f"{name}={8 if name == 'chunks' else 1}")
     if not isinstance(checkpoint, str) or checkpoint not in _MODES:
         yield Fault(f"checkpoint is not one of {_MODES}", f"checkpoint={checkpoint!r}", 'checkpoint="except_last"')
+    elif budget is not None and checkpoint != "except_last":
+        rule, received = "a budget decides what is recomputed", f"checkpoint={checkpoint!r}, budget={budget!r}"
+        yield Fault(f"checkpoint is given, but {rule}", received, "the one or the other")
     if type(batch_dim) is not int or batch_dim < 0:
         yield Fault("batch_dim is not an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
     yield from reduce_faults(reduce)

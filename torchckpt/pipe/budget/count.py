@@ -1,0 +1,277 @@
+"""Count: the bytes and seconds of one step, while it runs.
+
+A step is counted by rank. A device with an allocator that counts is asked. On the CPU operators are watched, by a mode
+that is under all others of the thread while the step lasts: each counts for the rank whose action runs.
+"""
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchckpt.measuring.live import LiveBytes
+from torchckpt.measuring.record import Record
+from torchckpt.measuring.saved import RegionBytes
+from torchckpt.modules import is_compiled
+from torchckpt.pipe.partition import Stage
+from torchckpt.planning import Action, Kind, Schedule
+from torchckpt.planning import Stage as Work
+from torchckpt.planning.order.schedule import Visit
+from torchckpt.planning.step.measured import Span, Spans
+from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.simulated import Step
+from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.private import DispatchMode, after_backward, put_under_modes, take_from_modes
+from torchckpt.typing import Function
+
+__all__ = ["Count", "Watch"]
+
+_COUNTED = 0
+"""The micro-batch whose visits are counted by region."""
+
+
+class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """Has the storages that operators make counted."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.live: LiveBytes | None = None
+        """Of the rank whose action runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if self.live is not None:
+            self.live.note(outputs, (args, kwargs))
+        return outputs
+
+    def stop(self) -> None:
+        """Leave, if it is entered. Inside of a backward that is undone when the backward ends."""
+        self.live = None
+        take_from_modes(self)
+
+
+class Count:
+    """What one step takes.
+
+    Args:
+        watch: the mode of the pipe.
+        schedule: its ranks, each of which has stages on one device.
+        counts_bytes: whether bytes are counted. If not, only times are noted.
+        counts_blocks: whether those that one visit of each stage saves are counted by block. All are recomputed then.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        counts_bytes: bool,
+        counts_blocks: bool = False,
+    ) -> None:
+        self._stages, self._placement = stages, schedule.placement
+        devices = [stages[schedule.placement.index(rank)].device for rank in range(len(schedule.ranks))]
+        self._records = [Record(device) for device in devices]
+        modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
+        looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
+        made = [_bytes_of_gradients(stages, schedule.placement, rank) for rank in range(len(devices))]
+        self._live = [LiveBytes(*each) for each in zip(devices, [looks] * len(devices), made)] if counts_bytes else []
+        self._watch = watch
+        if looks and counts_bytes:
+            put_under_modes(watch)
+        self._saved = {
+            stage.number: RegionBytes(stage.modules, self._live[self._placement[stage.number]].__contains__)
+            for stage in (stages if counts_blocks else ())
+        }
+        self._open: dict[int, tuple[Action, Any]] = {}
+        """By rank, the backward that has begun and not ended."""
+        self._awaited: set[Visit] = set()
+        self._is_in_backward = self._is_done = False
+        self.ended: Callable[[Count], None] = lambda _: None
+        """Called when the step has ended, and all of it was counted."""
+
+    # what a step tells ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def acting(self, action: Action) -> Iterator[None]:
+        """A context around an action."""
+        record = self._records[self._placement[action.stage]]
+        with self._watched(action), self._saving(action):
+            record.due()
+            if action.kind is Kind.RECOMPUTE:
+                with record.recomputing(action):
+                    yield
+            else:
+                start = record.now()
+                yield
+                record.ended(action, start)
+
+    def frame(self, visit: Visit, block: int, options: Options) -> Frame:
+        """The frame for a block of a visit."""
+        saved = self._saved.get(visit[0]) if visit[1] == _COUNTED else None
+        frame = Frame(options) if saved is None else _CountedFrame(options, saved)
+        frame.around = partial(self._replaying, visit, block)
+        return frame
+
+    def forwarded(self, visit: Visit, arrived: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Note when the backward of a visit begins and ends, in the backward of the whole graph."""
+        before = {tensor.grad_fn for tensor in arrived}
+        first = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None and tensor.grad_fn not in before]
+        if not first:
+            return
+        action = Action(visit[0], Kind.BACKWARD, visit[1])
+        self._awaited.add(visit)
+        for node in dict.fromkeys(first):
+            node.register_prehook(partial(self._begins, action))
+        last = _last_nodes(first, before)
+        left = set(range(len(last)))  # not the nodes: they would hold themselves, by their hooks
+        for number, node in enumerate(last):
+            node.register_hook(partial(self._ran, action, left, number))
+
+    def finish(self) -> None:
+        """The step has ended."""
+        self._is_done = True
+        self._watch.stop()
+        for live in self._live:
+            live.reaches(None)
+        for record in self._records:
+            record.end()
+        self.ended(self)
+
+    # what was counted -----------------------------------------------------------------------------------------------
+
+    @property
+    def levels(self) -> Mapping[Action, Level]:
+        """The bytes in each action, beyond those before the step; empty if they are not known."""
+        return {action: level for live in self._live for action, level in live.levels.items()}
+
+    @property
+    def saved(self) -> tuple[Work, ...]:
+        """The bytes of each stage, by block."""
+        return tuple(self._saved[stage.number].stage for stage in self._stages)
+
+    def timed(self, stages: Sequence[Work]) -> tuple[Work, ...]:
+        """``stages``, with the seconds of the replays of their blocks."""
+        seconds = {stage: blocks for record in self._records for stage, blocks in record.replay_seconds().items()}
+        return tuple(
+            replace(work, blocks=tuple(
+                replace(block, recompute_seconds=seconds.get(number, {}).get(n, 0.0))
+                for n, block in enumerate(work.blocks)
+            ))
+            for number, work in enumerate(stages)
+        )
+
+    def spans(self, step: Step) -> Spans:
+        """The times of the actions of ``step``, with the replays apart. What was not reached takes no time."""
+        spans: list[list[Span]] = []
+        for record, order in zip(self._records, step.program.actions):
+            times: defaultdict[Action, list[Span]] = defaultdict(list)
+            for span in record.spans()[-1]:
+                times[span.action].append(span)
+            now = min((each[0].start_seconds for each in times.values()), default=0.0)
+            spans.append([])
+            for action in order:
+                spans[-1].append(times[action].pop(0) if times[action] else Span(action, now, now, now))
+                now = spans[-1][-1].end_seconds
+        return spans
+
+    # how ------------------------------------------------------------------------------------------------------------
+
+    def _saving(self, action: Action) -> AbstractContextManager[None]:
+        is_counted = action.kind is Kind.FORWARD and action.micro_batch == _COUNTED and action.stage in self._saved
+        return self._saved[action.stage].counted() if is_counted else nullcontext()
+
+    @contextmanager
+    def _replaying(self, visit: Visit, block: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
+        rank = self._placement[visit[0]]
+        if self._live:
+            self._live[rank].replays()
+        with self._records[rank].replaying(visit, block):
+            yield
+        if visit[1] == _COUNTED and visit[0] in self._saved:
+            self._saved[visit[0]].replayed(block, recomputed)
+
+    @contextmanager
+    def _watched(self, action: Action) -> Iterator[None]:
+        before = self._watch.live
+        self._reaches(action)
+        try:
+            yield
+        finally:
+            self._watch.live = before
+
+    def _reaches(self, action: Action) -> None:
+        if self._live:
+            self._watch.live = self._live[self._placement[action.stage]]
+            self._watch.live.reaches(action)
+
+    def _begins(self, action: Action, _: object) -> None:
+        rank = self._placement[action.stage]
+        if self._is_done:
+            return  # a second backward through the same graph
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            after_backward(self._after)
+        if self._open.get(rank, (None,))[0] == action:
+            return  # by another output
+        self._ends_open(rank)
+        self._reaches(action)
+        self._records[rank].due()
+        self._open[rank] = action, self._records[rank].now()
+
+    def _ran(self, action: Action, left: set[int], number: int, *_: object) -> None:
+        left.discard(number)
+        rank = self._placement[action.stage]
+        if not left and self._open.get(rank, (None,))[0] == action:
+            self._ends_open(rank)
+
+    def _ends_open(self, rank: int) -> None:
+        if rank in self._open:
+            action, start = self._open.pop(rank)
+            self._awaited.discard(action.visit)
+            self._records[rank].ended(action, start)
+
+    def _after(self) -> None:
+        self._is_in_backward = False
+        for rank in range(len(self._records)):
+            self._ends_open(rank)
+        self._watch.live = None
+        if not self._awaited and not self._is_done:
+            self.finish()
+
+
+class _CountedFrame(Frame):
+    def __init__(self, options: Options, saved: RegionBytes) -> None:
+        super().__init__(options)
+        self._saved = saved
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._saved.region():
+            return super().forward(function, args, kwargs)
+
+
+def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:
+    """The nodes of a visit that run last in its backward: behind them are its inputs and parameters alone."""
+    last, seen, stack = [], set(first), list(first)
+    while stack:
+        node = stack.pop()
+        behind = [one for one, _ in node.next_functions if one is not None and one not in before and one.next_functions]
+        if not behind:
+            last.append(node)
+        stack += [one for one in dict.fromkeys(behind) if one not in seen]
+        seen.update(behind)
+    return last
+
+
+def _bytes_of_gradients(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> float:
+    """Those that are there. A step that begins without gradients makes them."""
+    owners = [owner for stage in stages if placement[stage.number] == rank for owner in stage.modules]
+    parameters = {parameter for owner in owners for parameter in owner.parameters()}
+    return float(sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None))

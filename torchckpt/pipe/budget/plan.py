@@ -1,0 +1,105 @@
+"""Plan: what becomes of the blocks of each visit, for the bytes and seconds that were counted.
+
+A rank of the plan is a device. So stages on one accelerator share a budget. On the CPU each stage is a rank: it stands
+for a device there.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.run.pipeline import clock_cycles
+from torchckpt.pipe.run.step import Order, one_ahead, with_replays
+from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, with_recompute
+from torchckpt.planning import Stage as Work
+from torchckpt.planning.budget import Bytes
+from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peak_bytes
+from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
+from torchckpt.planning.step.measured import Spans, measured_step
+from torchckpt.planning.step.memory import Level
+
+__all__ = ["fit", "graph_order", "placement_of", "planned_order", "step_order"]
+
+
+def placement_of(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The rank of each stage."""
+    homes = [stage.number if stage.device.type == "cpu" else stage.device for stage in stages]
+    ranks = list(dict.fromkeys(homes))
+    return tuple(map(ranks.index, homes))
+
+
+def step_order(placement: tuple[int, ...], m: int) -> Order:
+    """The order of ``Pipe.step``, without recomputes."""
+    plain = one_ahead(len(placement), m, False)
+    return _by_rank(plain.schedule.name, plain.launched, placement, m)
+
+
+def graph_order(placement: tuple[int, ...], m: int) -> Order:
+    """The order of ``loss.backward()``, without recomputes: autograd goes back as the forward came."""
+    forwards = [(stage, i) for tick in clock_cycles(m, len(placement)) for i, stage in tick]
+    launched = [Action(stage, Kind.FORWARD, i) for stage, i in forwards]
+    launched += [Action(stage, Kind.BACKWARD, i) for stage, i in reversed(forwards)]
+    return _by_rank("gpipe", launched, placement, m)
+
+
+def _by_rank(name: str, launched: Sequence[Action], placement: tuple[int, ...], m: int) -> Order:
+    orders = (tuple(one for one in launched if placement[one.stage] == rank) for rank in range(max(placement) + 1))
+    return Order(Schedule(name, tuple(orders), placement, m), launched)
+
+
+def planned_order(order: Order, plan: PipelinePlan) -> Order:
+    """``order`` with the recomputes of ``plan``."""
+    return Order(plan.schedule, with_replays(order.launched, plan.schedule))
+
+
+def fit(
+    order: Schedule,
+    counted: Sequence[Work],
+    spans: Spans,
+    levels: Mapping[Action, Level],
+    budget: Bytes,
+    lookahead: int | None,
+) -> Fitted:
+    """The shortest plan found whose step takes at most ``budget``.
+
+    Args:
+        order: the step that was counted. Everything was recomputed in its backwards.
+        counted: the bytes of the stages, and the seconds of the replays of their blocks.
+        levels: the bytes in each action; empty if only those of the blocks are known.
+        lookahead: of ``loss.backward()``: how many micro-batches of a stage may hold what was recomputed early. None:
+            the order of the plan is run as it is.
+
+    Raises:
+        BudgetInfeasible: the budget is below what a step takes that recomputes everything.
+    """
+    step = measured_step(order, (), None, counted, [spans])
+    if not levels:
+        ranks = enumerate(order.ranks)
+        levels = {action: level for rank, actions in ranks for action, level in zip(actions, step.levels(rank))}
+    took = MeasuredStep(order, arrival(order), levels)
+    links = (Link(),) * (len(counted) - 1)  # one thread launches all: what passes between two actions is no message
+    found = fitted(order, step.stages, links, budget, [took])
+    return found if lookahead is None else _in_graph(found, took, lookahead)
+
+
+def _in_graph(found: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
+    """``found`` with its recomputes where the graph runs them: right before the backwards that ``lookahead`` says. If
+    there is no room for that, all of them in the backwards."""
+    problem, choices = found.plan.problem, found.plan.choices
+    visits = [action.visit for action in took.levels if action.kind is Kind.FORWARD]
+    late = {visit: _late(found.plan.step.choice(visit)) for visit in visits}
+    beside, tries = beside_of([took], problem.stages), []
+    for tried in (choices, late):
+        plan = PipelinePlan.of(problem, with_recompute(took.schedule, tried, lookahead), tried)
+        peaks = (peak_bytes(plan.step, rank, beside) for rank in range(len(plan.schedule.ranks)))
+        tries.append(replace(found, plan=plan, peak_bytes=tuple(peaks)))
+    fitting = [tried for tried in tries if tried.fits]
+    return min(fitting or tries[1:], key=lambda tried: tried.plan.step_seconds)
+
+
+def _late(choice: Choice) -> Choice:
+    return replace(choice, early=(), late=tuple(sorted((*choice.early, *choice.late))))
+
+
