@@ -78,9 +78,9 @@ class Pipe(nn.Module):
         split_nested: count the layers of Sequentials inside the Sequential as layers, so that stages may end there.
         budget: bytes that a step may take on each device above what is there before it: a number, a size such as
             ``"60GiB"``, or a share such as ``"50%"`` of what the device that takes most takes if everything is kept; or
-            a list with one for each device. On the CPU each stage counts as a device. The first two steps recompute
-            everything and are counted. When the third begins, the plan is made that is followed from then on; so for
-            each shape of the inputs, and each for :meth:`step` and ``loss.backward()``. Default: None, no plan.
+            a list with one for each device. On the CPU each stage counts as a device. The first step recomputes
+            everything and is counted. When the second begins, the plan is made that is followed from then on; so for
+            each shape of the inputs, and for :meth:`step` and ``loss.backward()`` apart. Default: None, no plan.
         deferred_batch_norm: update the running statistics of BatchNorm once per mini-batch. Converts the layers by
             :class:`~torchckpt.pipe.DeferredBatchNorm`.
         preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`torchckpt.checkpoint`,
@@ -88,7 +88,7 @@ class Pipe(nn.Module):
 
     Raises:
         ArgumentError: an argument is wrong, or, in the forward, the mini-batch. The message lists every fault.
-        BudgetInfeasible: when the third step begins: the budget is below what a step takes that recomputes everything.
+        BudgetInfeasible: when the second step begins: the budget is below what a step takes that recomputes everything.
             It says how much that is.
 
     The pipeline is GPipe's (Huang et al., 2019), in the autograd graph as in torchgpipe (Kim et al., 2020).
@@ -175,7 +175,7 @@ class Pipe(nn.Module):
                 checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
                 regions = Regions(lambda _, i: i < checkpointed, self._options)
             else:
-                regions = within.graph(self, stages, micro_batches, self.lookahead, self._options)
+                regions = within.regions(self, stages, micro_batches, self.lookahead, self._options)
             outputs = run_pipeline(stages, micro_batches, regions, self.lookahead, threads)
             output = gather(outputs, [batch.rows for batch in micro_batches], self.batch_dim, self.reduce)
             if within is not None:
@@ -231,8 +231,6 @@ class Pipe(nn.Module):
                 step = self._step(args, kwargs, loss_fn, reduce)
                 loss = step.run()
                 self._last_step = step.record
-                if self._within is not None:
-                    self._within.stepped()
                 return loss
         except BaseException:  # of the end of the block, too, which updates statistics
             self._last_step = last_step
@@ -250,7 +248,7 @@ class Pipe(nn.Module):
         targets = [batch.args[-1] for batch in micro_batches]
         stages = self.stages
         if self._within is not None:
-            following = self._within.step(self, stages, micro_batches, self._options)
+            following = self._within.regions(self, stages, micro_batches, None, self._options)
             return Step(stages, inputs, targets, loss_fn, weights, following.order, following)
         order = one_ahead(len(stages), len(micro_batches), self.checkpoint != "never")
         recomputed = {action.visit for action in order.launched if action.kind is Kind.RECOMPUTE}
@@ -272,14 +270,14 @@ class Pipe(nn.Module):
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """With a budget, the plan that was followed last; None in the first two steps. Its ranks are the devices."""
+        """With a budget, the plan that was followed last; None in the first step. Its ranks are the devices."""
         return None if self._within is None else self._within.plan
 
     def report(self) -> PlannedStep:
         """With a budget, the plan beside a step of it: seconds, and bytes of each device; ``print()`` shows a table.
 
         Raises:
-            CheckpointError: no step has followed a plan yet and was counted: that is the fourth step of a shape.
+            CheckpointError: no step has followed a plan yet and was counted: that is the third step of a shape.
         """
         if self._within is None:
             works = 'Pipe(module, balance, budget="60GiB")'

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,16 +24,44 @@ from torchckpt.planning import Stage as Work
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans
 from torchckpt.planning.step.memory import Level
-from torchckpt.planning.step.simulated import Step
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import DispatchMode, after_backward, put_under_modes, take_from_modes
 from torchckpt.typing import Function
 
-__all__ = ["Count", "Watch"]
+__all__ = ["Count", "Counted", "Watch"]
 
 _COUNTED = 0
 """The micro-batch whose visits are counted by region."""
+
+
+class Counted(NamedTuple):
+    """What one step took. Lists have an entry for each rank."""
+
+    blocks: tuple[Work, ...]
+    """The bytes of each stage, and the seconds of the replays of its blocks; empty if they were not counted."""
+    times: list[list[Span]]
+    """The actions that were reached, with the replays apart."""
+    levels: list[dict[Action, Level]]
+    """The bytes in each action, beyond those before the step; empty if they are not known."""
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        return [max((level.highest for level in of_rank.values()), default=0.0) for of_rank in self.levels]
+
+    def spans(self, actions: Sequence[Sequence[Action]]) -> Spans:
+        """The times of ``actions``. What was not reached takes no time."""
+        spans: list[list[Span]] = []
+        for times, order in zip(self.times, actions):
+            left: defaultdict[Action, list[Span]] = defaultdict(list)
+            for span in times:
+                left[span.action].append(span)
+            now = min((span.start_seconds for span in times), default=0.0)
+            spans.append([])
+            for action in order:
+                spans[-1].append(left[action].pop(0) if left[action] else Span(action, now, now, now))
+                now = spans[-1][-1].end_seconds
+        return spans
 
 
 class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
@@ -64,8 +92,8 @@ class Count:
     Args:
         watch: the mode of the pipe.
         schedule: its ranks, each of which has stages on one device.
-        counts_bytes: whether bytes are counted. If not, only times are noted.
-        counts_blocks: whether those that one visit of each stage saves are counted by block. All are recomputed then.
+        counts_blocks: whether what a visit of each stage saves is counted by block. All blocks are recomputed then.
+        learn: gets what was counted.
     """
 
     def __init__(
@@ -73,8 +101,8 @@ class Count:
         watch: Watch,
         schedule: Schedule,
         stages: Sequence[Stage],
-        counts_bytes: bool,
-        counts_blocks: bool = False,
+        counts_blocks: bool,
+        learn: Callable[[Counted], None],
     ) -> None:
         self._stages, self._placement = stages, schedule.placement
         devices = [stages[schedule.placement.index(rank)].device for rank in range(len(schedule.ranks))]
@@ -82,9 +110,9 @@ class Count:
         modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
         looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
         made = [_bytes_of_gradients(stages, schedule.placement, rank) for rank in range(len(devices))]
-        self._live = [LiveBytes(*each) for each in zip(devices, [looks] * len(devices), made)] if counts_bytes else []
-        self._watch = watch
-        if looks and counts_bytes:
+        self._live = [LiveBytes(device, looks, more_bytes) for device, more_bytes in zip(devices, made)]
+        self._watch, self._learn = watch, learn
+        if looks:
             put_under_modes(watch)
         self._saved = {
             stage.number: RegionBytes(stage.modules, self._live[self._placement[stage.number]].__contains__)
@@ -94,8 +122,6 @@ class Count:
         """By rank, the backward that has begun and not ended."""
         self._awaited: set[Visit] = set()
         self._is_in_backward = self._is_done = False
-        self.ended: Callable[[Count], None] = lambda _: None
-        """Called when the step has ended, and all of it was counted."""
 
     # what a step tells ----------------------------------------------------------------------------------------------
 
@@ -143,44 +169,10 @@ class Count:
             live.reaches(None)
         for record in self._records:
             record.end()
-        self.ended(self)
-
-    # what was counted -----------------------------------------------------------------------------------------------
-
-    @property
-    def levels(self) -> Mapping[Action, Level]:
-        """The bytes in each action, beyond those before the step; empty if they are not known."""
-        return {action: level for live in self._live for action, level in live.levels.items()}
-
-    @property
-    def saved(self) -> tuple[Work, ...]:
-        """The bytes of each stage, by block."""
-        return tuple(self._saved[stage.number].stage for stage in self._stages)
-
-    def timed(self, stages: Sequence[Work]) -> tuple[Work, ...]:
-        """``stages``, with the seconds of the replays of their blocks."""
-        seconds = {stage: blocks for record in self._records for stage, blocks in record.replay_seconds().items()}
-        return tuple(
-            replace(work, blocks=tuple(
-                replace(block, recompute_seconds=seconds.get(number, {}).get(n, 0.0))
-                for n, block in enumerate(work.blocks)
-            ))
-            for number, work in enumerate(stages)
-        )
-
-    def spans(self, step: Step) -> Spans:
-        """The times of the actions of ``step``, with the replays apart. What was not reached takes no time."""
-        spans: list[list[Span]] = []
-        for record, order in zip(self._records, step.program.actions):
-            times: defaultdict[Action, list[Span]] = defaultdict(list)
-            for span in record.spans()[-1]:
-                times[span.action].append(span)
-            now = min((each[0].start_seconds for each in times.values()), default=0.0)
-            spans.append([])
-            for action in order:
-                spans[-1].append(times[action].pop(0) if times[action] else Span(action, now, now, now))
-                now = spans[-1][-1].end_seconds
-        return spans
+        levels = [live.levels for live in self._live]
+        blocks = tuple(self._saved[stage.number].stage for stage in self._stages) if self._saved else ()
+        seconds = {stage: replays for record in self._records for stage, replays in record.replay_seconds().items()}
+        self._learn(Counted(_timed(blocks, seconds), [record.spans()[-1] for record in self._records], levels))
 
     # how ------------------------------------------------------------------------------------------------------------
 
@@ -191,8 +183,7 @@ class Count:
     @contextmanager
     def _replaying(self, visit: Visit, block: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
         rank = self._placement[visit[0]]
-        if self._live:
-            self._live[rank].replays()
+        self._live[rank].replays()
         with self._records[rank].replaying(visit, block):
             yield
         if visit[1] == _COUNTED and visit[0] in self._saved:
@@ -208,9 +199,8 @@ class Count:
             self._watch.live = before
 
     def _reaches(self, action: Action) -> None:
-        if self._live:
-            self._watch.live = self._live[self._placement[action.stage]]
-            self._watch.live.reaches(action)
+        self._watch.live = self._live[self._placement[action.stage]]
+        self._watch.live.reaches(action)
 
     def _begins(self, action: Action, _: object) -> None:
         rank = self._placement[action.stage]
@@ -255,6 +245,16 @@ class _CountedFrame(Frame):
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._saved.region():
             return super().forward(function, args, kwargs)
+
+
+def _timed(stages: Sequence[Work], seconds: Mapping[int, Mapping[int, float]]) -> tuple[Work, ...]:
+    """``stages``, with the seconds of the replays of their blocks."""
+    return tuple(
+        replace(work, blocks=tuple(
+            replace(block, recompute_seconds=seconds.get(stage, {}).get(n, 0.0)) for n, block in enumerate(work.blocks)
+        ))
+        for stage, work in enumerate(stages)
+    )
 
 
 def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:

@@ -64,6 +64,10 @@ class Following(Regions):
         if self.count is not None:
             self.count.forwarded((j, i), arrived, outputs)
 
+    def finish(self) -> None:
+        if self.count is not None:
+            self.count.finish()
+
     def _frame(self, j: int, i: int, block: int) -> Frame:
         return Frame(self._options) if self.count is None else self.count.frame((j, i), block, self._options)
 

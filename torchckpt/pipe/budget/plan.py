@@ -5,20 +5,22 @@ for a device there.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from torchckpt.errors import BudgetInfeasible
+from torchckpt.pipe.budget.count import Counted
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.pipeline import clock_cycles
 from torchckpt.pipe.run.step import Order, one_ahead, with_replays
 from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, with_recompute
-from torchckpt.planning import Stage as Work
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peak_bytes
 from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
-from torchckpt.planning.step.measured import Spans, measured_step
+from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.simulated import Step
 
 __all__ = ["fit", "graph_order", "placement_of", "planned_order", "step_order"]
 
@@ -54,33 +56,29 @@ def planned_order(order: Order, plan: PipelinePlan) -> Order:
     return Order(plan.schedule, with_replays(order.launched, plan.schedule))
 
 
-def fit(
-    order: Schedule,
-    counted: Sequence[Work],
-    spans: Spans,
-    levels: Mapping[Action, Level],
-    budget: Bytes,
-    lookahead: int | None,
-) -> Fitted:
+def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None) -> Fitted:
     """The shortest plan found whose step takes at most ``budget``.
 
     Args:
-        order: the step that was counted. Everything was recomputed in its backwards.
-        counted: the bytes of the stages, and the seconds of the replays of their blocks.
-        levels: the bytes in each action; empty if only those of the blocks are known.
+        order: that of the step that was counted. Everything was recomputed in its backwards.
         lookahead: of ``loss.backward()``: how many micro-batches of a stage may hold what was recomputed early. None:
             the order of the plan is run as it is.
 
     Raises:
         BudgetInfeasible: the budget is below what a step takes that recomputes everything.
     """
-    step = measured_step(order, (), None, counted, [spans])
-    if not levels:
-        ranks = enumerate(order.ranks)
-        levels = {action: level for rank, actions in ranks for action, level in zip(actions, step.levels(rank))}
-    took = MeasuredStep(order, arrival(order), levels)
-    links = (Link(),) * (len(counted) - 1)  # one thread launches all: what passes between two actions is no message
-    found = fitted(order, step.stages, links, budget, [took])
+    paper = Step(order, counted.blocks, (Link(),) * (len(counted.blocks) - 1), arrival(order))
+    step = measured_step(order, (), None, counted.blocks, [counted.spans(paper.program.actions)])
+    levels: dict[Action, Level] = {}
+    for rank, measured in enumerate(counted.levels):
+        levels |= measured or dict(zip(order.ranks[rank], step.levels(rank)))
+    took = MeasuredStep(order, paper.choices, levels)
+    # One thread launches all, so what passes between two actions is no message.
+    try:
+        found = fitted(order, step.stages, paper.links, budget, [took])
+    except BudgetInfeasible as error:
+        error.caller = "Pipe"
+        raise
     return found if lookahead is None else _in_graph(found, took, lookahead)
 
 

@@ -1,18 +1,17 @@
 """Within: the steps of one pipe that are known, by their shapes, and the plan of each.
 
-[1] A step that is not known recomputes every block, and its bytes are counted. [2] So does the second one, whose times
-are noted. [3] When the third begins the plan is made, which is followed from then on. [4] Of its first step the times
-are noted, of its second the bytes. If it takes more than its budget, it is made again.
+[1] A step that is not known recomputes every block, and is counted. [2] When the next one of its shape begins the plan
+is made, which is followed from then on. [3] The second step of a plan is counted, too. If it takes more than its
+budget, the plan is made again.
 """
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +20,16 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError
 from torchckpt.pipe.budget.blocks import Blocks
-from torchckpt.pipe.budget.count import Count, Watch
+from torchckpt.pipe.budget.count import Count, Counted, Watch
 from torchckpt.pipe.budget.following import Following
 from torchckpt.pipe.budget.plan import fit, graph_order, placement_of, planned_order, step_order
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import ChangedInputs, Stage
-from torchckpt.pipe.run.step import Order
-from torchckpt.planning import Action, Link, Schedule
-from torchckpt.planning import Stage as Work
+from torchckpt.planning import Schedule
 from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.fit_measured import Fitted, PlannedStep, with_levels
-from torchckpt.planning.step.measured import Spans, measured_timeline
-from torchckpt.planning.step.memory import Level
-from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.choice import arrival
+from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.regions.core.options import Options
 
 __all__ = ["Within"]
@@ -46,25 +40,49 @@ _NEAR = 1.01
 """A plan may exceed its budget by this factor before it is made again."""
 _LESS = 0.9
 """After a device was out of memory, the share of its budget that a plan may use."""
-_TRIES = 4
-"""After so many steps that could not be counted, a warning says so."""
+_SHOWN = 2
+"""The step of a plan that is counted."""
+_TRIES = 3
+"""So many steps that could not be counted are no reason to worry."""
 
 
 @dataclass
 class _Known:
     """What is known of a step, by its shapes."""
 
+    counted: Counted | None = None
     tries: int = 0
-    saved: tuple[Work, ...] | None = None
-    levels: Mapping[Action, Level] | None = None
-    timed: tuple[Work, ...] = ()
-    spans: Spans = ()
     share: float = 1.0
     """The share of the budget that a plan may use."""
     fitted: Fitted | None = None
-    planned_spans: Spans | None = None
-    """The times of a step of the plan."""
-    planned_levels: Mapping[Action, Level] | None = None
+    steps: int = 0
+    """How many steps have followed the plan."""
+    shown: Counted | None = None
+    """A counted step of the plan."""
+
+    def begins(self, budget: Bytes, order: Schedule, lookahead: int | None) -> bool:
+        """Make the plan if there is none. Returns whether the step is counted."""
+        if self.counted is None:
+            self.tries += 1
+            return True
+        if self.fitted is None:
+            self.fitted, self.steps, self.shown = _fitted(self.counted, budget, self.share, order, lookahead), 0, None
+        self.steps += 1
+        return self.shown is None and self.steps >= _SHOWN
+
+    def learn(self, counted: Counted) -> None:
+        """Take in a step that was counted."""
+        if self.fitted is None:
+            self.counted = counted
+            return
+        self.shown = counted
+        excess = max(peak / limit for peak, limit in zip(counted.peak_bytes, self.fitted.budget_bytes))
+        if excess > _NEAR and self.fitted.plan.recomputed_share < 1.0:
+            self.plan_less(1 / excess)
+
+    def plan_less(self, share: float) -> None:
+        """Have the next plan take less than this one."""
+        self.share, self.fitted = self.share * share, None
 
 
 class Within:
@@ -79,7 +97,6 @@ class Within:
         self._known: OrderedDict[Any, _Known] = OrderedDict()
         self._followed: _Known | None = None
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
-        self._count: weakref.ref[Count] | None = None
         self._waiting: weakref.ref[_Mark] | None = None
         self._watch = Watch()
         weakref.finalize(self, self._watch.stop)
@@ -100,51 +117,52 @@ class Within:
 
     def report(self) -> PlannedStep:
         known = self._followed
-        if known is None or known.fitted is None or known.planned_spans is None or known.planned_levels is None:
+        if known is None or known.fitted is None or known.shown is None:
             raise CheckpointError(
-                "Pipe: no step has followed a plan and was counted: that is the fourth step of a shape\n"
-                "  received: report() or draw() before that\n  works:    print(pipe.report()) after four steps"
+                "Pipe: no step of a plan was counted yet: that is the third step of a shape\n"
+                "  received: report() or draw() before that\n  works:    print(pipe.report()) after three steps"
             )
-        fitted, spans = known.fitted, known.planned_spans
-        timeline = measured_timeline(fitted.plan.step, spans, in_bytes=True)
-        levels, peaks = known.planned_levels, None
-        if levels:
-            orders = fitted.plan.schedule.ranks
-            by_rank = [{one: levels[one] for one in order if one in levels} for order in orders]
-            timeline = with_levels(timeline, by_rank)
-            peaks = timeline.peak_bytes
-        seconds = (timeline.step_seconds,)
-        return PlannedStep(fitted.plan, timeline, seconds, fitted.budget_bytes, fitted.peak_bytes, peaks)
+        fitted, shown, peaks = known.fitted, known.shown, None
+        timeline = measured_timeline(fitted.plan.step, shown.spans(fitted.plan.step.program.actions), in_bytes=True)
+        if all(shown.levels):
+            timeline, peaks = with_levels(timeline, shown.levels), tuple(shown.peak_bytes)
+        return PlannedStep(
+            fitted.plan, timeline, (timeline.step_seconds,), fitted.budget_bytes, fitted.peak_bytes, peaks
+        )
 
     # steps ----------------------------------------------------------------------------------------------------------
 
-    def step(
-        self, pipe: nn.Module, stages: Sequence[Stage], batches: Sequence[MicroBatch], options: Options
-    ) -> Following:
-        """The regions of a ``Pipe.step``."""
-        return self._begin(pipe, stages, batches, None, options)
-
-    def stepped(self) -> None:
-        """A ``Pipe.step`` has ended."""
-        count = None if self._count is None else self._count()
-        if count is not None:
-            count.finish()
-
-    def graph(
+    def regions(
         self,
         pipe: nn.Module,
         stages: Sequence[Stage],
         batches: Sequence[MicroBatch],
-        lookahead: int,
+        lookahead: int | None,
         options: Options,
     ) -> Following:
-        """The regions of a forward for ``loss.backward()``."""
+        """The regions of a step on these micro-batches.
+
+        Args:
+            lookahead: that of the graph of ``loss.backward()``; None: the step is a ``Pipe.step``.
+        """
+        self._watch.stop()  # the backward of the step before may never have come
+        placement, in_graph = placement_of(stages), lookahead is not None
+        order = (graph_order if in_graph else step_order)(placement, len(batches))
+        blocks, plan, count = [Blocks(stage, self._in_place) for stage in stages], None, None
         waiting = None if self._waiting is None else self._waiting()
-        if waiting is not None and not waiting.is_reached:
+        if in_graph and waiting is not None and not waiting.is_reached:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
-            order = graph_order(placement_of(stages), len(batches))
-            return Following(order, True, self._blocks(stages), None, None, options)
-        return self._begin(pipe, stages, batches, lookahead, options)
+            return Following(order, in_graph, blocks, plan, count, options)
+        known = self._followed = self._look_up((lookahead, _shapes(batches), _settings(pipe, stages)))
+        is_counted = known.begins(self.budget, order.schedule, lookahead)
+        if known.fitted is not None:
+            plan = known.fitted.plan
+            order = planned_order(order, plan)
+        if known.tries > _TRIES:
+            self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
+        if is_counted:
+            count = Count(self._watch, order.schedule, stages, plan is None, known.learn)
+        return Following(order, in_graph, blocks, plan, count, options)
 
     def returned(self, outputs: Any) -> None:
         """Note that a graph waits for its backward."""
@@ -164,38 +182,14 @@ class Within:
             self._watch.stop()
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
-            known, text = self._followed, "the first steps, which recompute everything, take"
+            known, steps = self._followed, "the first step of a shape, which recomputes everything, takes"
             if known is not None and known.fitted is not None:
-                known.share, known.fitted = known.share * _LESS, None
-                text = f"the next plan takes {_LESS:.0%} of its budget, for a step of this one takes"
+                known.plan_less(_LESS)
+                steps = f"the next plan takes {_LESS:.0%} of its budget, as a step of this one takes"
             raise torch.OutOfMemoryError(
-                f"{error}\nPipe: {text} more than a device has left\n"
-                f"  works:    a smaller budget than {self.budget!r}, or smaller micro-batches"
+                f"{error}\nPipe: {steps} more than a device has left\n"
+                f"  works:    less than budget={self.budget!r}, or smaller micro-batches"
             ) from error
-
-    def _begin(
-        self,
-        pipe: nn.Module,
-        stages: Sequence[Stage],
-        batches: Sequence[MicroBatch],
-        lookahead: int | None,
-        options: Options,
-    ) -> Following:
-        self._watch.stop()
-        known = self._look_up((lookahead, _shapes(batches), _settings(pipe, stages)))
-        placement, m = placement_of(stages), len(batches)
-        order = step_order(placement, m) if lookahead is None else graph_order(placement, m)
-        if known.fitted is None and known.saved is not None and known.spans:
-            known.fitted = self._fitted(known, order, lookahead)  # [3]
-        self._followed = known
-        plan = None if known.fitted is None else known.fitted.plan
-        order = order if plan is None else planned_order(order, plan)
-        count = self._counting(known, order, stages)
-        self._count = None if count is None else weakref.ref(count)
-        return Following(order, lookahead is not None, self._blocks(stages), plan, count, options)
-
-    def _blocks(self, stages: Sequence[Stage]) -> list[Blocks]:
-        return [Blocks(stage, self._in_place) for stage in stages]
 
     def _look_up(self, key: Any) -> _Known:
         known = self._known.setdefault(key, _Known())
@@ -204,40 +198,10 @@ class Within:
             self._known.popitem(last=False)
         return known
 
-    def _fitted(self, known: _Known, order: Order, lookahead: int | None) -> Fitted:
-        assert known.saved is not None
-        counted = order.schedule, known.timed, known.spans, known.levels or {}
-        try:
-            found = fit(*counted, self.budget, lookahead)
-        except BudgetInfeasible as error:
-            error.caller = "Pipe"
-            raise
-        if known.share == 1.0:
-            return found
-        less = [limit * known.share for limit in found.budget_bytes]
-        while True:
-            try:
-                return replace(fit(*counted, less, lookahead), budget_bytes=found.budget_bytes)
-            except BudgetInfeasible as error:  # then that rank recomputes everything
-                less[error.rank or 0] = error.least_bytes
-
-    def _counting(self, known: _Known, order: Order, stages: Sequence[Stage]) -> Count | None:
-        """What counts a step, if it is one that is counted."""
-        is_planned = known.fitted is not None
-        if known.planned_levels is not None:
-            return None
-        counts_bytes = known.planned_spans is not None if is_planned else known.saved is None
-        known.tries += 1
-        if known.tries > _TRIES:
-            self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
-        count = Count(self._watch, order.schedule, stages, counts_bytes, counts_blocks=counts_bytes and not is_planned)
-        count.ended = partial(_learn, known, order.schedule)
-        return count
-
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(f"Pipe: {text}", stacklevel=4)
+            warnings.warn(f"Pipe: {text}", stacklevel=5)
 
 
 class _Mark:
@@ -249,30 +213,16 @@ class _Mark:
         self.is_reached = True
 
 
-def _learn(known: _Known, order: Schedule, count: Count) -> None:
-    """Note what was counted of a step."""
-    known.tries = 0
-    if known.fitted is None:
-        if known.saved is None:  # [1]
-            known.saved, known.levels = count.saved, count.levels
-        else:  # [2]
-            known.timed = count.timed(known.saved)
-            links = (Link(),) * (len(known.saved) - 1)
-            known.spans = count.spans(Step(order, known.saved, links, arrival(order)))
-        return
-    if known.planned_spans is None:  # [4]
-        known.planned_spans = count.spans(known.fitted.plan.step)
-        return
-    known.planned_levels = count.levels
-    limits, peaks = known.fitted.budget_bytes, [0.0] * len(order.ranks)
-    for action, level in count.levels.items():
-        rank = order.placement[action.stage]
-        peaks[rank] = max(peaks[rank], level.highest)
-    excess = max(peak / limit for peak, limit in zip(peaks, limits))
-    keeps = any(choice.kept or choice.early for choice in map(known.fitted.plan.step.choice, known.fitted.plan.choices))
-    if excess > _NEAR and keeps:
-        known.share, known.fitted = known.share / excess, None
-        known.planned_spans = known.planned_levels = None
+def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, lookahead: int | None) -> Fitted:
+    found = fit(order, counted, budget, lookahead)
+    if share == 1.0:
+        return found
+    less = [limit * share for limit in found.budget_bytes]
+    while True:
+        try:
+            return replace(fit(order, counted, less, lookahead), budget_bytes=found.budget_bytes)
+        except BudgetInfeasible as error:  # then that rank recomputes everything
+            less[error.rank or 0] = error.least_bytes
 
 
 def _shapes(tree: Any) -> Any:

@@ -51,3 +51,6 @@ class Regions:
 
     def forwarded(self, j: int, i: int, arrived: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Called behind the forward of a visit whose backward is that of the whole graph."""
+
+    def finish(self) -> None:
+        """Called when all actions of a step have run."""

@@ -222,6 +222,7 @@ class Step:
                 start = clock.stamp()
                 actions[kind](j, i)
                 stamps.append((action, start, clock.stamp()))
+        self._regions.finish()
         return torch.stack(self._losses).sum()
 
     def _forward(self, j: int, i: int) -> None:
