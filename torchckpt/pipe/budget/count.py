@@ -74,6 +74,11 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self.live: LiveBytes | None = None
         """Of the rank whose action runs."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles under it, where it is still entered after a backward."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if self.live is not None:
@@ -120,6 +125,7 @@ class Count:
         }
         self._open: dict[int, tuple[Action, Any]] = {}
         """By rank, the backward that has begun and not ended."""
+        self._begun: set[Action] = set()
         self._awaited: set[Visit] = set()
         self._is_in_backward = self._is_done = False
 
@@ -209,8 +215,10 @@ class Count:
         if not self._is_in_backward:
             self._is_in_backward = True
             after_backward(self._after)
-        if self._open.get(rank, (None,))[0] == action:
+        self._watch.live = self._live[rank]
+        if action in self._begun:
             return  # by another output
+        self._begun.add(action)
         self._ends_open(rank)
         self._reaches(action)
         self._records[rank].due()
@@ -274,4 +282,5 @@ def _bytes_of_gradients(stages: Sequence[Stage], placement: Sequence[int], rank:
     """Those that are there. A step that begins without gradients makes them."""
     owners = [owner for stage in stages if placement[stage.number] == rank for owner in stage.modules]
     parameters = {parameter for owner in owners for parameter in owner.parameters()}
-    return float(sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))

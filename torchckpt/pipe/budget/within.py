@@ -72,8 +72,10 @@ class _Known:
 
     def learn(self, counted: Counted) -> None:
         """Take in a step that was counted."""
-        if self.fitted is None:
+        self.tries = 0
+        if counted.blocks:
             self.counted = counted
+        if counted.blocks or self.fitted is None:
             return
         self.shown = counted
         excess = max(peak / limit for peak, limit in zip(counted.peak_bytes, self.fitted.budget_bytes))
@@ -238,4 +240,5 @@ def _settings(pipe: nn.Module, stages: Sequence[Stage]) -> Any:
     flags = hash((*(one.training for one in pipe.modules()), *(one.requires_grad for one in pipe.parameters())))
     kinds = sorted({stage.device.type for stage in stages})
     enabled = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    return flags, *((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
+    places = ((stage.device, len(stage.layers)) for stage in stages)
+    return flags, *places, *((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
