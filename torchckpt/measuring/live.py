@@ -25,6 +25,7 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         self._more_bytes = more_bytes
         self._action: Action | None = None
         self._entered_bytes = 0.0
+        self._is_idle = self._has_replayed = False
         self.levels: dict[Action, Level] = {}
 
     @contextmanager
@@ -44,8 +45,16 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         if self._action is not None and (self.looks or self.allocator):
             amounts = highest, self.now(), self._entered_bytes
             self.levels[self._action] = Level(*(amount + self._more_bytes for amount in amounts))
-        self._action, self._entered_bytes = action, 0.0
+        self._action, self._entered_bytes = action, float(highest) if self._is_idle else 0.0
+        self._is_idle = self._has_replayed = False
+
+    def ends(self) -> None:
+        """Note that the current action ends. What is alive from now on, the next one enters with."""
+        self.reaches(None)
+        self._is_idle = True
 
     def replays(self) -> None:
         """Note that the current action starts a replay."""
-        self._entered_bytes = self._entered_bytes or float(self.highest())
+        if not self._has_replayed:
+            self._entered_bytes = max(self._entered_bytes, float(self.highest()))
+        self._has_replayed = True

@@ -170,7 +170,7 @@ class Pipe(nn.Module):
         m, stages = len(micro_batches), self.stages
         threads = any(stage.device.type == accelerator_type() for stage in stages)
         within = self._within if torch.is_grad_enabled() else None
-        with self._statistics(), called("Pipe"), nullcontext() if within is None else within.explained():
+        with nullcontext() if within is None else within.explained(), self._statistics(), called("Pipe"):
             if within is None:
                 checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
                 regions = Regions(lambda _, i: i < checkpointed, self._options)
@@ -225,9 +225,10 @@ class Pipe(nn.Module):
         reduce = reduce or self.reduce or "mean"
         check([*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
         bare, last_step = [p for p in self.parameters() if p.grad is None], self._last_step
-        explained = nullcontext() if self._within is None else self._within.explained()
+        within = self._within
+        explained, watched = (within.explained(), within.watched()) if within else (nullcontext(), nullcontext())
         try:
-            with torch.inference_mode(False), torch.enable_grad(), self._statistics(), explained:
+            with explained, torch.inference_mode(False), torch.enable_grad(), self._statistics(), watched:
                 step = self._step(args, kwargs, loss_fn, reduce)
                 loss = step.run()
                 self._last_step = step.record

@@ -1,22 +1,14 @@
 """Blocks: the layers of a stage that are kept or recomputed together."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import nn
 
 from torchckpt.pipe.partition import ChangedInputs, Stage
 
-__all__ = ["Blocks", "Piece", "blocks_of"]
-
-
-class Piece(NamedTuple):
-    """A part of a stage: one block that is recomputed, or consecutive ones that are kept."""
-
-    stage: Stage
-    block: int | None
-    """None: it is kept."""
+__all__ = ["blocks_of", "parts_of"]
 
 
 def blocks_of(layers: Sequence[nn.Module]) -> list[int]:
@@ -41,33 +33,13 @@ def blocks_of(layers: Sequence[nn.Module]) -> list[int]:
     return counts
 
 
-class Blocks:
-    """The blocks of a stage, and the parts of its visits."""
-
-    def __init__(self, stage: Stage, in_place: dict[tuple[int, int], ChangedInputs]) -> None:
-        self._stage, self._in_place = stage, in_place
-        counts = blocks_of([layer.module for layer in stage.layers])
-        self._ends = [sum(counts[: block + 1]) for block in range(len(counts))]
-        self._stages: dict[tuple[int, int], Stage] = {}
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def pieces(self, recomputed: Collection[int]) -> Iterator[Piece]:
-        """The parts of a visit of which these blocks are recomputed."""
-        begin = 0
-        for block, end in enumerate(self._ends):
-            is_kept = block not in recomputed
-            if is_kept and block + 1 < len(self) and block + 1 not in recomputed:
-                continue  # one part with the next
-            yield Piece(self._part(begin, end), None if is_kept else block)
-            begin = end
-
-    def _part(self, begin: int, end: int) -> Stage:
-        stage, place = self._stage, (self._stage.first + begin, self._stage.first + end)
-        if end - begin == len(stage.layers):
-            return stage
-        if place not in self._stages:
-            changed = self._in_place.setdefault(place, ChangedInputs())
-            self._stages[place] = Stage(stage.number, place[0], stage.layers[begin:end], stage.device, changed)
-        return self._stages[place]
+def parts_of(stage: Stage, in_place: dict[tuple[int, int], ChangedInputs]) -> list[Stage]:
+    """The blocks of ``stage``, each as a stage of its own. ``in_place`` is as in ``partition``: what a block changes is
+    found when it runs for the first time, which is in a step that recomputes everything."""
+    counts = blocks_of([layer.module for layer in stage.layers])
+    parts = []
+    for end, count in zip(accumulate(counts), counts):
+        first = stage.first + end - count
+        changed = in_place.setdefault((first, first + count), ChangedInputs())
+        parts.append(Stage(stage.number, first, stage.layers[end - count : end], stage.device, changed))
+    return parts

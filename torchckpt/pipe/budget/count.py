@@ -47,7 +47,13 @@ class Counted(NamedTuple):
 
     @property
     def peak_bytes(self) -> list[float]:
-        return [max((level.highest for level in of_rank.values()), default=0.0) for of_rank in self.levels]
+        return [max((max(level.highest, level.entered) for level in of.values()), default=0.0) for of in self.levels]
+
+    @property
+    def shown(self) -> list[dict[Action, Level]]:
+        """The levels, with what was there when an action began."""
+        return [{a: level._replace(highest=max(level.highest, level.entered)) for a, level in of.items()}
+                for of in self.levels]
 
     def spans(self, actions: Sequence[Sequence[Action]]) -> Spans:
         """The times of ``actions``. What was not reached takes no time."""
@@ -197,10 +203,12 @@ class Count:
 
     @contextmanager
     def _watched(self, action: Action) -> Iterator[None]:
-        before = self._watch.live
+        before, live = self._watch.live, self._live[self._placement[action.stage]]
         self._reaches(action)
         try:
             yield
+            if action.kind is Kind.FORWARD:
+                live.ends()  # what comes then, such as the loss, comes on top of what was kept
         finally:
             self._watch.live = before
 

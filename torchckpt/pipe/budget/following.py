@@ -7,7 +7,6 @@ from functools import partial
 
 from torch import Tensor
 
-from torchckpt.pipe.budget.blocks import Blocks
 from torchckpt.pipe.budget.count import Count
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.regions import Part, Regions, Replay
@@ -26,6 +25,7 @@ class Following(Regions):
     Args:
         order: what ``Pipe.step`` runs; the graph of ``loss.backward()`` has its own.
         in_graph: whether recomputes are nodes of the graph.
+        blocks: of each stage, each as a stage of its own.
         plan: None: every block is recomputed in its backward.
         count: what counts the step; None: nothing does.
     """
@@ -34,7 +34,7 @@ class Following(Regions):
         self,
         order: Order,
         in_graph: bool,
-        blocks: Sequence[Blocks],
+        blocks: Sequence[Sequence[Stage]],
         plan: PipelinePlan | None,
         count: Count | None,
         options: Options,
@@ -46,16 +46,11 @@ class Following(Regions):
     def parts(self, stage: Stage, i: int) -> tuple[list[Part], Replay | None]:
         blocks, visit = self._blocks[stage.number], (stage.number, i)
         choice = Choice.all(State.LATE, len(blocks)) if self._plan is None else self._plan.step.choice(visit)
-        parts: list[Part] = []
-        early: list[Frame] = []
-        for part, block in blocks.pieces(choice.recomputed):
-            frame = None if block is None else self._frame(stage.number, i, block)
-            parts.append(Part(part, frame))
-            if frame is not None and block in choice.early:
-                early.append(frame)
+        frames = [self._frame(stage.number, i, n) if n in choice.recomputed else None for n in range(len(blocks))]
+        early = [frame for n, frame in enumerate(frames) if frame is not None and n in choice.early]
         action = Action(stage.number, Kind.RECOMPUTE, i)
         around = partial(self.acting, action) if self._in_graph else nullcontext
-        return parts, _Early(early, around) if early else None
+        return list(map(Part, blocks, frames)), _Early(early, around) if early else None
 
     def acting(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.count is None else self.count.acting(action)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError
-from torchckpt.pipe.budget.blocks import Blocks
+from torchckpt.pipe.budget.blocks import parts_of
 from torchckpt.pipe.budget.count import Count, Counted, Watch
 from torchckpt.pipe.budget.following import Following
 from torchckpt.pipe.budget.plan import fit, graph_order, placement_of, planned_order, step_order
@@ -127,7 +127,7 @@ class Within:
         fitted, shown, peaks = known.fitted, known.shown, None
         timeline = measured_timeline(fitted.plan.step, shown.spans(fitted.plan.step.program.actions), in_bytes=True)
         if all(shown.levels):
-            timeline, peaks = with_levels(timeline, shown.levels), tuple(shown.peak_bytes)
+            timeline, peaks = with_levels(timeline, shown.shown), tuple(shown.peak_bytes)
         return PlannedStep(
             fitted.plan, timeline, (timeline.step_seconds,), fitted.budget_bytes, fitted.peak_bytes, peaks
         )
@@ -147,10 +147,9 @@ class Within:
         Args:
             lookahead: that of the graph of ``loss.backward()``; None: the step is a ``Pipe.step``.
         """
-        self._watch.stop()  # the backward of the step before may never have come
         placement, in_graph = placement_of(stages), lookahead is not None
         order = (graph_order if in_graph else step_order)(placement, len(batches))
-        blocks, plan, count = [Blocks(stage, self._in_place) for stage in stages], None, None
+        blocks, plan, count = [parts_of(stage, self._in_place) for stage in stages], None, None
         waiting = None if self._waiting is None else self._waiting()
         if in_graph and waiting is not None and not waiting.is_reached:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
@@ -178,6 +177,7 @@ class Within:
     def explained(self) -> Iterator[None]:
         """A context around a step or a forward: if a device is out of memory, the error says what to do, and the next
         plan takes less."""
+        self._watch.stop()  # of the step before: from inside of a backward it cannot be left
         try:
             yield
         except BaseException as error:
@@ -192,6 +192,14 @@ class Within:
                 f"{error}\nPipe: {steps} more than a device has left\n"
                 f"  works:    less than budget={self.budget!r}, or smaller micro-batches"
             ) from error
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context around a ``Pipe.step``, inside of all other contexts: after it nothing is watched."""
+        try:
+            yield
+        finally:
+            self._watch.stop()
 
     def _look_up(self, key: Any) -> _Known:
         known = self._known.setdefault(key, _Known())

@@ -182,7 +182,9 @@ class StageCall(NamesModules):
         if self._shared is None:
             return self._skips.run(partial(self._run, args, kwargs, None))
         tensors, put_back = tensors_of_pair((args, kwargs))
-        places = range(len(tensors)) if self._copied is None else self._copied.intersection(range(len(tensors)))
+        places = set(range(len(tensors))).difference(self._shared)  # a change of these is refused
+        if self._copied is not None:
+            places &= self._copied
         # A leaf that requires grad cannot be changed in place.
         copied = {place for place in places if not (tensors[place].requires_grad and tensors[place].is_leaf)}
         if copied:

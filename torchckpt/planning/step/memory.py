@@ -39,7 +39,7 @@ class Level(NamedTuple):
     left: float
     """The bytes when the action has ended."""
     entered: float = 0.0
-    """The most bytes of a backward before it recomputes anything, if that was measured."""
+    """The most bytes from the end of the action before until it recomputes anything, if that was measured."""
 
 
 def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:

@@ -1,0 +1,1 @@
+"""A byte budget for the steps of a pipe."""

@@ -1,0 +1,295 @@
+"""Steps within a budget: the numbers of a pipe that keeps everything, and the bytes that were planned."""
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.pipe.budget.models import MODELS, SIZE, WAYS, Raises, Wide, budgeted, pair, state, step, wide
+from torchckpt import ArgumentError, BudgetInfeasible, CheckpointError, Pipe
+from torchckpt.planning import Kind
+from torchckpt.regions.private import dispatch_modes_are_active
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    yield
+    gc.collect()
+    assert dispatch_modes_are_active() == 0
+
+
+def equal(found, expected):
+    assert len(found) == len(expected)
+    return all(one is other is None or torch.equal(one, other) for one, other in zip(found, expected))
+
+
+def planned(name, way, share, chunks=4):
+    """After five steps beside those of a pipe that keeps everything."""
+    plain, pipe = budgeted(name, way, share, chunks)
+    for seed in range(5):
+        x = torch.randn(16, SIZE)
+        expected = step(plain, x, way, seed), state(plain)
+        found = step(pipe, x, way, seed), state(pipe)
+        assert equal(found[0], expected[0])
+        assert equal(found[1], expected[1])
+    return pipe
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_that_of_the_pipe_without_a_budget(name, way):
+    pipe = planned(name, way, "65%")
+    assert pipe.plan.recomputed_share > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("share", "chunks"), [("35%", 8), ("50%", 2), ("80%", 4), ("90%", 3), ("100%", 4)])
+def test_a_step_takes_what_is_planned(share, chunks, way):
+    report = planned("wide", way, share, chunks).report()
+    for measured, foretold, budget in zip(
+        report.measured_peak_bytes, report.planned_peak_bytes, report.budget_bytes
+    ):
+        assert 0.75 * foretold <= measured <= 1.001 * foretold <= 1.002 * budget
+    assert (report.plan.recomputed_share == 0) == (share == "100%" or (share, way) == ("90%", "graph"))
+
+
+def test_the_order_of_the_plan_runs_as_it_is():
+    pipe = planned("wide", "step", "75%")
+    order = pipe.timeline().schedule
+    assert order == pipe.plan.schedule
+    assert any(action.kind is Kind.RECOMPUTE for actions in order.ranks for action in actions)
+
+
+@pytest.mark.parametrize("share", ["60%", "90%"])
+def test_one_stage_is_the_loop_over_micro_batches(share):
+    """With dropout: here both draw in one order."""
+    _, pipe = budgeted("one stage", "step", share)
+    plain = nn.Sequential(*copy.deepcopy(pipe))
+    for seed in range(4):
+        x = torch.randn(16, SIZE)
+        found = step(pipe, x, "step", seed)
+        torch.manual_seed(seed)
+        for part in x.chunk(4):
+            (mse_loss(plain(part), part) / 4).backward()
+        assert equal(found[1:], [one.grad for one in plain.parameters()])
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_shapes_have_two_plans(way):
+    plain, pipe = pair("wide", "80%")
+    plans = []
+    for seed, rows in enumerate([16, 32, 16, 32, 16, 32, 14]):
+        x = torch.randn(rows, SIZE)
+        assert equal(step(pipe, x, way, seed), step(plain, x, way, seed))
+        plans.append(pipe.plan)
+    small, large = plans[2], plans[3]
+    assert plans == [None, None, small, large, small, large, None]
+    assert max(large.peak_bytes) > max(small.peak_bytes)
+
+
+def test_both_ways_have_plans_of_their_own():
+    _, pipe = pair("wide", "80%")
+    x = torch.randn(16, SIZE)
+    for way in (*WAYS, *WAYS):
+        step(pipe, x, way)
+    assert pipe.plan.schedule.name == "gpipe"
+    step(pipe, x, "step")
+    assert pipe.plan.schedule.name == "1f1b"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_in_a_planned_step(way):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Raises(32) for _ in range(4)))
+    plain = Pipe(copy.deepcopy(model), [2, 2], ["cpu"] * 2, 4, checkpoint="never")
+    pipe = Pipe(model, [2, 2], ["cpu"] * 2, 4, budget="80%")
+    x = torch.randn(16, SIZE)
+    for at in range(4):
+        if at:  # in a counted step, before the plan, and in planned ones
+            model[3].fails = RuntimeError("no")
+            with pytest.raises(RuntimeError, match="no"):
+                step(pipe, x, way)
+            model[3].fails = None
+            pipe.zero_grad()
+        assert equal(step(pipe, x, way, at), step(plain, x, way, at))
+    assert pipe.plan is not None
+
+
+def test_out_of_memory_in_a_planned_step_has_the_next_plan_take_less():
+    model = nn.Sequential(*(Raises(64) for _ in range(4)))
+    pipe = Pipe(model, [2, 2], ["cpu"] * 2, 4, budget="95%")
+    x = torch.randn(32, SIZE)
+    for _ in range(2):
+        step(pipe, x, "step")
+    before = pipe.plan.peak_bytes
+    model[3].fails = torch.OutOfMemoryError("none left")
+    with pytest.raises(torch.OutOfMemoryError, match=r"none left\nPipe: the next plan takes 90% of its budget"):
+        step(pipe, x, "step")
+    model[3].fails = None
+    step(pipe, x, "step")
+    assert max(pipe.plan.peak_bytes) < max(before)
+
+
+def test_a_forward_without_a_backward_is_not_counted_and_leaves_nothing():
+    plain, pipe = pair("wide", "80%")
+    x = torch.randn(16, SIZE)
+    for seed in range(3):
+        pipe(x)  # freed at once
+        assert equal(step(pipe, x, "graph", seed), step(plain, x, "graph", seed))
+    assert pipe.plan is not None
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = plain(x)
+        torch.manual_seed(0)
+        assert torch.equal(pipe(x), expected)
+
+
+def test_two_forwards_before_a_backward():
+    plain, pipe = pair("wide", "80%")
+    x, losses = torch.randn(16, SIZE), []
+    for _ in range(2):
+        step(pipe, x, "graph")
+    with pytest.warns(UserWarning, match="Pipe: a forward begins while another waits"):  # noqa: PT031
+        for each in (pipe, plain):
+            torch.manual_seed(0)
+            losses.append(each(x).sum() + each(2 * x).sum())
+    for loss in losses:
+        loss.backward()
+    assert equal([one.grad for one in pipe.parameters()], [one.grad for one in plain.parameters()])
+
+
+class Stops(Wide):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+def test_a_backward_that_does_not_reach_all_stages_is_said_to_have_no_plan():
+    pipe = Pipe(nn.Sequential(Wide(16), Stops(16)), [1, 1], ["cpu"] * 2, 4, budget="80%")
+    for _ in range(3):
+        step(pipe, torch.randn(16, SIZE), "graph")
+    with pytest.warns(UserWarning, match="does not reach all micro-batches"):
+        step(pipe, torch.randn(16, SIZE), "graph")
+    assert pipe.plan is None
+
+
+def test_frozen_layers_in_front():
+    plain, pipe = pair("wide", "98%")
+    for each in (plain, pipe):
+        for layer in list(each)[:3]:
+            layer.requires_grad_(False)
+    x = torch.randn(16, SIZE)
+    for way in WAYS:
+        for seed in range(4):
+            assert equal(step(pipe, x, way, seed), step(plain, x, way, seed))
+        assert pipe.report().plan is pipe.plan
+
+
+def test_a_graph_that_is_kept_for_a_second_backward():
+    plain, pipe = pair("wide", "80%")
+    for seed in range(4):
+        found = []
+        for each in (pipe, plain):
+            torch.manual_seed(seed)
+            loss = each(torch.ones(16, SIZE)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found.append([one.grad for one in each.parameters()])
+            each.zero_grad()
+        assert equal(*found)
+    assert pipe.plan is not None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_has_the_budget_and_no_plan(copied):
+    _, pipe = pair("wide", "80%")
+    x = torch.randn(16, SIZE)
+    for _ in range(3):
+        step(pipe, x, "step")
+    other = copied(pipe)
+    assert other.plan is None
+    for seed in range(3):
+        assert equal(step(other, x, "step", seed), step(pipe, x, "step", seed))
+    assert other.plan is not None
+
+
+# what users see -------------------------------------------------------------------------------------------------------
+
+
+def test_report_and_picture(tmp_path):
+    _, pipe = pair("wide", "80%")
+    x = torch.randn(16, SIZE)
+    for _ in range(2):
+        step(pipe, x, "step")
+        with pytest.raises(CheckpointError, match="no step of a plan was counted yet: that is the third step"):
+            pipe.report()
+    step(pipe, x, "step")
+    text = str(pipe.report())
+    assert "planned peak  measured peak" in text
+    assert "kept/early/late by micro-batch" in text
+    assert pipe.draw(tmp_path / "plan.svg").startswith("<svg")
+    assert (tmp_path / "plan.svg").read_text() == pipe.draw()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_too_small(way):
+    _, pipe = pair("wide", 1000)
+    x = torch.randn(16, SIZE)
+    step(pipe, x, way)
+    for _ in range(2):  # also the next time
+        with pytest.raises(BudgetInfeasible, match=r"^Pipe.*: the budget is too small: rank \d takes \d+ b") as error:
+            step(pipe, x, way)
+    budgets = [1e9, 1e9]
+    budgets[error.value.rank] = error.value.least_bytes  # is enough
+    _, pipe = pair("wide", budgets)
+    for _ in range(2):
+        step(pipe, x, way)
+    assert pipe.plan is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": "6"}, "it has no unit"),
+        ({"budget": 0.5}, 'budget="50%"'),
+        ({"budget": 0}, "not bytes above 0"),
+        ({"budget": True}, "neither one for every rank nor a list of 2|not bytes above 0"),
+        ({"budget": ["50%"]}, "1 budgets"),
+        ({"budget": "50%", "checkpoint": "never"}, "checkpoint is given, but a budget decides what is recomputed"),
+        ({"budget": "50%", "checkpoint": "always"}, "checkpoint is given, but a budget decides"),
+    ],
+)
+def test_bad_input(options, said):
+    with pytest.raises(ArgumentError, match=said):
+        Pipe(wide(), [3, 3], ["cpu"] * 2, **options)
+
+
+def test_checkpoint_that_is_set_afterwards():
+    _, pipe = pair("wide", "80%")
+    pipe.checkpoint = "never"
+    with pytest.raises(ArgumentError, match="checkpoint is given, but a budget decides"):
+        pipe(torch.randn(16, SIZE))
+
+
+def test_no_budget_no_plan():
+    pipe = Pipe(nn.Sequential(Wide(16)), chunks=2)
+    assert pipe.plan is None
+    with pytest.raises(ArgumentError, match=r"Pipe.report\(\): there is no plan, for the pipe has no budget"):
+        pipe.draw()
+
+
+def test_a_list_of_budgets_is_one_for_each_stage():
+    _, pipe = pair("wide", ["100%", "70%"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(pipe, torch.randn(16, SIZE), "graph")
+    report = pipe.report()
+    assert report.budget_bytes[1] == pytest.approx(0.7 * report.budget_bytes[0])
+    assert report.plan.recompute_seconds[0] == 0 < report.plan.recompute_seconds[1]
