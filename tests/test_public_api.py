@@ -146,7 +146,8 @@ SIGNATURES = {
         "(module: 'nn.Sequential', balance: 'Sequence[int] | None' = None, "
         "devices: 'Sequence[torch.device | str | int] | None' = None, chunks: 'int' = 1, "
         "checkpoint: 'CheckpointMode' = 'except_last', lookahead: 'int' = 1, *, batch_dim: 'int' = 0, "
-        "reduce: 'str | None' = None, split_nested: 'bool' = False, deferred_batch_norm: 'bool' = False, "
+        "reduce: 'str | None' = None, budget: 'Bytes | None' = None, split_nested: 'bool' = False, "
+        "deferred_batch_norm: 'bool' = False, "
         "preserve_rng_state: 'bool' = True, generators: 'Sequence[torch.Generator]' = (), "
         "determinism_check: 'DeterminismCheck' = 'default', context_fn: 'ContextFunction | None' = None, "
         "early_stop: 'bool' = True) -> 'None'"
@@ -157,6 +158,8 @@ SIGNATURES = {
         "reduce: 'str | None' = None, **kwargs: 'Any') -> 'torch.Tensor'"
     ),
     "Pipe.timeline": "(self) -> 'Timeline'",
+    "Pipe.report": "(self) -> 'PlannedStep'",
+    "Pipe.draw": "(self, path: 'str | PathLike[str] | None' = None) -> 'str'",
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'Stages | str | None' = None, link: 'Links | None' = None, *, "
@@ -225,7 +228,7 @@ def test_checkpointing_has_these_members_and_no_other():
 
 
 def test_a_pipe_adds_these_members_to_a_module_and_no_other():
-    members = ["stages", "forward", "step", "timeline", "to", "cuda", "cpu", "xpu"]
+    members = ["stages", "forward", "step", "timeline", "plan", "report", "draw", "to", "cuda", "cpu", "xpu"]
     assert [name for name in vars(torchckpt.Pipe) if not name.startswith("_")] == members
 
 

@@ -2,6 +2,7 @@
 
     module            what users call: ``Pipe``
     balance           how many layers each stage gets
+    budget            what is recomputed within so many bytes
     run               one forward and backward
     partition, microbatch    layers into stages; a mini-batch into micro-batches
     skip              tensors that pass over layers

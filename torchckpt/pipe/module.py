@@ -10,7 +10,6 @@ from typing import Any, NoReturn, get_args
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
@@ -21,6 +20,7 @@ from torchckpt.pipe.partition import (
     Stage,
     argument_faults,
     balance_by_device,
+    described,
     even_balance,
     indexed,
     layers_of,
@@ -361,20 +361,7 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         head = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, lookahead={self.lookahead}"
-        return "\n".join([f"Pipe({head}", *(line for stage in self.stages for line in _described(stage)), ")"])
-
-
-def _described(stage: Stage) -> Iterator[str]:
-    modules = [layer.module for layer in stage.layers]
-    tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())}.values()
-    sized = [tensor for tensor in tensors if not is_lazy(tensor)]
-    parameters = sum(tensor.numel() for tensor in sized if isinstance(tensor, nn.Parameter))
-    size = sum(tensor.nbytes for tensor in sized)
-    lazy = f", {len(tensors) - len(sized)} tensors without a shape yet" if len(tensors) > len(sized) else ""
-    yield f"  stage {stage.number} on {stage.device}: {parameters:,} parameters, {size / 2**20:.1f} MiB{lazy}"
-    for layer in stage.layers:
-        text = repr(layer.module).replace("\n", "\n    ")
-        yield f"    ({layer.name}): {text}"
+        return "\n".join([f"Pipe({head}", *(line for stage in self.stages for line in described(stage)), ")"])
 
 
 def _option_faults(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.regions.devices import accelerator_type
@@ -20,6 +21,7 @@ __all__ = [
     "WithDevice",
     "argument_faults",
     "balance_by_device",
+    "described",
     "even_balance",
     "indexed",
     "layer_faults",
@@ -255,3 +257,17 @@ def _missing(device: Any) -> str | None:
         return f"this machine has {f'{accelerator.type} devices' if accelerator else 'no accelerator'}"
     count = torch.accelerator.device_count()
     return None if (device.index or 0) < count else f"this machine has {count} {device.type} devices"
+
+
+def described(stage: Stage) -> Iterator[str]:
+    """The lines that say what ``stage`` has."""
+    modules = [layer.module for layer in stage.layers]
+    tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())}.values()
+    sized = [tensor for tensor in tensors if not is_lazy(tensor)]
+    parameters = sum(tensor.numel() for tensor in sized if isinstance(tensor, nn.Parameter))
+    size = sum(tensor.nbytes for tensor in sized)
+    lazy = f", {len(tensors) - len(sized)} tensors without a shape yet" if len(tensors) > len(sized) else ""
+    yield f"  stage {stage.number} on {stage.device}: {parameters:,} parameters, {size / 2**20:.1f} MiB{lazy}"
+    for layer in stage.layers:
+        text = repr(layer.module).replace("\n", "\n    ")
+        yield f"    ({layer.name}): {text}"
