@@ -97,10 +97,10 @@ def visit(
             their inputs directly: autograd itself sees their in-place changes.
     """
     for part in parts[:-1]:
-        visited = _visit_part(part, batch, arrived, fetch, is_cut and part is parts[0], False)
+        visited = _visit_part(part, batch, arrived, fetch, part is parts[0], is_cut, goes_to_cut=False)
         batch = visited.onward(visited.tensors, stash, send=list)
         arrived = tuple(batch.transfers)
-    return _visit_part(parts[-1], batch, arrived, fetch, is_cut and len(parts) == 1, is_cut and not is_last)
+    return _visit_part(parts[-1], batch, arrived, fetch, len(parts) == 1, is_cut, goes_to_cut=not is_last)
 
 
 def _visit_part(
@@ -108,7 +108,8 @@ def _visit_part(
     batch: InFlight,
     arrived: tuple[Tensor, ...],
     fetch: Callable[[Any], Tensor],
-    comes_from_cut: bool,
+    is_first: bool,
+    is_cut: bool,
     goes_to_cut: bool,
 ) -> Visited:
     stage, frame = part
@@ -116,11 +117,11 @@ def _visit_part(
     if frame is not None:  # its replay needs them, and what comes next may have no frame
         memory = Memory(memory.shared, frozenset(range(len(arrived))))
     on_copies = bool(memory.kept)
-    shared = memory.shared if on_copies or comes_from_cut else None
-    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared)
+    shared = memory.shared if on_copies or (is_cut and is_first) else None
+    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared, is_first)
     args, kwargs = batch.put_back(arrived)
     output, stashed = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
-    check(_output_faults(stage, output, goes_to_cut))
+    check(_output_faults(stage, output, is_cut and goes_to_cut))
     tensors, put_back = tensors_of_pair((output, stashed))
     if batch.skips.are_any:
         leaving = tensors_of(output)[0]
@@ -167,10 +168,15 @@ class StageCall(NamesModules):
         on_copies: whether the layers work on copies of the inputs that they change.
         shared: the indices of inputs that share memory with other tensors that cross a cut; None: all changes are
             allowed.
+        is_first: whether the inputs are those of a whole stage. Else no shared input is copied: a skip, too, needs its
+            gradient, and sums of three round otherwise behind a copy.
     """
 
-    def __init__(self, stage: Stage, skips: StageSkips, on_copies: bool, shared: Collection[int] | None) -> None:
+    def __init__(
+        self, stage: Stage, skips: StageSkips, on_copies: bool, shared: Collection[int] | None, is_first: bool
+    ) -> None:
         self._stage, self._skips, self._shared = stage, skips, shared
+        self._uncopied = frozenset() if is_first else frozenset(shared or ())
         self._known = stage.in_place if on_copies else None
         self._copied = frozenset() if self._known is None else self._known.changed  # None: all
         self._is_forward = True
@@ -182,11 +188,10 @@ class StageCall(NamesModules):
         if self._shared is None:
             return self._skips.run(partial(self._run, args, kwargs, None))
         tensors, put_back = tensors_of_pair((args, kwargs))
-        places = set(range(len(tensors))).difference(self._shared)  # a change of these is refused
-        if self._copied is not None:
-            places &= self._copied
+        places = range(len(tensors)) if self._copied is None else self._copied.intersection(range(len(tensors)))
         # A leaf that requires grad cannot be changed in place.
-        copied = {place for place in places if not (tensors[place].requires_grad and tensors[place].is_leaf)}
+        leaves = {place for place in places if tensors[place].requires_grad and tensors[place].is_leaf}
+        copied = {*places} - leaves - self._uncopied
         if copied:
             tensors = tuple(tensor.clone() if n in copied else tensor for n, tensor in enumerate(tensors))
             args, kwargs = put_back(tensors)
