@@ -360,7 +360,8 @@ class Pipe(nn.Module):
             raise_fault(Fault(rule, call, works))
 
     def __repr__(self) -> str:
-        head = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, lookahead={self.lookahead}"
+        of = f"checkpoint={self.checkpoint!r}" if self._within is None else f"budget={self._within.budget!r}"
+        head = f"chunks={self.chunks}, {of}, lookahead={self.lookahead}"
         return "\n".join([f"Pipe({head}", *(line for stage in self.stages for line in described(stage)), ")"])
 
 

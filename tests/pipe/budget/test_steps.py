@@ -277,6 +277,20 @@ def test_checkpoint_that_is_set_afterwards():
         pipe(torch.randn(16, SIZE))
 
 
+def test_the_budget_is_shown():
+    assert repr(pair("wide", "80%")[1]).startswith("Pipe(chunks=4, budget='80%', lookahead=1")
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 2}, {"chunks": 1}, {"chunks": 5, "preserve_rng_state": True}])
+@pytest.mark.parametrize("way", WAYS)
+def test_options(way, options):
+    plain, pipe = pair("three stages", "90%", **options)
+    for seed in range(4):
+        x = torch.randn(16, SIZE)
+        assert equal(step(pipe, x, way, seed), step(plain, x, way, seed))
+    assert pipe.report().plan is pipe.plan
+
+
 def test_no_budget_no_plan():
     pipe = Pipe(nn.Sequential(Wide(16)), chunks=2)
     assert pipe.plan is None

@@ -120,8 +120,8 @@ class Count:
         self._records = [Record(device) for device in devices]
         modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
         looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
-        made = [_bytes_of_gradients(stages, schedule.placement, rank) for rank in range(len(devices))]
-        self._live = [LiveBytes(device, looks, more_bytes) for device, more_bytes in zip(devices, made)]
+        gradients = [_bytes_of_gradients(stages, schedule.placement, rank) for rank in range(len(devices))]
+        self._live = [LiveBytes(device, looks, more_bytes) for device, more_bytes in zip(devices, gradients)]
         self._watch, self._learn = watch, learn
         if looks:
             put_under_modes(watch)

@@ -16,6 +16,7 @@ from torchckpt.pipe.run.step import Order, one_ahead, with_replays
 from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.plan.figures import WholeStep
 from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peak_bytes
 from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
 from torchckpt.planning.step.measured import measured_step
@@ -75,24 +76,25 @@ def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None)
     took = MeasuredStep(order, paper.choices, levels)
     # One thread launches all, so what passes between two actions is no message.
     try:
-        found = fitted(order, step.stages, paper.links, budget, [took])
+        best = fitted(order, step.stages, paper.links, budget, [took])
     except BudgetInfeasible as error:
         error.caller = "Pipe"
         raise
-    return found if lookahead is None else _in_graph(found, took, lookahead)
+    best = best if lookahead is None else _in_graph(best, took, lookahead)
+    return replace(best, plan=replace(best.plan, whole_step=WholeStep(best.budget_bytes, best.peak_bytes)))
 
 
-def _in_graph(found: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
-    """``found`` with its recomputes where the graph runs them: right before the backwards that ``lookahead`` says. If
+def _in_graph(best: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
+    """``best`` with its recomputes where the graph runs them: right before the backwards that ``lookahead`` says. If
     there is no room for that, all of them in the backwards."""
-    problem, choices = found.plan.problem, found.plan.choices
+    problem, choices = best.plan.problem, best.plan.choices
     visits = [action.visit for action in took.levels if action.kind is Kind.FORWARD]
-    late = {visit: _late(found.plan.step.choice(visit)) for visit in visits}
+    late = {visit: _late(best.plan.step.choice(visit)) for visit in visits}
     beside, tries = beside_of([took], problem.stages), []
     for tried in (choices, late):
         plan = PipelinePlan.of(problem, with_recompute(took.schedule, tried, lookahead), tried)
         peaks = (peak_bytes(plan.step, rank, beside) for rank in range(len(plan.schedule.ranks)))
-        tries.append(replace(found, plan=plan, peak_bytes=tuple(peaks)))
+        tries.append(replace(best, plan=plan, peak_bytes=tuple(peaks)))
     fitting = [tried for tried in tries if tried.fits]
     return min(fitting or tries[1:], key=lambda tried: tried.plan.step_seconds)
 

@@ -224,13 +224,13 @@ class _Mark:
 
 
 def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, lookahead: int | None) -> Fitted:
-    found = fit(order, counted, budget, lookahead)
+    whole = fit(order, counted, budget, lookahead)
     if share == 1.0:
-        return found
-    less = [limit * share for limit in found.budget_bytes]
+        return whole
+    less = [limit * share for limit in whole.budget_bytes]
     while True:
         try:
-            return replace(fit(order, counted, less, lookahead), budget_bytes=found.budget_bytes)
+            return replace(fit(order, counted, less, lookahead), budget_bytes=whole.budget_bytes)
         except BudgetInfeasible as error:  # then that rank recomputes everything
             less[error.rank or 0] = error.least_bytes
 
@@ -238,7 +238,8 @@ def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, look
 def _shapes(tree: Any) -> Any:
     """What the bytes of a step depend on, of its arguments."""
     return tuple(
-        (*leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        (*leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor)
+        else leaf if isinstance(leaf, bool) else type(leaf)
         for leaf in pytree.tree_leaves(tree)
     )
 
