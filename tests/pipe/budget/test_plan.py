@@ -84,7 +84,7 @@ def test_every_choice_is_tried(seed):
 @pytest.mark.parametrize("order", [graph_order, step_order])
 @pytest.mark.parametrize("seed", range(6))
 def test_more_budget_is_never_slower(seed, order):
-    stages = Random(seed).choice((1, 2))
+    stages = 1 + seed % 3
     made = random_stages(seed, stages, 2)
     schedule = order(tuple(range(stages)), 3).schedule
     took, before = counted(schedule, made), float("inf")
@@ -93,8 +93,9 @@ def test_more_budget_is_never_slower(seed, order):
             found = fit(schedule, took, f"{share}%", 1 if order is graph_order else None)
         except BudgetInfeasible:
             continue
-        assert found.plan.step_seconds <= before * (1 + 1e-9)
-        before = found.plan.step_seconds
+        # In the graph's order the search may miss a plan that it found for less, by up to 2 % (docs/limits.md).
+        assert found.plan.step_seconds <= before * (1.02 if order is graph_order else 1 + 1e-9)
+        before = min(before, found.plan.step_seconds)
     assert before == found.plan.keep_all_seconds
 
 

@@ -17,8 +17,9 @@ from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, wi
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peak_bytes
-from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of
+from torchckpt.planning.plan.run.fit_measured import Fitted, fitted, peaks_of
+from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
@@ -85,18 +86,17 @@ def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None)
 
 
 def _in_graph(best: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
-    """``best`` with its recomputes where the graph runs them: right before the backwards that ``lookahead`` says. If
-    there is no room for that, all of them in the backwards."""
-    problem, choices = best.plan.problem, best.plan.choices
-    visits = [action.visit for action in took.levels if action.kind is Kind.FORWARD]
+    """``best`` with its recomputes where the graph runs them: right before the backwards that ``lookahead`` says; or
+    with all of them in the backwards. Then blocks are kept in what room is left."""
+    problem, limits = best.plan.problem, best.budget_bytes
+    visits = [action.visit for order in took.schedule.ranks for action in order if action.kind is Kind.FORWARD]
     late = {visit: _late(best.plan.step.choice(visit)) for visit in visits}
-    beside, tries = beside_of([took], problem.stages), []
-    for tried in (choices, late):
-        plan = PipelinePlan.of(problem, with_recompute(took.schedule, tried, lookahead), tried)
-        peaks = (peak_bytes(plan.step, rank, beside) for rank in range(len(plan.schedule.ranks)))
-        tries.append(replace(best, plan=plan, peak_bytes=tuple(peaks)))
-    fitting = [tried for tried in tries if tried.fits]
-    return min(fitting or tries[1:], key=lambda tried: tried.plan.step_seconds)
+    beside = beside_of([took], problem.stages)
+    orders = ((with_recompute(took.schedule, choices, lookahead), choices) for choices in (best.plan.choices, late))
+    plans = [PipelinePlan.of(problem, *order) for order in orders]
+    plans += [plan for plan in [repaired(plan, limits, beside) for plan in plans] if plan is not None]
+    tries = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
+    return min((tried for tried in tries if tried.fits), key=lambda tried: tried.plan.step_seconds, default=tries[1])
 
 
 def _late(choice: Choice) -> Choice:

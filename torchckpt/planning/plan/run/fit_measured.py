@@ -29,7 +29,7 @@ from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks
 
-__all__ = ["Fitted", "PlannedStep", "fitted", "with_levels"]
+__all__ = ["Fitted", "PlannedStep", "fitted", "peaks_of", "with_levels"]
 
 _TRIES = 8
 """The most plans that are made."""
@@ -87,7 +87,7 @@ def fitted(
     left, plans = _TRIES, [least.plan]
     while left:
         plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
-        tried = Fitted(plan, limits, _peaks(plan, beside))
+        tried = Fitted(plan, limits, peaks_of(plan, beside))
         plans.append(plan)
         if tried.fits and plan.step_seconds < best.plan.step_seconds:
             best = tried
@@ -105,7 +105,7 @@ def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, Extr
         return best
     limits = best.budget_bytes
     plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
-    fitting = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans if plan is not None]
+    fitting = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans if plan is not None]
     return min([best, *fitting], key=lambda fit: fit.plan.step_seconds)
 
 
@@ -154,7 +154,7 @@ def _at_least(problem: Problem, within: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(_LEAST_BYTES, *pair) for pair in zip(problem.least_bytes, within))
 
 
-def _peaks(plan: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
+def peaks_of(plan: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
     """The peak bytes of each rank in a step of ``plan``."""
     return tuple(peak_bytes(plan.step, rank, beside) for rank in range(len(plan.schedule.ranks)))
 
@@ -169,7 +169,7 @@ def _recomputing_all(
     within = problem.within(_at_least(problem, problem.least_bytes))
     late = first_blocks(problem.schedule, problem.stages, max(len(stage.blocks) for stage in problem.stages))
     plans = [PipelinePlan.of(within, without(order), late) for order in orders]
-    fits = [Fitted(plan, limits, _peaks(plan, beside)) for plan in plans]
+    fits = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
     return min(fits, key=lambda tried: max(peak / limit for peak, limit in zip(tried.peak_bytes, limits)))
 
 
