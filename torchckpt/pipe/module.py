@@ -158,8 +158,7 @@ class Pipe(nn.Module):
 
         Returns:
             The output that the module would return, on the device of the last stage. Layers that compute across rows,
-            such as BatchNorm, see one micro-batch at a time. If stages on different accelerators draw from the CPU's
-            generator, the order of their draws is not fixed.
+            such as BatchNorm, see one micro-batch at a time. Draws of several devices from one generator have no order.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside(partial(self.forward, *args, **kwargs))
@@ -168,7 +167,8 @@ class Pipe(nn.Module):
         with called("Pipe"):
             micro_batches = self._scattered(args, kwargs)
         m, stages = len(micro_batches), self.stages
-        threads = any(stage.device.type == accelerator_type() for stage in stages)
+        # A region on an accelerator would take the draws of a stage on the CPU for its own, in another thread.
+        threads = all(stage.device.type == accelerator_type() for stage in stages)
         within = self._within if torch.is_grad_enabled() else None
         with nullcontext() if within is None else within.explained(), self._statistics(), called("Pipe"):
             if within is None:

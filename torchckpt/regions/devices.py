@@ -14,7 +14,15 @@ from torch import Tensor
 
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Clock", "Stamp", "SyncPoint", "accelerator_type", "accelerators_among"]
+__all__ = [
+    "Clock",
+    "Stamp",
+    "SyncPoint",
+    "accelerator_type",
+    "accelerators_among",
+    "accelerators_of",
+    "current_accelerators",
+]
 
 
 @functools.cache
@@ -24,16 +32,24 @@ def accelerator_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
-    """The accelerators of the tensors among the arguments. If there are none: the current one, if it is initialized."""
+def accelerators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
+    """The accelerators of the tensors among the arguments."""
     kind = accelerator_type()
     if kind is None:
         return ()
-    found = dict.fromkeys(tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == kind)
-    if not found:
-        is_initialized: Callable[[], bool] = getattr(getattr(torch, kind, None), "is_initialized", lambda: True)
-        return (torch.device(kind, torch.accelerator.current_device_index()),) if is_initialized() else ()
-    return tuple(found)
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == kind))
+
+
+def current_accelerators() -> tuple[torch.device, ...]:
+    """The accelerator that is current; none where it is not initialized, so that nothing can run on it."""
+    kind = accelerator_type()
+    is_initialized: Callable[[], bool] = getattr(getattr(torch, kind or "", None), "is_initialized", lambda: True)
+    return (torch.device(kind, torch.accelerator.current_device_index()),) if kind and is_initialized() else ()
+
+
+def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
+    """The accelerators of the tensors among the arguments. If there are none: the current one, if it is initialized."""
+    return accelerators_of(args, kwargs) or current_accelerators()
 
 
 class SyncPoint:

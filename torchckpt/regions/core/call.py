@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.devices import SyncPoint, accelerators_among
+from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
 from torchckpt.regions.flags import Replay, thread
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
@@ -34,7 +34,7 @@ from torchckpt.regions.state.ambient import (
     use_settings,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.module_state import ModuleState, modules_lock, record_state, substituted
+from torchckpt.regions.state.module_state import ModuleState, exclusive, record_state, state_lock, substituted
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 
@@ -54,8 +54,9 @@ class Call:
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
-        self.devices = accelerators_among(args, kwargs)
-        """The accelerators that the region works on."""
+        self._devices_of_inputs = accelerators_of(args, kwargs)
+        self.devices = self._devices_of_inputs or current_accelerators()
+        """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
         self.is_alone = reaches_nothing(function)
         """Whether the function has its arguments alone: no compiled code, and no norm layers."""
         self._options = options
@@ -89,7 +90,7 @@ class Call:
         _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
         has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
-        module_state, exclusive = (None, False) if has_none and not modules else record_state(self.function, modules)
+        module_state, is_locked = (None, False) if has_none and not modules else record_state(self.function, modules)
         try:
             # Lazy modules: the first call makes the weights, which a replay would not.
             if module_state is not None and module_state.layout.is_lazy:
@@ -120,11 +121,12 @@ class Call:
                 if module_state is not None:
                     module_state.note_changes()
         finally:
-            if exclusive:
-                modules_lock.release()
-        if self.devices:  # their backwards run in several threads, which share the CPU's generator, random[0]
+            if is_locked:
+                state_lock.release()
+        if self.devices:  # their backwards run in several threads, which share the generators of other devices
             then, random = ambient.pop()
-            ambient.append((then, drawn_since(random[:1]) + random[1:]))
+            shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
+            ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
         return outputs
 
     def _take_context(self) -> AbstractContextManager[Any]:
@@ -167,6 +169,14 @@ class Call:
         then, random = ambient
         if then != settings():
             function = _inside(use_settings(then), function)
+        run = partial(function, *args, **kwargs)
+        if self.devices and random and random[0][0] is torch.default_generator:
+            with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
+                self._run_again(run, random, pack, unpack)
+        else:
+            self._run_again(run, random, pack, unpack)
+
+    def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> None:
         replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
@@ -178,7 +188,7 @@ class Call:
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
-                function(*args, **kwargs)
+                run()
             finally:
                 if replay.ran:
                     norms.take_back(replay)
@@ -228,7 +238,7 @@ def comes_of_stop(error: BaseException) -> bool:
     return last is None or all(raised is None or raised.__cause__ is cause for raised, cause in pairwise(chain))
 
 
-_REPLAY = Call.replay.__code__
+_REPLAY = Call._run_again.__code__
 
 
 def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:

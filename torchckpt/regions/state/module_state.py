@@ -35,10 +35,11 @@ from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths
 from torchckpt.tensors import copy_attributes
 from torchckpt.typing import Function
 
-__all__ = ["ModuleState", "Substitutes", "modules_lock", "record_state", "substituted"]
+__all__ = ["ModuleState", "Substitutes", "exclusive", "record_state", "state_lock", "substituted"]
 
-modules_lock = threading.RLock()
-"""It is held while modules hold substitutes, and by forwards that change buffers, so that none changes a substitute."""
+state_lock = threading.RLock()
+"""It is held while modules hold substitutes, by forwards that change buffers, so that none changes a substitute, and by
+replays that draw from a generator which other threads share."""
 
 _LOCK_TIMEOUT_SECONDS = 300
 
@@ -147,7 +148,7 @@ class ModuleState:
 
     def _put_back(self, keys: set[Key]) -> None:
         """Put the buffers back where this forward has set what it found, and that was a replay's of another thread."""
-        with modules_lock:
+        with state_lock:
             for key in keys:
                 values, name = self.layout.dict_of(key), key[1]
                 if values.get(name) in _twins:
@@ -241,7 +242,7 @@ class ModuleState:
 def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleState | None, bool]:
     """Record the modules of ``function`` before it is called on ``args``.
 
-    The bool says whether its calls are known to change buffers. If so, ``modules_lock`` is held, and the caller
+    The bool says whether its calls are known to change buffers. If so, ``state_lock`` is held, and the caller
     releases it after the call."""
     layout_with_values = layout_of(function, args)
     if layout_with_values is None:
@@ -249,33 +250,42 @@ def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleSt
     layout, values = layout_with_values
     if not layout.changing:
         return ModuleState(layout, values, is_locked=False), False
-    modules_lock.acquire()
+    state_lock.acquire()
     try:
         return ModuleState(layout, values_of(layout.tables), is_locked=True), True
     except BaseException:
-        modules_lock.release()
+        state_lock.release()
         raise
+
+
+@contextmanager
+def exclusive(function: Function) -> Iterator[None]:
+    """Hold ``state_lock`` for the replay of ``function``."""
+    if not state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+        raise RecomputationError(
+            f"the replay of region {name_of(function)} needs buffers or a generator that a region in another thread "
+            f"uses. That region has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
+            "backward\n"
+            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
+        )
+    try:
+        yield
+    finally:
+        state_lock.release()
 
 
 @contextmanager
 def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
     """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
-    if not modules_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
-        raise RecomputationError(
-            f"the replay of region {name_of(function)} needs buffers that the forward of a region in another thread "
-            f"may change. That forward has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
-            "backward\n"
-            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
-        )
     before: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
-        _put(substitutes.values)
-        with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
-            yield
-    finally:
-        _put(before)
-        modules_lock.release()
+    with exclusive(function):
+        try:
+            before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
+            _put(substitutes.values)
+            with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
+                yield
+        finally:
+            _put(before)
 
 
 def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
