@@ -8,7 +8,7 @@ from torchckpt import offload
 from torchckpt.regions.moved import region, slot
 from torchckpt.regions.moved.region import Moved
 
-__all__ = ["ahead", "by_default", "let_cpu_move", "moved"]
+__all__ = ["ahead", "by_default", "let_cpu_move", "moved", "sizes"]
 
 
 def by_default(function, *args, **kwargs):
@@ -34,6 +34,11 @@ def driven(actions, function, *args, **kwargs):
     for action in actions:
         getattr(one, action)()
     return outputs
+
+
+def sizes(region) -> list[int]:
+    """The bytes of the storages that may move, in the order in which they were saved."""
+    return [storage.size for storage in region._moving()]
 
 
 def let_cpu_move(monkeypatch) -> None:

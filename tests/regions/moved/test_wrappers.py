@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers import assert_equal, leaf, parameters_of
-from tests.regions.moved.calls import let_cpu_move, moved
+from tests.regions.moved.calls import let_cpu_move, moved, sizes
 from tests.settings import with_gloo
 from torchckpt import offload_module
 from torchckpt.errors import RecomputationError
@@ -65,7 +65,7 @@ def test_both_tensors_of_a_wrapper_go_and_it_is_made_again(device):
     assert torch.equal(received.b, expected.b)
     region = Moved(1)
     output = region.forward(lambda x: (x.exp() * 2).sin(), (x,), {})
-    assert region.moved_bytes == 4 * 128
+    assert sizes(region) == [128] * 4
     region.release()
     assert all(storage.is_away for storage in region._moving())
     torch.autograd.grad(output, x, torch.ones_like(output))
@@ -110,7 +110,7 @@ def test_a_jagged_tensor_keeps_its_offsets():
     region = Moved(1)
     jagged = torch.nested.as_nested_tensor([leaf(3, 4), leaf(2, 4)], layout=torch.jagged)
     output = region.forward(lambda x: x.sin().cos(), (jagged,), {})
-    assert region.moved_bytes == 2 * 80
+    assert sizes(region) == [80] * 2
     del output
 
 
@@ -144,7 +144,7 @@ def test_dtensors(mesh):
     region = Moved(1)
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)]).requires_grad_()
     output = region.forward(lambda x: (x * 2).sin().exp(), (x,), {})
-    assert region.moved_bytes == 2 * 128
+    assert sizes(region) == [128] * 2
     del output
 
 
@@ -160,10 +160,10 @@ def test_what_fsdp_gathers_stays(mesh, monkeypatch, inside, reshards):
     """With fully_shard around the regions, or inside of them."""
     from torch.distributed.fsdp import fully_shard
 
-    sizes, send = [], Moved.send
+    found, send = [], Moved.send
 
     def noted(self):
-        sizes.append(sorted(storage.size for storage in self._moving()))
+        found.append(sorted(storage.size for storage in self._moving()))
         send(self)
 
     def gradients(moves):
@@ -183,4 +183,4 @@ def test_what_fsdp_gathers_stays(mesh, monkeypatch, inside, reshards):
     monkeypatch.setattr(Moved, "send", noted)
     assert_equal(gradients(True), expected)
     # the input, what GELU takes, the mask, and what is left of it; no weight, of 512 bytes
-    assert sizes[0] == [128, 256, 256, 256]
+    assert found[0] == [128, 256, 256, 256]

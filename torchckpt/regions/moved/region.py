@@ -95,8 +95,8 @@ class Moved:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes of the storages that it moves. One that a later region has saved, too, is that region's."""
-        return sum(storage.size for storage in self._moving())
+        """The bytes that were sent, and did not stay. A storage that a later region has saved, too, is that region's."""
+        return sum(storage.size for storage in self._moving() if storage.piece is not None or storage.is_back)
 
     def send(self) -> None:
         """Queue the copies to the host of what moves."""
