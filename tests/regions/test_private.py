@@ -141,6 +141,28 @@ def storage_key():
     assert private.storage_key(torch.eye(2).to_sparse()) is None
 
 
+def use_count():
+    x = torch.zeros(3)
+    assert private.use_count(x) == 1
+    aliases = [x[1:], x.detach(), x.view(1, 3)]
+    storage = x.untyped_storage()  # does not count
+    assert private.use_count(x) == 1 + len(aliases)
+    reference = StorageWeakRef(storage)
+    del aliases
+    assert private.use_count(x) == 1
+    del x, storage
+    assert reference.expired()
+
+
+def negated():
+    imaginary = torch.tensor([1 + 2j]).conj().imag
+    x = torch.tensor([2.0])
+    view = private.negated(x)
+    assert view.is_neg() == imaginary.is_neg() is True
+    assert torch.equal(view, imaginary)
+    assert view.data_ptr() == x.data_ptr()
+
+
 def modes_are_active():
     assert not private.modes_are_active()
     with torch.device("meta"):
@@ -460,6 +482,7 @@ COUNTERPARTS = {
     "look_through": look_through,
     "modes_are_active": modes_are_active,
     "mutation_is_allowed": mutation_is_allowed,
+    "negated": negated,
     "newest_node": newest_node,
     "norm_layer": norm_layer,
     "number_of": newest_node,
@@ -473,6 +496,7 @@ COUNTERPARTS = {
     "set_version": set_version,
     "storage_key": storage_key,
     "take_from_modes": put_under_modes,
+    "use_count": use_count,
     "use_stance": compiler_stance,
     "without_selective_modes": without_selective_modes,
 }

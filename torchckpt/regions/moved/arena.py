@@ -65,9 +65,10 @@ class Arena:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return piece
 
-    def give(self, piece: Piece) -> None:
-        """Take ``piece`` back, which is read until its event. Any thread may call this, also during ``take``."""
-        self._returned.append(piece)
+    def give(self, room: Tensor, read: torch.Event | None = None) -> None:
+        """Take the bytes of a piece back, which are read until ``read``; None: nobody reads them. Any thread may call
+        this, also during ``take``."""
+        self._returned.append(Piece(room, read))
 
     def reserve(self, size: int) -> None:
         """Pin memory until there are ``size`` bytes.

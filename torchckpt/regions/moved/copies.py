@@ -7,6 +7,7 @@
     release                           out ─► compute      [3] the memory goes back to compute's pool, in its order
     issue                             compute ─► back     [4] the memory of the targets is free; with [3], it is sent
     unpack                            back ─► compute     [5] it has come back
+    death, if nobody has unpacked it  back ─► compute     [6] nobody writes the memory, which goes back
 
 No tensor is recorded on another stream (``record_stream``): such memory would be free whenever the host happens to
 ask, and a peak could not be planned. By [3] and [4], it is freed and taken in the order of the calls, whatever the
@@ -43,10 +44,12 @@ class Bytes:
     def __init__(self, tensor: Tensor, copies: Copies, streams: Iterable[torch.Stream]) -> None:
         self.piece: Piece | None = None
         """Its place on the host, from ``send`` on."""
-        self.pending: torch.Event | None = None
-        """The end of the copy that reads or writes ``memory``, as long as ``streams`` do not wait for it."""
+        self.sent: torch.Event | None = None
+        """The end of the copy to the host."""
         self.came: torch.Event | None = None
-        """The end of the copy that has brought it back."""
+        """The end of the copy back."""
+        self.is_waited_for = True
+        """Whether ``streams`` wait for the copy back."""
         self.is_away = self.is_back = self.is_output = False
         self.copies, self.streams = copies, tuple(streams)
         """The streams to whose pools the memory goes back."""
@@ -67,31 +70,28 @@ class Bytes:
 
     def let_go(self) -> None:
         """The memory on the device goes back."""
-        self._wait_for_copy()
+        for stream in self.streams:
+            _wait(stream, self.sent)  # [3]
         self.memory, self.is_away = _NOTHING, True
-
-    def _wait_for_copy(self) -> None:
-        pending, self.pending = self.pending, None
-        for stream in self.streams if pending is not None else ():
-            _wait(stream, pending)  # [3]
 
     def stay(self) -> None:
         """What is on the host is needed no more."""
         piece, self.piece = self.piece, None
         if piece is not None:
-            self.copies.arena.give(piece._replace(read=None))
+            self.copies.arena.give(piece.bytes)
 
     def wait(self) -> None:
         """The current stream may read ``memory`` from now on."""
         current = self.copies.current()
         _wait(current, self.came)  # [5]
-        if current in self.streams and self.is_back:
-            self.pending = None
+        if current in self.streams:
+            self.is_waited_for = True
         elif current is not None and self.is_back:
             self.memory.record_stream(current)
 
     def __del__(self) -> None:
-        self._wait_for_copy()
+        for stream in () if self.is_waited_for else self.streams:
+            _wait(stream, self.came)  # [6]
         self.stay()
 
 
@@ -132,7 +132,7 @@ class Copies:
                 each.piece = piece
         ended = _mark(self._out)
         for each in sources:
-            each.pending = ended
+            each.sent = ended
 
     def fetch(self, targets: Iterable[Bytes]) -> None:
         """Queue the copies back of those that are away, in this order."""
@@ -145,10 +145,10 @@ class Copies:
         with on(self._back):
             for (each, piece), memory in zip(away, memories):
                 memory.copy_(piece.bytes[: each.size], non_blocking=True)
-                each.came = each.pending = _mark(self._back)
+                each.came, each.is_waited_for = _mark(self._back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)
                 each.piece, each.is_away, each.is_back = None, False, True
-                self.arena.give(piece._replace(read=each.came))
+                self.arena.give(piece.bytes, each.came)
 
 
 def _mark(stream: torch.Stream | None) -> torch.Event | None:
