@@ -304,6 +304,21 @@ def test_copies_recompute_every_call(model, x):
             with count_recomputes() as counted:
                 gradients(copied, x)
             assert counted.total == 6
+        assert recomputes(model, x) == 0
+
+
+def test_a_copy_can_have_a_budget_of_its_own(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        copied = copy.deepcopy(model)
+        with torchckpt.checkpoint_layers(copied, "layers.*", budget="70%") as handle:
+            assert [recomputes(copied, x) for _ in range(2)] == [6, 6 - len(handle.plan.kept)]
+            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        assert recomputes(copied, x) == 0
+        again = copy.deepcopy(model)
+        torchckpt.checkpoint_layers(again, "layers.*")
+        assert recomputes(again, x) == 6
+        with pytest.raises(torchckpt.ArgumentError, match="checkpointed already"):
+            torchckpt.checkpoint_layers(again, "layers.*")
 
 
 def test_frozen_layers_in_front(model, x):
@@ -373,6 +388,11 @@ def test_what_is_shown(model, x, tmp_path):
         text = handle.draw(tmp_path / "plan.svg")
     assert text == (tmp_path / "plan.svg").read_text()
     assert "Peak memory" in text
+    assert ">device<" in text
+    assert "rank" not in text
+    share = handle.plan.recompute_seconds / handle.plan.plain_seconds
+    assert f"{len(handle.plan.kept)} of 6 calls are kept; recomputing the others adds {share:.1%}"[:-1] in table
+    assert " % to the time of all" in table
 
 
 # other shapes ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 __all__ = ["ENTER", "CheckpointHandle", "checkpoint_module", "is_checkpointed", "module_faults"]
 
 ENTER = "_torchckpt_enter"
-"""The attribute of the instance that holds what its calls go to in place of a region, if anything. It is called as
-``enter(module, function, args, kwargs, options)``."""
+"""The attribute of the instance that holds what its calls go to in place of a region, if anything; None in a copy of
+such a module, which may be checkpointed anew. It is called as ``enter(module, function, args, kwargs, options)``."""
 
 _OPTIONS = "_torchckpt_options"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -116,7 +116,7 @@ def checkpoint_module(
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     check_options(checkpoint_module, options, module_faults(module))
-    put(module, _Checkpointed, options)
+    put(module, _Checkpointed, options).__dict__.pop(ENTER, None)
     if module._compiled_call_impl is not None:
         _compile_inside(module)
     return CheckpointHandle(module, options)
@@ -145,7 +145,7 @@ def module_faults(module: object) -> list[Fault]:
     if not isinstance(module, nn.Module):
         return [Fault("the module is not an nn.Module", kind(module), f"{works}; or checkpoint(function, x)")]
     name = type(module).__name__
-    if _OPTIONS in module.__dict__:
+    if _OPTIONS in module.__dict__ and module.__dict__.get(ENTER, module) is not None:
         return [Fault("the module is checkpointed already", f"{name}, checkpointed already", "handle.remove() first")]
     if type(module) in _CONTAINERS:
         received = f"{name}, whose layers are called one by one"
