@@ -5,7 +5,8 @@ leaves a mark at the nodes of its outputs, which the backward reaches, or which 
 
 [1] A step whose first call is of no known step recomputes everything, and is counted. [2] Of others the plans are made
 when they begin. [3] While calls are those of known steps, a call is kept if all of these keep it; any other call is
-recomputed. [4] Of kept calls one behind the other, only the layer and the shape of the first tensor are looked at.
+recomputed. [4] Of calls between the first and the last one of a known step, only the layer and the shape of the first
+tensor are looked at.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
+from torchckpt.layers.known import Foreseen, KnownStep, KnownSteps, has_run_out, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.measuring.known import SHOWN
 from torchckpt.measuring.shapes import Settings, Shapes, shapes_of
@@ -93,6 +94,9 @@ class _Step:
     agreed: frozenset[int] | None
     """The calls that all ranks keep; None where each keeps its own."""
     key: list[Shapes] = field(default_factory=list)
+    """The calls that were looked at in full."""
+    calls: int = 0
+    """How many calls there were."""
     model: Shapes = ()
     """What the model was called with, until the next call of a layer."""
     marks: list[weakref.ref[_Mark]] = field(default_factory=list)
@@ -108,10 +112,8 @@ class _Step:
     """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
-    run: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """The kept calls that were to come when one was last looked at in full, the next one last."""
-    left: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Those of them that have not come."""
+    script: Sequence[Foreseen | None] = ()
+    """What is foreseen of the calls, if that is clear."""
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -120,37 +122,34 @@ class _Step:
         while self.marks and not self.has_failed:
             mark = self.marks[-1]()
             if mark is not None and not mark.is_reached:
-                return self.reached == 0 or len(self.key) < _CALLS or mark is self.newest()
+                return self.reached == 0 or self.calls < _CALLS or mark is self.newest()
             self.marks.pop()
         return False
 
     @property
     def has_ended(self) -> bool:
         """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
-        return self.has_failed or ((self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive)
+        return self.has_failed or ((self.marked > 0 or self.calls == _CALLS) and not self.is_alive)
 
     def keeps(self, shapes: Shapes) -> bool:
         """Whether the next call, with these shapes, is kept."""
-        call, had = len(self.key), bool(self.known)
+        call, had = self.calls, bool(self.known)
         self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
         self.is_other |= had and not self.known
+        self.script = self.known[0].script if len(self.known) == 1 and self.counter is None else ()
         self.key.append(shapes)
+        self.calls += 1
         if self.agreed is not None:
             return call in self.agreed
         return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
 
-    def look_ahead(self) -> None:
-        """Note which calls are kept next, if they come [4]."""
-        if self.counter is None and len(self.known) == 1:
-            self.run = self.known[0].runs[len(self.key) - 1]
-            self.left = [*self.run]
-
-    def catch_up(self) -> None:
-        """Note the calls that came of those that were to come."""
-        done = len(self.run) - len(self.left)
-        if done:
-            self.key += self.known[0].key[len(self.key) : len(self.key) + done]
-        self.run = self.left = []
+    def region(self, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
+        """Run a call that was foreseen as a region."""
+        refuse_transforms()
+        frame = Frame(options)
+        outputs = frame.forward(function, args, kwargs)
+        frame.around = partial(self.replaying, -1)
+        return outputs
 
     def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
         """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
@@ -167,7 +166,7 @@ class _Step:
 
     def failed(self, error: BaseException) -> None:
         """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
-        self.has_failed = True
+        self.has_failed, self.script = True, ()
         if isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}") from error
 
@@ -221,10 +220,8 @@ class Steps:
             return
         device = _device_of(model, args, kwargs)
         shapes = (*self._settings.now(device.type), *shapes_of(*args, *kwargs.values()))
-        if step is not None:
-            step.catch_up()
-        if step is None or not step.key or not step.is_alive:
-            self._unseen = 0 if step is None or step.key else self._unseen + 1
+        if step is None or not step.calls or not step.is_alive:
+            self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
                 warnings.warn(f"{_CALLER}: {_NOT_SEEN}", stacklevel=3)
             step = self._begin((shapes,), device)
@@ -235,20 +232,18 @@ class Steps:
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone() or running_node() is not None:
             return run(function, args, kwargs, options)  # a region of torch calls it in a backward, which is no step
         step, own = self.step, (layer, f"training={module.training}", shapes_of(*args, *kwargs.values()))
-        if step is not None:
-            step.catch_up()
         if step is None or step.has_ended:
             device = _device_of(module, args, kwargs)
             settings = self._settings.now(device.type)
             step = self._begin((settings, *own), device)
             step.model = settings
-        if step.thread != threading.get_ident() or len(step.key) == _CALLS:
+        if step.thread != threading.get_ident() or step.calls == _CALLS:
             return run(function, args, kwargs, options)
         if step.is_in_kept:
             return function(*args, **kwargs)
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
-        call, counter, is_kept = len(step.key), step.counter, step.keeps(shapes)
+        call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
         frame, note = None if is_kept else Frame(options), None
         if counter is not None and frame is not None:
             frame.noted = counter.noted(call)
@@ -263,7 +258,6 @@ class Steps:
             raise
         finally:
             step.is_in_kept = False
-        step.look_ahead()
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
         if frame is not None:
             frame.around = partial(step.replaying, call)
@@ -315,7 +309,7 @@ class Steps:
         step.counter.stop()
         if not step.counter.groups <= self._groups:
             self._groups, self._agreement = self._groups | step.counter.groups, None
-        if not step.counter.is_complete or not 0 < len(step.key) < _CALLS:
+        if not step.counter.is_complete or not 0 < step.calls < _CALLS:
             return
         if not step.is_learned:
             for known in step.known:
@@ -346,16 +340,17 @@ class Enter:
 
     def __call__(self, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
         step = self._steps.step
+        foreseen = step.script[step.calls] if step is not None and step.calls < len(step.script) else None
         if (
-            step is None or not (step.left and args) or step.left[-1] != (self._layer, getattr(args[0], "shape", None))
-            or step.is_in_kept or step.thread != threading.get_ident() or not torch.is_grad_enabled()
+            step is None or foreseen is None or foreseen.layer != self._layer or step.is_in_kept
+            or not args or getattr(args[0], "shape", None) != foreseen.shape
+            or step.thread != threading.get_ident() or not torch.is_grad_enabled()
             or hooks_in_force(True) is not None or running_node() is not None  # in a region, or in a replay
         ):  # fmt: skip
             return self._steps.run(self._layer, module, function, args, kwargs, options)
-        step.left.pop()
-        step.is_in_kept = True
+        step.calls, step.is_in_kept = step.calls + 1, foreseen.is_kept  # [4]
         try:
-            return function(*args, **kwargs)
+            return function(*args, **kwargs) if foreseen.is_kept else step.region(function, args, kwargs, options)
         except BaseException as error:
             step.failed(error)
             raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
 from torchckpt.regions.saved import bytes_of
 
-__all__ = ["KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
+__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
 
 _CALLER = "checkpoint_layers"
 
@@ -67,6 +68,21 @@ class Limit:
         return error
 
 
+class Foreseen(NamedTuple):
+    """A call that comes if the step is the one that is known."""
+
+    layer: int
+    shape: tuple[int, ...] | None
+    """That of its first tensor."""
+    is_kept: bool
+
+    @classmethod
+    def of(cls, call: Shapes, is_kept: bool) -> Foreseen:
+        """What ``call`` of a key has of it."""
+        _, layer, _, shapes = call
+        return cls(layer, next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None), is_kept)
+
+
 @dataclass(kw_only=True)
 class KnownStep(Followed[LayersPlan]):
     """A step that is known, by its calls."""
@@ -92,23 +108,16 @@ class KnownStep(Followed[LayersPlan]):
         return sha256(repr(self.key).encode()).hexdigest()[:16]
 
     @cached_property
-    def runs(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-        """By the place of a call, the calls behind it, the next one last, that are kept and neither the first nor the
-        last of a call of the model: the layer of each, and the shape of its first tensor."""
+    def script(self) -> list[Foreseen | None]:
+        """What is foreseen of each call; None for the first and the last one of each call of the model."""
         kept = frozenset() if self.plan is None else self.plan.kept
-        runs: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-        for place in reversed(range(len(self.key))):
-            runs[place] = []
-            is_last = place + 2 >= len(self.key) or bool(self.key[place + 2][0])
-            if not is_last and place + 1 in kept and not self.key[place + 1][0]:
-                _, layer, _, shapes = self.key[place + 1]
-                shape = next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), ())
-                runs[place] = [*runs[place + 1], (layer, shape)]
-        return runs
+        starts = [bool(call[0]) for call in self.key]
+        inside = [not (start or end) for start, end in zip(starts, [*starts[1:], True])]
+        return [Foreseen.of(call, place in kept) if inside[place] else None for place, call in enumerate(self.key)]
 
     def follow(self, plan: LayersPlan) -> None:
         super().follow(plan)
-        self.__dict__.pop("runs", None)
+        self.__dict__.pop("script", None)
 
 
 class KnownSteps:
