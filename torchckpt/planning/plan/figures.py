@@ -14,7 +14,8 @@ from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
-from torchckpt.planning.work.choice import Choices, first_blocks
+from torchckpt.planning.work.choice import Choices, State, first_blocks
+from torchckpt.planning.work.move import Move
 
 __all__ = ["PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
 
@@ -122,6 +123,8 @@ class PlanFigures:
     """What was asked, if blocks were moved between stages since."""
     whole_step: WholeStep | None = None
     """The bytes of a whole step, not of activations alone, if the plan was made of measured steps."""
+    moves: tuple[Move, ...] = ()
+    """One of each block that is away: when it leaves its device, and when it comes back."""
 
     @property
     def bound_seconds(self) -> float:
@@ -131,7 +134,12 @@ class PlanFigures:
     @cached_property
     def step(self) -> Step:
         """The planned step."""
-        return self.problem.step(self.choices, self.schedule)
+        return self.problem.step(self.choices, self.schedule, self.moves)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The states that a block may be in."""
+        return tuple(state for state in State if state is not State.AWAY or self.problem.host is not None)
 
     @property
     def timeline(self) -> Timeline:

@@ -12,7 +12,7 @@ from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.stored import read, written
-from torchckpt.planning.work.choice import Choice, Choices, State
+from torchckpt.planning.work.choice import Choices
 
 __all__ = ["PipelinePlan"]
 
@@ -49,7 +49,7 @@ class PipelinePlan(PlanFigures, Drawn):
         follows. Default: in the units of the plan."""
         units = units or self.units
         rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
-        names = "/".join(state.value for state in State)
+        names = "/".join(state.value for state in self.states)
         texts = [names]
         for stage, work in enumerate(self.problem.stages):
             redone = self.recompute_seconds[stage]
@@ -58,10 +58,11 @@ class PipelinePlan(PlanFigures, Drawn):
             rank = self.schedule.placement[stage]
             blocks, saved = str(len(work.blocks)), units.of_memory(work.saved_bytes)
             rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
-            texts.append(_runs([self.step.choice((stage, i)) for i in range(self.schedule.micro_batches)]))
+            visits = ((stage, i) for i in range(self.schedule.micro_batches))
+            texts.append(_runs([self.step.choice(visit).text(self.states) for visit in visits]))
         lines = aligned(rows).split("\n")
         width = max(map(len, lines))
-        key = f"blocks {names} by micro-batch: {'; '.join(state.words for state in State)}"
+        key = f"blocks {names} by micro-batch: {'; '.join(state.words for state in self.states)}"
         return "\n".join([*(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)), "", key])
 
     def print(self) -> None:
@@ -137,9 +138,9 @@ _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
 
 
-def _runs(choices: Sequence[Choice]) -> str:
+def _runs(texts: Sequence[str]) -> str:
     """The choices as text. ``3/0/5 x4, (8/0/0, 0/8/0) x2``: four equal micro-batches, then a pair that occurs twice."""
-    texts, runs, start = list(map(str, choices)), [], 0
+    runs, start = [], 0
     while start < len(texts):
         period = max(range(1, _LONGEST_PERIOD + 1), key=lambda length: (_covered(texts, start, length), -length))
         covered = max(period, _covered(texts, start, period))

@@ -15,7 +15,7 @@ from torchckpt.planning.plan.figures import PlanFigures, WholeStep
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.planning.work.block import Block, Link, Stage, fixed, restaged
-from torchckpt.planning.work.choice import Choice, State
+from torchckpt.planning.work.choice import Choice
 
 __all__ = ["read", "written"]
 
@@ -82,7 +82,7 @@ def _refuse(received: str) -> NoReturn:
 
 def _choices_of(plan: PlanFigures, stage: int) -> list[tuple[tuple[int, ...], ...]]:
     choices = (plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches))
-    return [tuple(choice.blocks(state) for state in State) for choice in choices]
+    return [tuple(choice.blocks(state) for state in plan.states) for choice in choices]
 
 
 def _schedule(text: str, name: str, ranks: int) -> Schedule:
@@ -96,8 +96,12 @@ _FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved
 
 def _stored_stage(stage: Stage) -> dict[str, Any]:
     before, after = ({key: getattr(part, key) for key in _FIXED} for part in (stage.before, stage.after))
-    blocks = [asdict(block) for block in stage.blocks]
+    blocks = [_stored_block(block) for block in stage.blocks]
     return {"blocks": blocks, "before": before, "after": after, "message_bytes": stage.message_bytes}
+
+
+def _stored_block(block: Block) -> dict[str, float]:
+    return {name: value for name, value in asdict(block).items() if value is not None}
 
 
 def _stage(stored: dict[str, Any]) -> Stage:

@@ -18,13 +18,17 @@ from typing_extensions import assert_never
 from torchckpt.errors import Fault, brief, called, check
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
-from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.order.validity import check_order, check_schedule
+from torchckpt.planning.step.boundary import Place, curve_of_places, levels_of_places, places_of, spread
+from torchckpt.planning.step.copies import Engines, host_curve, host_peak
 from torchckpt.planning.step.memory import Change, Curve, Level, changes_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
 from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Links, Stage, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
+from torchckpt.planning.work.host import Host
+from torchckpt.planning.work.move import Boundary, Move
 
 __all__ = ["Step", "simulate", "step_of"]
 
@@ -44,6 +48,9 @@ class Step:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     choices: Choices = field(default_factory=dict)
+    moves: tuple[Move, ...] = ()
+    """One of each block that is away, in the order of :func:`~torchckpt.planning.step.boundary.ordered`."""
+    host: Host | None = None
 
     def choice(self, visit: Visit) -> Choice:
         """The choice for the blocks of ``visit``."""
@@ -78,7 +85,32 @@ class Step:
     @cached_property
     def run(self) -> Run:
         """When each action of :attr:`program` starts and ends."""
-        return run(self.program)
+        return run(self.program, self._engines) if self.moves else run(self.program)
+
+    @cached_property
+    def _engines(self) -> list[Engines | None]:
+        """Those of each rank that has moves, for :attr:`run`."""
+        return list(map(self._engines_of, range(len(self.schedule.ranks))))
+
+    def _engines_of(self, rank: int) -> Engines | None:
+        if self.host is None or not self.places[rank]:
+            return None
+        late = [
+            self._restoring_seconds(action.visit, State.LATE)
+            if action.kind in BACKWARDS and self.choice(action.visit).late
+            else None
+            for action in self.schedule.ranks[rank]
+        ]
+        return Engines(rank, self.places[rank], late, self.stages, self.host)
+
+    @cached_property
+    def places(self) -> list[list[list[Place]]]:
+        """For each rank that has moves, the places of each action; an empty list for the others."""
+        by_rank: list[list[Move]] = [[] for _ in self.schedule.ranks]
+        for move in self.moves:
+            by_rank[self.schedule.placement[move.stage]].append(move)
+        pairs = zip(self.schedule.ranks, by_rank)
+        return [places_of(order, self.stages, self.choice, moves) if moves else [] for order, moves in pairs]
 
     @property
     def seconds(self) -> float:
@@ -108,19 +140,52 @@ class Step:
 
     def levels(self, rank: int) -> list[Level]:
         """The bytes of ``rank`` during and after each action of its order."""
+        if self.places[rank]:
+            pieces = levels_of_places(self.places[rank], self.stages)
+            return [Level(max(level.highest for level in of_action), of_action[-1].left) for of_action in pieces]
         return list(levels_of(map(self._change, self.schedule.ranks[rank])))
 
     def curves(self, played: Run) -> tuple[Curve, ...]:
         """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
-        changes = map(self._changes, range(len(self.schedule.ranks)))
-        return tuple(map(curve, changes, played.starts, played.ends))
+        return tuple(map(self._curve, range(len(self.schedule.ranks)), played.starts, played.ends))
+
+    def _curve(self, rank: int, starts: Sequence[float], ends: Sequence[float]) -> Curve:
+        if not self.places[rank]:
+            return curve(self._changes(rank), starts, ends)
+        engines = self._engines[rank]
+        if engines is not None and starts is self.run.starts[rank]:
+            return curve_of_places(self.places[rank], engines.times, self.stages)
+        begun = (start for position, start in enumerate(starts) if not self._follows_late(rank, position))
+        ended = (end for position, end in enumerate(ends) if not self.is_late(rank, position))
+        return curve_of_places(self.places[rank], spread(self.places[rank], begun, ended), self.stages)
+
+    def boundary_levels(self, rank: int) -> dict[Boundary, Level]:
+        """The bytes of ``rank``, which has moves, from each boundary to the next, and when its piece has ended."""
+        levels = levels_of_places(self.places[rank], self.stages)
+        return {
+            place.boundary: level
+            for of_action, of_places in zip(self.places[rank], levels)
+            for place, level in zip(of_action, of_places)
+        }
+
+    @property
+    def host_peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes of each rank on its host, by position, however slow a copy is: of a block from the end of its
+        forward until its backward begins."""
+        return tuple(host_peak(places, self.stages) for places in self.places)
 
     @cached_property
     def timeline(self) -> Timeline:
         """When everything happens, and the bytes of each rank."""
         columns = enumerate(zip(self.program.actions, self.run.starts, self.run.ends))
         events = tuple(chain.from_iterable(map(Event, repeat(rank), *each) for rank, each in columns))
-        return Timeline(self.schedule, events, self._messages(), self.curves(self.run))
+        timeline = Timeline(self.schedule, events, self._messages(), self.curves(self.run))
+        if not self.moves:
+            return timeline
+        copies = [[] if engines is None else engines.copies for engines in self._engines]
+        waited = tuple(0.0 if engines is None else engines.waited_seconds for engines in self._engines)
+        on_host = tuple(map(host_curve, copies))
+        return replace(timeline, copies=tuple(chain.from_iterable(copies)), host_memory=on_host, waited_seconds=waited)
 
     def explained(self) -> Timeline:
         """The timeline, with its critical path, and by how much the recomputation of each stage lengthens it. That runs
@@ -132,6 +197,9 @@ class Step:
         """Whether the action at a position of :attr:`program` is a late recompute."""
         action = self.program.actions[rank][position]
         return action.kind is Kind.RECOMPUTE and self.program.ranks[rank][position][0] != NOTHING
+
+    def _follows_late(self, rank: int, position: int) -> bool:
+        return position > 0 and self.is_late(rank, position - 1)
 
     @property
     def recomputed(self) -> dict[Visit, float]:
@@ -162,7 +230,7 @@ class Step:
 
     def _restoring_seconds(self, visit: Visit, state: State) -> float:
         """The seconds in which the blocks of ``visit`` that are in ``state`` are made again for their backward."""
-        if state is State.KEPT:
+        if state is State.KEPT or state is State.AWAY:
             return 0.0
         if state is State.EARLY or state is State.LATE:
             blocks = self.stages[visit[0]].blocks
