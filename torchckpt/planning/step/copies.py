@@ -6,12 +6,12 @@ and starts when the copy out has ended. What the compute waits for stands in :mo
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 
 from torchckpt.planning.figures import Copy
 from torchckpt.planning.order.schedule import BACKWARDS, Kind
-from torchckpt.planning.step.boundary import Place
+from torchckpt.planning.step.boundary import Place, Places
 from torchckpt.planning.step.memory import Curve
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.host import Host
@@ -24,96 +24,80 @@ class Engines:
     :func:`~torchckpt.planning.order.program.run` takes it."""
 
     def __init__(
-        self,
-        rank: int,
-        places: Sequence[Sequence[Place]],
-        late_seconds: Sequence[float | None],
-        stages: Sequence[Stage],
-        host: Host,
+        self, rank: int, places: Places, late_seconds: Iterable[float | None], stages: Sequence[Stage], host: Host
     ) -> None:
         """
         Args:
-            places: of each action.
-            late_seconds: of each action, the seconds of its late recompute, which the program runs as an action of its
-                own; None if it has none.
+            late_seconds: of each action, those of its late recompute, an action of its own in the program; None if it
+                has none.
         """
         self.copies: list[Copy] = []
         """In the order in which they were queued."""
-        self.times: list[tuple[float, float, float, float]] = []
-        """Of each place: when the compute came to it, when the releases there were done, and the start and the end of
-        its piece."""
         self.waited_seconds = 0.0
         """The seconds that the compute waited for copies."""
         self._rank, self._stages, self._host = rank, stages, host
-        self._rest = iter(list(zip(places, late_seconds)))
-        self._end_of_backward: float | None = None
+        self._rest: Iterator[tuple[Sequence[Place], float | None]] = iter(list(zip(places, late_seconds)))
+        self._backward_end: float | None = None
         self._now = self._drag = 0.0
         self._free = [0.0, 0.0]
-        self._out: dict[tuple[int, int, int], float] = {}
-        self._back: dict[tuple[int, int, int], float] = {}
-        self._away = {move[:3] for action in places for place in action for move in place.released}
+        self._ends: dict[tuple[tuple[int, ...], bool], float] = {}
+        self._away = _away(places)
 
     def __call__(self, start: float) -> float:
-        if self._end_of_backward is not None:
-            end, self._end_of_backward = self._end_of_backward, None
+        if self._backward_end is not None:
+            end, self._backward_end = self._backward_end, None
             return end
         places, late = next(self._rest)
         for place in places:
             self._run(place, start)
         if late is None:
             return self._now
-        self._end_of_backward = self._now  # replays go to and fro with the backward; they are shown together, first
+        self._backward_end = self._now  # replays go to and fro with the backward; they are shown together, first
         return start + late
 
     def _run(self, place: Place, arrived: float) -> None:
         stage, kind, i = place.action
-        block = stage, i, place.piece.block
-        due = self._now
+        block, due = (stage, i, place.piece.block), self._now
         for move in place.issued:
             self._copy(move[:3], due, is_back=True)
-        released = max([due, *(self._out[move[:3]] for move in place.released)])
-        start = max(released, arrived, self._back.get(block, 0.0) if kind in BACKWARDS else 0.0)
+        awaited = [self._ends[move[:3], False] for move in place.released]
+        if kind in BACKWARDS and block in self._away:
+            awaited.append(self._ends[block, True])
+        start = max(due, arrived, *awaited)
         self.waited_seconds += start - max(due, arrived)
-        self._now = start + place.piece.seconds + self._drag
-        self._drag = 0.0
-        self.times.append((due, released, start, self._now))
+        self._now, self._drag = start + place.piece.seconds + self._drag, 0.0
         if kind is Kind.FORWARD and block in self._away:
             self._copy(block, self._now, is_back=False)
 
-    def _copy(self, block: tuple[int, int, int], queued: float, is_back: bool) -> None:
+    def _copy(self, block: tuple[int, ...], queued: float, is_back: bool) -> None:
         """Queue a copy of a block: stage, micro-batch, index."""
-        amount = self._stages[block[0]].moved_bytes(block[2])
+        stage, i, index = block
+        amount = self._stages[stage].moved_bytes(index)
         seconds = amount / (self._host.back_rate if is_back else self._host.out_rate)
         engine = 0 if self._host.half_duplex else int(is_back)
-        start = max(queued, self._free[engine], self._out[block] if is_back else 0.0)
-        self._free[engine] = end = start + seconds
-        (self._back if is_back else self._out)[block] = end
+        start = max(queued, self._free[engine], self._ends[block, False] if is_back else 0.0)
+        self._free[engine] = self._ends[block, is_back] = start + seconds
         self._drag += self._host.drag * seconds
-        self.copies.append(Copy(self._rank, *block, is_back, start, end, amount))
+        self.copies.append(Copy(self._rank, stage, i, index, is_back, start, start + seconds, amount))
+
+
+def _away(places: Places) -> set[tuple[int, ...]]:
+    return {move[:3] for place in chain.from_iterable(places) for move in place.released}
 
 
 def host_curve(copies: Iterable[Copy]) -> Curve:
     """The bytes of one rank on its host over time: from the start of a copy out to the end of the copy back."""
     changes = [(copy.end_seconds, -copy.bytes) if copy.is_back else (copy.start_seconds, copy.bytes) for copy in copies]
-    alive, points = 0.0, [(0.0, 0.0)]
-    for seconds, amount in sorted(changes):
-        alive += amount
-        points.append((seconds, alive))
-    return tuple(points)
+    changes.sort()
+    return ((0.0, 0.0), *zip((seconds for seconds, _ in changes), accumulate(amount for _, amount in changes)))
 
 
-def host_peak(places: Iterable[Iterable[Place]], stages: Sequence[Stage]) -> float:
+def host_peak(places: Places, stages: Sequence[Stage]) -> float:
     """The most bytes of one rank on its host, by position: of a block from the end of its forward until its backward
     begins. What comes at a boundary comes before what goes there."""
-    flat = list(chain.from_iterable(places))
-    away = {move[:3] for place in flat for move in place.released}
-    alive = most = 0.0
-    for place in flat:
-        stage, kind, i = place.action
-        is_away = (stage, i, place.piece.block) in away
-        moved = stages[stage].moved_bytes(place.piece.block) if is_away else 0.0
-        if kind is Kind.FORWARD:
-            most = max(most, alive := alive + moved)
-        elif kind in BACKWARDS:
-            alive -= moved
-    return most
+    away, changes = _away(places), [0.0]
+    for (stage, kind, i), block in ((place.action, place.piece.block) for place in chain.from_iterable(places)):
+        if (stage, i, block) in away and (kind is Kind.FORWARD or kind in BACKWARDS):
+            moved = stages[stage].moved_bytes(block)
+            changes.append(moved if kind is Kind.FORWARD else -moved)
+    return max(accumulate(changes))

@@ -20,7 +20,7 @@ from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.order.validity import check_order, check_schedule
-from torchckpt.planning.step.boundary import Place, curve_of_places, levels_of_places, places_of, spread
+from torchckpt.planning.step.boundary import Places, levels_of_places, places_of
 from torchckpt.planning.step.copies import Engines, host_curve, host_peak
 from torchckpt.planning.step.memory import Change, Curve, Level, changes_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
@@ -49,7 +49,7 @@ class Step:
     links: tuple[Link, ...]
     choices: Choices = field(default_factory=dict)
     moves: tuple[Move, ...] = ()
-    """One of each block that is away, in the order of :func:`~torchckpt.planning.step.boundary.ordered`."""
+    """One of each block that is away."""
     host: Host | None = None
 
     def choice(self, visit: Visit) -> Choice:
@@ -77,10 +77,11 @@ class Step:
                 return self._restoring_seconds((stage, i), State.EARLY)
             return seconds[stage, kind]
 
-        late = {
-            visit: self._restoring_seconds(visit, State.LATE) for visit in self.choices if self.choice(visit).late
-        }
-        return compile_program(self.schedule, seconds_of, self.travel_seconds, late)
+        return compile_program(self.schedule, seconds_of, self.travel_seconds, self._late_seconds)
+
+    @cached_property
+    def _late_seconds(self) -> dict[Visit, float]:
+        return {visit: self._restoring_seconds(visit, State.LATE) for visit in self.choices if self.choice(visit).late}
 
     @cached_property
     def run(self) -> Run:
@@ -95,16 +96,12 @@ class Step:
     def _engines_of(self, rank: int) -> Engines | None:
         if self.host is None or not self.places[rank]:
             return None
-        late = [
-            self._restoring_seconds(action.visit, State.LATE)
-            if action.kind in BACKWARDS and self.choice(action.visit).late
-            else None
-            for action in self.schedule.ranks[rank]
-        ]
-        return Engines(rank, self.places[rank], late, self.stages, self.host)
+        order, late = self.schedule.ranks[rank], self._late_seconds
+        seconds = [late.get(action.visit) if action.kind in BACKWARDS else None for action in order]
+        return Engines(rank, self.places[rank], seconds, self.stages, self.host)
 
     @cached_property
-    def places(self) -> list[list[list[Place]]]:
+    def places(self) -> list[Places]:
         """For each rank that has moves, the places of each action; an empty list for the others."""
         by_rank: list[list[Move]] = [[] for _ in self.schedule.ranks]
         for move in self.moves:
@@ -140,39 +137,26 @@ class Step:
 
     def levels(self, rank: int) -> list[Level]:
         """The bytes of ``rank`` during and after each action of its order."""
-        if self.places[rank]:
-            pieces = levels_of_places(self.places[rank], self.stages)
-            return [Level(max(level.highest for level in of_action), of_action[-1].left) for of_action in pieces]
-        return list(levels_of(map(self._change, self.schedule.ranks[rank])))
-
-    def curves(self, played: Run) -> tuple[Curve, ...]:
-        """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
-        return tuple(map(self._curve, range(len(self.schedule.ranks)), played.starts, played.ends))
-
-    def _curve(self, rank: int, starts: Sequence[float], ends: Sequence[float]) -> Curve:
         if not self.places[rank]:
-            return curve(self._changes(rank), starts, ends)
-        engines = self._engines[rank]
-        if engines is not None and starts is self.run.starts[rank]:
-            return curve_of_places(self.places[rank], engines.times, self.stages)
-        begun = (start for position, start in enumerate(starts) if not self._follows_late(rank, position))
-        ended = (end for position, end in enumerate(ends) if not self.is_late(rank, position))
-        return curve_of_places(self.places[rank], spread(self.places[rank], begun, ended), self.stages)
+            return list(levels_of(map(self._change, self.schedule.ranks[rank])))
+        pieces = levels_of_places(self.places[rank], self.stages)
+        return [Level(max(level.highest for level in of_action), of_action[-1].left) for of_action in pieces]
 
     def boundary_levels(self, rank: int) -> dict[Boundary, Level]:
         """The bytes of ``rank``, which has moves, from each boundary to the next, and when its piece has ended."""
-        levels = levels_of_places(self.places[rank], self.stages)
-        return {
-            place.boundary: level
-            for of_action, of_places in zip(self.places[rank], levels)
-            for place, level in zip(of_action, of_places)
-        }
+        levels = chain.from_iterable(levels_of_places(self.places[rank], self.stages))
+        return {place.boundary: level for place, level in zip(chain.from_iterable(self.places[rank]), levels)}
 
     @property
     def host_peak_bytes(self) -> tuple[float, ...]:
         """The most bytes of each rank on its host, by position, however slow a copy is: of a block from the end of its
         forward until its backward begins."""
         return tuple(host_peak(places, self.stages) for places in self.places)
+
+    def curves(self, played: Run) -> tuple[Curve, ...]:
+        """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
+        changes = map(self._changes, range(len(self.schedule.ranks)))
+        return tuple(map(curve, changes, played.starts, played.ends))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -182,10 +166,11 @@ class Step:
         timeline = Timeline(self.schedule, events, self._messages(), self.curves(self.run))
         if not self.moves:
             return timeline
-        copies = [[] if engines is None else engines.copies for engines in self._engines]
-        waited = tuple(0.0 if engines is None else engines.waited_seconds for engines in self._engines)
-        on_host = tuple(map(host_curve, copies))
-        return replace(timeline, copies=tuple(chain.from_iterable(copies)), host_memory=on_host, waited_seconds=waited)
+        copies = [engines.copies if engines else [] for engines in self._engines]
+        waited = tuple(engines.waited_seconds if engines else 0.0 for engines in self._engines)
+        host_memory = tuple(map(host_curve, copies))
+        moved = tuple(chain.from_iterable(copies))
+        return replace(timeline, copies=moved, host_memory=host_memory, waited_seconds=waited)
 
     def explained(self) -> Timeline:
         """The timeline, with its critical path, and by how much the recomputation of each stage lengthens it. That runs
@@ -197,9 +182,6 @@ class Step:
         """Whether the action at a position of :attr:`program` is a late recompute."""
         action = self.program.actions[rank][position]
         return action.kind is Kind.RECOMPUTE and self.program.ranks[rank][position][0] != NOTHING
-
-    def _follows_late(self, rank: int, position: int) -> bool:
-        return position > 0 and self.is_late(rank, position - 1)
 
     @property
     def recomputed(self) -> dict[Visit, float]:
@@ -247,16 +229,25 @@ class Step:
 
     def _changes(self, rank: int) -> Iterator[Change]:
         """The changes of each action of :attr:`program`. What a backward takes, its late recompute does."""
-        taken = False
-        for position, action in enumerate(self.program.actions[rank]):
+        changes, taken = self._changes_in_order(rank), False
+        for position in range(len(self.program.actions[rank])):
             if self.is_late(rank, position):
-                backward = self.program.actions[rank][position + 1]
-                yield Change(self._change(backward).takes, 0.0)
+                takes, frees = next(changes)
+                yield Change(takes, 0.0)
                 taken = True
             else:
-                takes, frees = self._change(action)
-                yield Change(0.0 if taken else takes, frees)
+                yield Change(0.0, frees) if taken else next(changes)
                 taken = False
+
+    def _changes_in_order(self, rank: int) -> Iterator[Change]:
+        """The changes of each action of the rank's order."""
+        if not self.places[rank]:
+            yield from map(self._change, self.schedule.ranks[rank])
+            return
+        alive = 0.0
+        for highest, left, _ in self.levels(rank):
+            yield Change(highest - alive, highest - left)
+            alive = left
 
     def _messages(self) -> tuple[Message, ...]:
         return tuple(
