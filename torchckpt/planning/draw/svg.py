@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import KIND_NAMES, Units, label, percent, row_name
@@ -42,6 +43,9 @@ _SHADES = dict.fromkeys("BIW", "light")  # of words on these kinds
 _TITLE, _TIMES = 32.0, 38.0
 _LINE = 16.0  # of text
 _LETTER = 0.6  # wide, in sizes of the font
+
+Curve: TypeAlias = "Sequence[tuple[float, float]]"
+"""Bytes over time, at each change."""
 
 
 def svg(
@@ -192,10 +196,7 @@ def _panel(
     _rows(canvas, timeline, layout, rows)
     if layout.show_memory:
         (_memory_of_each if layout.bytes_of_ranks else _memory)(canvas, timeline, layout, middle)
-    for rank, curve in enumerate(timeline.host_memory):
-        low = bottom - (len(timeline.host_memory) - rank - 1) * (_SINGLE + _APART)
-        peak = max(amount for _, amount in curve)
-        _single(canvas, timeline, layout, curve, (f"host {rank}", "host"), (low, layout.host_bytes, peak))
+    _memory_of_each(canvas, timeline, layout, bottom, of_hosts=True)
     _moments(canvas, layout, lines, rows, ends)
     unit = layout.units.time
     canvas.words(_LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
@@ -228,12 +229,8 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
             canvas.words(_LEFT - 8, y + layout.row_height + 1 + _WIRE, "copies", class_="end")
         if layout.show_copies:
             _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
-        if timeline.copies and every == 1:
-            canvas.words(_LEFT - 8, y + pitch - _ARRIVALS - _WIRE, "host", class_="end")
-        for is_back, style in ((False, "out"), (True, "in")) if timeline.copies else ():
-            of_way = [copy for copy in timeline.copies if copy.rank == rank and copy.is_back == is_back]
-            top = y + pitch - _ARRIVALS + 1 - (1 if is_back else 2) * _WIRE
-            _spans(canvas, layout, [(copy.start_seconds, copy.end_seconds) for copy in of_way], top, style)
+        if timeline.copies:
+            _moves(canvas, timeline, rank, layout, y + pitch - _ARRIVALS - 2 * _WIRE + 1, every == 1)
         arrived = [(layout.time(seconds), y - _ARRIVALS + 0.5) for to, seconds in _arrivals(timeline) if to == rank]
         if arrived:
             canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
@@ -262,6 +259,18 @@ def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layou
     for way, is_forward, top in (("there", True, y), ("back", False, y + _WIRE)):
         messages = [message for message in sent if (message.action.kind is Kind.FORWARD) == is_forward]
         _spans(canvas, layout, [(message.sent_seconds, message.arrived_seconds) for message in messages], top, way)
+
+
+def _moves(
+    canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float, is_named: bool
+) -> None:
+    """What is copied from ``rank`` to its host, and under it what is copied back."""
+    if is_named:
+        canvas.words(_LEFT - 8, y + _WIRE, "host", class_="end")
+    for is_back, way in enumerate(("out", "in")):
+        copies = [copy for copy in timeline.copies if copy.rank == rank and copy.is_back == is_back]
+        times = [(copy.start_seconds, copy.end_seconds) for copy in copies]
+        _spans(canvas, layout, times, y + is_back * _WIRE, way)
 
 
 def _spans(canvas: Canvas, layout: _Layout, times: Sequence[tuple[float, float]], top: float, style: str) -> None:
@@ -308,44 +317,25 @@ def _memory(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: 
         _budget(canvas, axis(layout.budget_bytes))
 
 
-def _memory_of_each(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: float) -> None:
-    """[3], where each rank has its own budget: one curve below the other."""
-    for rank, peak in enumerate(timeline.peak_bytes):
-        low = bottom - (len(timeline.memory) - rank - 1) * (_SINGLE + _APART)
-        names, axis = (f"memory {rank}", "largest"), (low, layout.memory_bytes, peak)
-        memory = _single(canvas, timeline, layout, timeline.memory[rank], names, axis)
-        _budget(canvas, memory(layout.bytes_of_ranks[rank] if rank < len(layout.bytes_of_ranks) else 0.0))
-
-
-def _single(
-    canvas: Canvas,
-    timeline: TimelineFigures,
-    layout: _Layout,
-    curve: Sequence[tuple[float, float]],
-    names: tuple[str, str],
-    bytes_at: tuple[float, float, float],
-) -> Axis:
-    """A curve by itself, with its name and its peak.
-
-    Args:
-        names: of the curve, and of its style.
-        bytes_at: where it begins, the most bytes of its axis, and its peak.
-    """
-    low, most, peak = bytes_at
-    axis = Axis(most, low, low - _SINGLE)
-    _area(canvas, timeline, curve, layout.time, axis, names[1])
-    canvas.words(_LEFT - 8, low - 16, names[0], class_="end")
-    canvas.words(_LEFT - 8, low - 2, layout.units.of_memory(peak), class_="end")
-    return axis
+def _memory_of_each(
+    canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: float, of_hosts: bool = False
+) -> None:
+    """[3], where each rank has its own budget, and ``of_hosts``: one curve below the other."""
+    curves = timeline.host_memory if of_hosts else timeline.memory
+    name, style, most = ("host", "host", layout.host_bytes) if of_hosts else ("memory", "largest", layout.memory_bytes)
+    for rank, curve in enumerate(curves):
+        low = bottom - (len(curves) - rank - 1) * (_SINGLE + _APART)
+        axis = Axis(most, low, low - _SINGLE)
+        _area(canvas, timeline, curve, layout.time, axis, style)
+        if not of_hosts:
+            _budget(canvas, axis(layout.bytes_of_ranks[rank] if rank < len(layout.bytes_of_ranks) else 0.0))
+        canvas.words(_LEFT - 8, low - 16, f"{name} {rank}", class_="end")
+        peak = max((amount for _, amount in curve), default=0.0)
+        canvas.words(_LEFT - 8, low - 2, layout.units.of_memory(peak), class_="end")
 
 
 def _area(
-    canvas: Canvas,
-    timeline: TimelineFigures,
-    curve: Sequence[tuple[float, float]],
-    time: Axis,
-    memory: Axis,
-    style: str = "largest",
+    canvas: Canvas, timeline: TimelineFigures, curve: Curve, time: Axis, memory: Axis, style: str = "largest"
 ) -> None:
     outline = _corners(curve, timeline, time, memory)
     canvas.steps([(_LEFT, memory.start), *outline, (outline[-1][0], memory.start)], class_=style)
@@ -355,9 +345,7 @@ def _budget(canvas: Canvas, y: float) -> None:
     canvas.line(_LEFT, y, _END, y, class_="budget")
 
 
-def _corners(
-    curve: Sequence[tuple[float, float]], timeline: TimelineFigures, time: Axis, memory: Axis
-) -> list[tuple[float, float]]:
+def _corners(curve: Curve, timeline: TimelineFigures, time: Axis, memory: Axis) -> list[tuple[float, float]]:
     """The places of the changes of a curve that holds each value up to the next one, to the end of the step."""
     changes = {0.0: 0.0, **dict(curve)}  # of changes at one moment, the last
     changes.setdefault(timeline.step_seconds, curve[-1][1] if curve else 0.0)
