@@ -33,7 +33,7 @@ class PlannedLayers(LayersHandle, Drawn):
     """Undoes one :func:`checkpoint_layers`, and shows the plan that is made for a budget."""
 
     def __init__(self, layers: Layers, undo: ExitStack, steps: Steps | None = None) -> None:
-        super().__init__(layers, undo)
+        super().__init__(layers, undo, _CALLER)
         self._steps = steps
 
     @property

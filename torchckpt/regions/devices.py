@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "accelerators_among",
     "accelerators_of",
     "current_accelerators",
+    "on",
 ]
 
 
@@ -50,6 +52,21 @@ def current_accelerators() -> tuple[torch.device, ...]:
 def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
     """The accelerators of the tensors among the arguments. If there are none: the current one, if it is initialized."""
     return accelerators_of(args, kwargs) or current_accelerators()
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
+    """Inside the block, ``stream`` is current, and so is its device."""
+    return nullcontext() if stream is None else _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
+        yield
+
+
+def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
+    return torch.accelerator.device_index(stream.device_index)
 
 
 class SyncPoint:

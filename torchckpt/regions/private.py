@@ -49,6 +49,7 @@ __all__ = [
     "look_through",
     "modes_are_active",
     "mutation_is_allowed",
+    "negated",
     "newest_node",
     "norm_layer",
     "number_of",
@@ -62,6 +63,7 @@ __all__ = [
     "set_version",
     "storage_key",
     "take_from_modes",
+    "use_count",
     "use_stance",
     "without_selective_modes",
 ]
@@ -71,7 +73,12 @@ try:
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
-    from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+    from torch._C import (
+        _get_dispatch_stack_at,
+        _pop_torch_dispatch_stack,
+        _push_on_torch_dispatch_stack,
+        _storage_Use_Count,
+    )
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -147,6 +154,19 @@ def storage_key(tensor: Tensor) -> int | None:
     has no storage. A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) compares the same address, but takes four
     times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def use_count(tensor: Tensor) -> int:
+    """How many tensors, and Python objects of its storage, hold the storage of ``tensor``. No public form: torch counts
+    so for its own graphs (torch/_inductor/cudagraph_trees.py), and counts its own look at it, too."""
+    return int(_storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A view of ``tensor`` that is read as its negative, as the imaginary part of a conjugated tensor is. No public
+    form makes it of a real tensor."""
+    view: Tensor = torch._neg_view(tensor)
+    return view
 
 
 def is_exporting() -> bool:

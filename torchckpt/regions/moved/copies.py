@@ -1,0 +1,160 @@
+"""Copies: between one device and the host, each way on a stream of its own, and all that waits for them.
+
+``compute`` is the stream that is current at that moment. It is asked each time, since users change it.
+
+    after the forward of a region     compute ─► out      [1] what it has saved is made
+    before a piece is written again   back ─► out         [2] the copy that reads it has ended
+    release                           out ─► compute      [3] the memory goes back to compute's pool, in its order
+    issue                             compute ─► back     [4] the memory of the targets is free; with [3], it is sent
+    unpack                            back ─► compute     [5] it has come back
+
+No tensor is recorded on another stream (``record_stream``): such memory would be free whenever the host happens to
+ask, and a peak could not be planned. By [3] and [4], it is freed and taken in the order of the calls, whatever the
+copies do. One exception: a backward on another stream than the one of ``issue`` reads memory of that stream's pool.
+"""
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchckpt.regions.devices import accelerator_type, on
+from torchckpt.regions.moved.arena import Arena, Piece
+from torchckpt.regions.private import storage_key
+
+__all__ = ["Bytes", "Copies", "copies_of", "goes_from"]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def goes_from(device: torch.device) -> bool:
+    """Whether tensors of ``device`` go to the host. From the CPU nothing would be gained; tests let them go."""
+    return device.type == accelerator_type()
+
+
+class Bytes:
+    """The bytes of one storage: on the device, on the host, or on their way."""
+
+    def __init__(self, tensor: Tensor, copies: Copies, streams: Iterable[torch.Stream]) -> None:
+        self.piece: Piece | None = None
+        """Its place on the host."""
+        self.pending: torch.Event | None = None
+        """The end of the copy that reads or writes ``memory``, as long as ``streams`` do not wait for it."""
+        self.came: torch.Event | None = None
+        """The end of the copy that has brought it back."""
+        self.is_away = self.is_back = False
+        self.copies, self.streams = copies, tuple(streams)
+        """The streams to whose pools the memory goes back."""
+        self.memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        """All of the storage; nothing while it is away."""
+        self.size, self._address = self.memory.numel(), self.memory.data_ptr()
+        self.slots: list[weakref.ref[Any]] = []
+        """Those of the tensors that are there."""
+        self.owner: weakref.ref[Any] | None = None
+        """The region that releases and issues it: the last that has saved it, whose backward needs it first."""
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether somebody has given the storage another size, or other memory, since it was saved."""
+        storage = self.memory.untyped_storage()
+        is_as_saved = (storage.nbytes(), storage.data_ptr()) == (self.size, self._address)
+        return not (self.is_away or self.is_back or is_as_saved)
+
+    def let_go(self) -> None:
+        """The memory on the device goes back."""
+        for stream in self.streams:
+            _wait(stream, self.pending)  # [3]
+        self.memory, self.pending, self.is_away = _NOTHING, None, True
+
+    def stay(self) -> None:
+        """What is on the host is needed no more."""
+        piece, self.piece = self.piece, None
+        if piece is not None:
+            self.copies.arena.give(piece._replace(read=None))
+
+    def wait(self) -> None:
+        """The current stream may read ``memory`` from now on."""
+        current = self.copies.current()
+        _wait(current, self.came)  # [5]
+        if current in self.streams and self.is_back:
+            self.pending = None
+        elif current is not None and self.is_back:
+            self.memory.record_stream(current)
+
+    def __del__(self) -> None:
+        if self.pending is not None:
+            self.let_go()
+        self.stay()
+
+
+class Copies:
+    """The copies of one device. On the CPU there are no streams, and a copy is done when it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.arena = device, Arena(device)
+        has_streams = device.type != "cpu"
+        self._out: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self._sent: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
+        """By the key of the storage."""
+
+    def current(self) -> torch.Stream | None:
+        """The stream that is current now; None on the CPU."""
+        return None if self._out is None else torch.accelerator.current_stream(self.device)
+
+    def known(self, tensor: Tensor) -> Bytes | None:
+        """The bytes of its storage, if they were sent and are still here."""
+        known = self._sent.get(storage_key(tensor))
+        return None if known is None or known.is_away or known.is_back else known
+
+    def send(self, sources: Sequence[Bytes]) -> None:
+        """Queue their copies to the host, in this order."""
+        for each in sources:
+            each.piece = self.arena.take(each.size)
+        for stream in dict.fromkeys(stream for each in sources for stream in each.streams):
+            _wait(self._out, _mark(stream))  # [1]
+        with on(self._out):
+            for each in sources:
+                if each.piece is not None:
+                    _wait(self._out, each.piece.read)  # [2]
+                    each.piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
+                self._sent[storage_key(each.memory)] = each
+        ended = _mark(self._out)
+        for each in sources:
+            each.pending = ended
+
+    def fetch(self, targets: Iterable[Bytes]) -> None:
+        """Queue the copies back of those that are away, in this order."""
+        away = [(each, each.piece) for each in targets if each.is_away and each.piece is not None]
+        if not away:
+            return
+        memories = [torch.empty(each.size, dtype=torch.uint8, device=self.device) for each, _ in away]
+        compute = self.current()
+        _wait(self._back, _mark(compute))  # [4]
+        with on(self._back):
+            for (each, piece), memory in zip(away, memories):
+                memory.copy_(piece.bytes[: each.size], non_blocking=True)
+                each.came = each.pending = _mark(self._back)
+                each.memory, each.streams = memory, () if compute is None else (compute,)
+                each.piece, each.is_away, each.is_back = None, False, True
+                self.arena.give(piece._replace(read=each.came))
+
+
+def _mark(stream: torch.Stream | None) -> torch.Event | None:
+    return None if stream is None else stream.record_event()
+
+
+def _wait(stream: torch.Stream | None, event: torch.Event | None) -> None:
+    if stream is not None and event is not None:
+        stream.wait_event(event)
+
+
+@functools.cache
+def copies_of(device: torch.device) -> Copies:
+    """Those of ``device``, as long as the process."""
+    return Copies(device)

@@ -1,0 +1,292 @@
+"""``offload``: a region whose saved tensors go to the host after its forward, and are back before its backward.
+
+The function runs once, so there is no state to restore and nothing to compare: what comes back are the same bytes.
+
+    forward     pack puts each tensor into a slot. At the end the storages are sent: copies are queued, and all is here
+    release     the slots let go of them. It is called at a boundary, from which on the memory is free
+    issue       memory is taken for them, and the copies back are queued
+    backward    unpack lets the stream wait for them. If nobody has issued the region, it does: late, never wrong
+
+A slot belongs to the graph node that saved the tensor. What came back is freed with the node in a plain backward, and
+kept while the graph is kept. All others hold slots and storages weakly.
+"""
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchckpt.errors import Fault, called, check
+from torchckpt.regions.core.checkpointing import outside, refuse_transforms
+from torchckpt.regions.core.hooks import level_of
+from torchckpt.regions.core.options import shown
+from torchckpt.regions.flags import thread
+from torchckpt.regions.moved.copies import Bytes, copies_of, goes_from
+from torchckpt.regions.moved.order import Order
+from torchckpt.regions.moved.slot import MovedSlot, parts_of, parts_that_go, stays
+from torchckpt.regions.private import (
+    hooks_entered,
+    hooks_in_force,
+    is_exporting,
+    keep_from_dynamo,
+    look_through,
+    mutation_is_allowed,
+    pop_hooks,
+    push_hooks,
+    storage_key,
+    use_count,
+)
+from torchckpt.regions.state.boundary import Hooks
+from torchckpt.tensors import tensors_in
+from torchckpt.typing import Function
+
+__all__ = ["LEAST_BYTES", "Moved", "Moving", "least_bytes_faults", "move", "offload"]
+
+LEAST_BYTES = 2**20
+
+
+class Moving(NamedTuple):
+    """The setting of a region that moves."""
+
+    least_bytes: int
+
+
+_lock = threading.RLock()
+"""A backward in one thread may need a region that another thread releases."""
+
+
+class Moved:
+    """One region in one forward. ``forward()`` is called once; then ``release()`` and ``issue()`` at boundaries, by the
+    order of the thread or by a schedule. A second call of either does nothing, and so does one that comes too late.
+    """
+
+    def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
+        self._least_bytes = least_bytes
+        self._around: Hooks | None = None
+        """The hooks around the region, while its forward runs."""
+        self._slots: list[MovedSlot] = []
+        """Those whose tensors may move, while the forward runs."""
+        self._storages: list[weakref.ref[Bytes]] = []
+        self._saved_on: set[str] = set()
+        self._has_returned = False
+        self.is_released = False
+        self.has_begun = False
+        """Whether its backward has begun. From then on everything stays."""
+        thread.order = self._order = thread.order or Order()
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._order.begins(self)
+        self._around = hooks_in_force(True)
+        push_hooks(self._pack, self._unpack)
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            pop_hooks()
+        with _lock:
+            self._send((args, kwargs, outputs))
+        self._around, self._has_returned = None, True
+        return outputs
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes of the storages that it moves. One that a later region has saved, too, is that region's."""
+        return sum(storage.size for storage in self._moving())
+
+    def release(self) -> None:
+        """Let go of what was sent: its memory on the device is free from here on, in the order of the stream."""
+        with _lock:
+            if self.is_released or self.has_begun or not self._has_returned:
+                return
+            self.is_released = True
+            for storage in self._moving():
+                _release(storage)
+
+    def issue(self) -> None:
+        """Take memory for what is away, and queue the copies back, what was saved last first."""
+        with _lock:
+            away = list(self._moving())[::-1]
+            for copies in dict.fromkeys(storage.copies for storage in away):
+                copies.fetch(storage for storage in away if storage.copies is copies)
+
+    def _pack(self, tensor: Tensor) -> MovedSlot:
+        self._saved_on.add(tensor.device.type)
+        if stays(tensor, self._least_bytes):
+            slot = MovedSlot(tensor)
+            slot.save_by(self._around, tensor)
+        else:
+            slot = MovedSlot(tensor, copies_of(tensor.device).current())
+            self._slots.append(slot)
+        return slot
+
+    def _unpack(self, slot: MovedSlot) -> Tensor:
+        if self._has_returned and not self.has_begun:
+            self._begin()
+        if not slot.storages:
+            return slot.unpack()
+        with _lock:
+            return slot.unpack()
+
+    def _begin(self) -> None:
+        """Begin the backward."""
+        with _lock:
+            self.has_begun = True
+            self.issue()
+            for storage in self._moving():
+                storage.stay()
+        self._order.returns(self)
+
+    def _send(self, arguments: Any) -> None:
+        slots, self._slots = self._slots, []
+        saved: dict[int | None, list[tuple[MovedSlot, Tensor]]] = {}
+        for slot in slots:
+            for part in parts_that_go(slot.tensor, self._least_bytes):
+                saved.setdefault(storage_key(part), []).append((slot, part))
+        passing = {storage_key(part) for tensor in _activations(arguments) for part in parts_of(tensor)}
+        storages = [self._storage(places, key in passing) for key, places in saved.items()]
+        fresh = [storage for storage in storages if storage is not None and storage.piece is None]
+        for copies in dict.fromkeys(storage.copies for storage in fresh):
+            copies.send([storage for storage in fresh if storage.copies is copies])
+        for slot in slots:
+            if not slot.storages and slot.tensor is not None:
+                slot.save_by(self._around, slot.tensor)
+        if self._saved_on == {"cpu"} and not goes_from(torch.device("cpu")):
+            _say_that_nothing_moves()
+
+    def _storage(self, places: list[tuple[MovedSlot, Tensor]], is_passing: bool) -> Bytes | None:
+        """The bytes at ``places``, which are all those of one storage in this region; None if they stay.
+
+        Args:
+            is_passing: whether it is of an activation that the caller holds for now, and the next region takes.
+        """
+        part = places[0][1]
+        copies = copies_of(part.device)
+        storage = copies.known(part)
+        if storage is None:
+            if use_count(part) > len(places) and not is_passing:
+                return None
+            streams = dict.fromkeys(slot.stream for slot, _ in places if slot.stream is not None)
+            storage = Bytes(part, copies, tuple(streams))
+        elif storage.is_resized or any(slot.is_changed for slot in _slots_of(storage)):
+            return None
+        storage.owner = weakref.ref(self)
+        self._storages.append(weakref.ref(storage))
+        for slot, _ in places:
+            slot.storages.append(storage)
+            storage.slots.append(weakref.ref(slot))
+        return storage
+
+    def _moving(self) -> Iterator[Bytes]:
+        for reference in self._storages:
+            storage = reference()
+            if storage is not None and storage.owner is not None and storage.owner() is self:
+                yield storage
+
+
+def _activations(arguments: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(arguments) if tensor.requires_grad and not tensor.is_leaf)
+
+
+def _slots_of(storage: Bytes) -> list[MovedSlot]:
+    """Those that hold a tensor there."""
+    slots = (reference() for reference in storage.slots)
+    return [slot for slot in slots if slot is not None and slot.tensor is not None]
+
+
+def _release(storage: Bytes) -> None:
+    slots = _slots_of(storage)
+    is_shared = use_count(storage.memory) > len(slots) + 1  # then nothing would be freed
+    if is_shared or storage.is_resized or any(slot.is_changed for slot in slots):
+        storage.stay()
+        return
+    for slot in slots:
+        slot.let_go()
+    storage.let_go()
+
+
+@functools.cache
+def _say_that_nothing_moves() -> None:
+    warnings.warn(
+        "torchckpt.offload: there is nothing to move: all that the region saves is on the CPU, which is the host. Its "
+        "calls are plain calls",
+        stacklevel=5,
+    )
+
+
+def move(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Moving) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region that moves."""
+    if is_exporting():
+        return function(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return outside(move, function, args, kwargs, setting)
+    if not torch.is_grad_enabled() or thread.tracing is not None or mutation_is_allowed():
+        return function(*args, **kwargs)
+    refuse_transforms()
+    if _is_inside_of_a_region():
+        return function(*args, **kwargs)
+    return Moved(setting.least_bytes).forward(function, args, kwargs)
+
+
+def _is_inside_of_a_region() -> bool:
+    """Whether a region around the call does with what is saved as it wants, or a replay saves it."""
+    stack = hooks_entered()
+    level = level_of(stack)
+    is_in_moved = any(isinstance(getattr(unpack, "__self__", None), Moved) for _, unpack in stack)
+    return is_in_moved or bool(level.recording) or level.replayed is not None
+
+
+def least_bytes_faults(least_bytes: object) -> Iterator[Fault]:
+    if isinstance(least_bytes, bool) or not isinstance(least_bytes, int) or least_bytes < 0:
+        yield Fault("min_bytes is not a whole number of bytes", f"min_bytes={shown(least_bytes)}", "min_bytes=2**20")
+
+
+def offload(function: Function, /, *args: Any, min_bytes: int = LEAST_BYTES, **kwargs: Any) -> Any:
+    """Run ``function(*args, **kwargs)``, and have what autograd saves of it on the host until its backward.
+
+    Nothing is run again. Outputs and gradients are equal to the bit to those of the plain call, with dropout, double
+    backward, ``torch.autograd.grad`` and all else in autograd. Copies run on two streams beside the computation.
+
+    >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
+    >>> y = torchckpt.offload(block, torch.randn(4, 8, device="cuda"))
+    >>> y.sum().backward()
+
+    A region's memory is free when the next region but one begins, and is taken again when the backward of the region
+    after it begins. So two regions are on the device at a time, beside what stays: parameters and buffers, views of
+    them, what autocast and FSDP make of them, leaves that require grad, what the caller holds otherwise (a mask, a
+    hidden state in a list), tensors on the CPU, sparse and quantized ones, and storages below ``min_bytes``.
+
+    Args:
+        function: any callable. It may close over tensors, which stay.
+        *args, **kwargs: its arguments, as it takes them.
+        min_bytes: storages with fewer bytes stay. Default: 1 MiB.
+
+    Returns:
+        What ``function`` returns. It is the plain call under ``no_grad`` and ``inference_mode``, where no tensor of an
+        accelerator is saved, in other regions (a checkpointed one saves nothing), and while ``graph`` traces.
+
+    Raises:
+        ArgumentError: ``function`` is not callable, or ``min_bytes`` is no number of bytes.
+        CheckpointError: there is no pinned memory for the copies.
+        TransformError: under ``vmap``, ``jvp`` or ``torch.func.grad``.
+        RecomputationError: at backward, when a saved tensor was changed in place, or its storage resized, before it was
+            let go.
+
+    That saved tensors go through hooks to the host is the idea of :func:`torch.autograd.graph.save_on_cpu`.
+    """
+    faults = list(least_bytes_faults(min_bytes))
+    if not callable(function):
+        works = "offload(block, x), not offload(block(x))"
+        faults.append(Fault("the function is not callable", shown(function), works))
+    if faults:
+        with called("offload"):
+            check(faults)
+    return move(function, args, kwargs, Moving(min_bytes))
+
+
+keep_from_dynamo(move, offload, Moved._pack, Moved._unpack)
+look_through(Moved._pack)
