@@ -107,6 +107,11 @@ class Copies:
         """The stream that is current now; None on the CPU."""
         return None if self._out is None else torch.accelerator.current_stream(self.device)
 
+    @property
+    def engines(self) -> tuple[torch.Stream | None, torch.Stream | None]:
+        """The streams of the copies to the host and back."""
+        return self._out, self._back
+
     def known(self, tensor: Tensor) -> Bytes | None:
         """The bytes of its storage, if they were sent and are still here."""
         known = self._sent.get(storage_key(tensor))

@@ -98,6 +98,11 @@ class Moved:
         """The bytes of the storages that it moves. One that a later region has saved, too, is that region's."""
         return sum(storage.size for storage in self._moving())
 
+    @property
+    def away_bytes(self) -> int:
+        """The bytes of those that are on the host alone."""
+        return sum(storage.size for storage in self._moving() if storage.is_away)
+
     def release(self) -> None:
         """Let go of what was sent: its memory on the device is free from here on, in the order of the stream."""
         with _lock:

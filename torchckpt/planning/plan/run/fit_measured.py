@@ -28,6 +28,7 @@ from torchckpt.planning.step.table import table_of
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks
+from torchckpt.planning.work.host import Host
 
 __all__ = ["Fitted", "PlannedStep", "fitted", "peaks_of", "with_levels"]
 
@@ -62,6 +63,7 @@ class Fitted:
 def fitted(
     schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes,
     took: Sequence[MeasuredStep], tied: bool = False, pairs: Collection[tuple[Action, Action]] = (),
+    host: Host | None = None,
 ) -> Fitted:
     """The shortest plan found whose step takes at most ``budget`` bytes. A share is a share of the peak of a step that
     keeps everything.
@@ -70,13 +72,14 @@ def fitted(
         took: the steps that were measured, all of which recomputed everything. The first one did whole backwards.
         tied: whether stages of a rank share parameters. Default: False.
         pairs: actions that run as one where the second follows the first; no recompute stands between them.
+        host: where blocks may be sent. Default: nowhere.
 
     Raises:
         ArgumentError: ``budget`` is not a valid budget.
         BudgetInfeasible: the budget is below the peak of a step that recomputes everything.
     """
     beside, reserve = beside_of(took, stages), took[0].least(stages)
-    problem = problem_of(schedule, stages, "100%", links)
+    problem = problem_of(schedule, stages, "100%", links, host)
     everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
     limits = bytes_per_rank(budget, len(schedule.ranks), everything)
     least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
@@ -101,7 +104,7 @@ def fitted(
 
 def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> Fitted:
     """``best``, or what becomes of it or of the shortest plan that was tried, where that fits and is shorter."""
-    if best.plan.step_seconds <= _NEAR * best.plan.bound_seconds:
+    if best.plan.step_seconds <= _NEAR * best.plan.bound_seconds or best.plan.moves or shortest.moves:
         return best
     limits = best.budget_bytes
     plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
