@@ -114,8 +114,8 @@ def recompute_ahead(
             when everything is kept. The first four steps recompute everything and are measured; of them a plan is made,
             which the others follow: what is kept, recomputed early or late, by region, stage and micro-batch.
             Weight gradients that are split off are moved. All processes of the job must be stepping.
-        host: with ``budget``: bytes of each rank in the memory of its host, or a list with one for each. Then regions may
-            also be sent there and back; the first steps measure what each can send, and how fast. Default: none.
+        host: with ``budget``: bytes of each rank in the memory of its host, or a list with one for each. Then regions
+            may also be sent there and back; the first steps measure what each can send, and how fast. Default: none.
         plan: one that was made before, by :func:`~torchckpt.planning.plan.plan_pipeline` or in another run
             (``schedule.plan.to_json()``); JSON, or the path of a file with that, too. Its blocks are the regions.
 

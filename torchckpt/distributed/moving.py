@@ -18,7 +18,7 @@ from torchckpt.regions.moved.region import Moved
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["AllMoved", "BoundaryScope", "Boundaries"]
+__all__ = ["AllMoved", "Boundaries", "BoundaryScope"]
 
 
 class Boundaries:
@@ -35,7 +35,8 @@ class Boundaries:
         moves = [move for move in plan.moves if placed[move.stage] == rank]
         moves.sort(key=lambda move: (uses[move.stage, move.micro_batch], -move.block))  # in the order of their uses
         self._driven = Driven(
-            (move[:3], *((order[index], block) for index, block in (move.release, move.issue))) for move in moves
+            (move[:3], (order[move.release.action], move.release.block), (order[move.issue.action], move.issue.block))
+            for move in moves
         )
         self._backwards = {visit: order[index] for visit, index in uses.items()}
         self._starts = {

@@ -114,7 +114,8 @@ class Measuring:
         """
         levels_of_processes = all_gather([levels for _, levels in self._counted])
         host = self._measured_host(link)
-        outcome = broadcast(None if dist.get_rank() else self._outcome(measured, levels_of_processes, tied, pairs, host))
+        is_first = dist.get_rank() == 0
+        outcome = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
         if isinstance(outcome, CheckpointError):
             raise outcome
         text, whole_step = outcome

@@ -108,7 +108,17 @@ class RecomputeWithin(RecomputeAhead):
         fitted, steps = self._phase.fitted, tuple(map(_seconds_of, measured.spans))
         timeline, is_counted = self._planned_timeline(self._phase, measured)
         peaks = timeline.peak_bytes if is_counted else None
-        return PlannedStep(fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, peaks)
+        copied = self._copied() if fitted.plan.moves else ((), ())
+        return PlannedStep(fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, peaks, *copied)
+
+    def _copied(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of each rank, the seconds that it waited for copies in the last step, and its peak on the host. Collective.
+        """
+        copies = copies_of(self._record.device)
+        with self._record.device_current():
+            by_rank = dict(all_gather((self.rank, (copies.waited_seconds(), copies.arena.peak_bytes)), self._group))
+        waited, peaks = zip(*(by_rank[rank] for rank in range(self.pp_group_size)))
+        return waited, peaks
 
     def _planned_timeline(self, phase: Following, measured: Gathered) -> tuple[Timeline, bool]:
         """The last step, and whether its memory is what a step was measured to take. Collective."""
@@ -233,6 +243,8 @@ class RecomputeWithin(RecomputeAhead):
         self._boundaries = None
         if self.plan is not None and self.plan.moves:
             self._boundaries = Boundaries(self.plan, self.rank)
+            copies = copies_of(self._record.device)
+            copies.waits, copies.arena.peak_bytes = [], copies.arena.used_bytes
         if self._phase.counts(self._steps):
             # A step that begins without gradients makes them; one of a plan is shown as it was.
             made_bytes = self._bytes_of_gradients() if isinstance(self._phase, Measuring) else 0.0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchckpt.regions.devices import accelerator_type, on
+from torchckpt.regions.devices import Clock, Stamp, accelerator_type, on
 from torchckpt.regions.moved.arena import Arena, Piece
 from torchckpt.regions.private import storage_key
 
@@ -68,7 +68,7 @@ class Bytes:
     def let_go(self) -> None:
         """The memory on the device goes back."""
         for stream in self.streams:
-            _wait(stream, self.pending)  # [3]
+            self.copies.hold(stream, self.pending)  # [3]
         self.memory, self.pending, self.is_away = _NOTHING, None, True
 
     def stay(self) -> None:
@@ -80,7 +80,7 @@ class Bytes:
     def wait(self) -> None:
         """The current stream may read ``memory`` from now on."""
         current = self.copies.current()
-        _wait(current, self.came)  # [5]
+        self.copies.hold(current, self.came)  # [5]
         if current in self.streams and self.is_back:
             self.pending = None
         elif current is not None and self.is_back:
@@ -102,6 +102,9 @@ class Copies:
         self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
         self._sent: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
         """By the key of the storage."""
+        self.waits: list[tuple[Stamp, Stamp]] | None = None
+        """Where each wait of the compute is noted, with its begin and end; None: nowhere."""
+        self.clock = Clock(device)
 
     def current(self) -> torch.Stream | None:
         """The stream that is current now; None on the CPU."""
@@ -116,6 +119,20 @@ class Copies:
         """The bytes of its storage, if they were sent and are still here."""
         known = self._sent.get(storage_key(tensor))
         return None if known is None or known.is_away or known.is_back else known
+
+    def hold(self, compute: torch.Stream | None, event: torch.Event | None) -> None:
+        """Let ``compute`` wait for the end of a copy."""
+        if self.waits is None or event is None:
+            _wait(compute, event)
+        else:
+            start = self.clock.stamp(compute)
+            _wait(compute, event)
+            self.waits.append((start, self.clock.stamp(compute)))
+
+    def waited_seconds(self) -> float:
+        """The seconds of the waits that were noted. Waits for the device."""
+        seconds = self.clock.reader()
+        return sum(seconds(end) - seconds(start) for start, end in self.waits or ())
 
     def send(self, sources: Sequence[Bytes]) -> None:
         """Queue their copies to the host, in this order."""

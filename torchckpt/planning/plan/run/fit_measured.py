@@ -203,6 +203,10 @@ class PlannedStep:
     """The planned peaks. Where steps were measured before the plan was made, they count all that a step takes."""
     measured_peak_bytes: tuple[float, ...] | None
     """The peaks of the second step of this plan, beyond the bytes that were allocated before it. None until then."""
+    waited_seconds: tuple[float, ...] = ()
+    """The seconds of the last step in which each rank waited for copies; with a host alone."""
+    host_peak_bytes: tuple[float, ...] = ()
+    """The most bytes that each rank has had on its host."""
 
     @property
     def step_seconds(self) -> float:
@@ -221,9 +225,15 @@ class PlannedStep:
             self.plan.row("measured", self.step_seconds, self.measured_peak_bytes or ()),
         )
         measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
-        peaks: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
-        for rank, amounts in enumerate(zip(self.planned_peak_bytes, measured, self.budget_bytes)):
-            texts = ("-" if amount is None else _UNITS.of_memory(amount) for amount in amounts)
+        columns: dict[str, Sequence[float | None]] = {
+            "planned peak": self.planned_peak_bytes, "measured peak": measured, "budget": self.budget_bytes
+        }
+        if self.waited_seconds:
+            columns |= {"planned on host": self.plan.host_peak_bytes, "on host": self.host_peak_bytes}
+        peaks: list[tuple[str, ...]] = [("rank", *columns, *["waited"] * bool(self.waited_seconds))]
+        for rank, amounts in enumerate(zip(*columns.values())):
+            texts = ["-" if amount is None else _UNITS.of_memory(amount) for amount in amounts]
+            texts += map(_UNITS.of_time, self.waited_seconds[rank : rank + 1])
             peaks.append((str(rank), *texts))
         return f"{table_of(rows, _UNITS)}\n\n{aligned(peaks)}\n\n{self.plan.by_stage()}"
 

@@ -36,7 +36,8 @@ def _in_order(plan: PipelinePlan, ranks: tuple[tuple[Action, ...], ...]) -> Pipe
     """``plan`` with its actions in the order of ``ranks``. Moves go with the actions at which they are."""
     schedule = replace(plan.schedule, ranks=ranks)
     moves = tuple(_moved_along(plan, schedule))
-    return replace(PipelinePlan.of(plan.problem, schedule, plan.choices, moves), asked=plan.asked, whole_step=plan.whole_step)
+    ordered = PipelinePlan.of(plan.problem, schedule, plan.choices, moves)
+    return replace(ordered, asked=plan.asked, whole_step=plan.whole_step)
 
 
 def _moved_along(plan: PipelinePlan, schedule: Schedule) -> Iterator[Move]:
