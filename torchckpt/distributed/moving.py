@@ -104,7 +104,9 @@ class BoundaryScope(Scope):
 def _moved(driven: Driven, name: tuple[int, int, int], function: Function, *args: Any, **kwargs: Any) -> Any:
     region = Moved()
     driven.moves(name, region)
-    return region.forward(function, args, kwargs)
+    outputs = region.forward(function, args, kwargs)
+    region.send()
+    return outputs
 
 
 def _reaches(driven: Driven, boundary: tuple[Action, int], gradients: object) -> None:

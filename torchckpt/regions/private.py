@@ -157,8 +157,8 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def use_count(tensor: Tensor) -> int:
-    """How many tensors, and Python objects of its storage, hold the storage of ``tensor``. No public form: torch counts
-    so for its own graphs (torch/_inductor/cudagraph_trees.py), and counts its own look at it, too."""
+    """How many tensors hold the storage of ``tensor``. No public form: torch counts so for its graphs of CUDA
+    (torch/_inductor/cudagraph_trees.py), and counts its own look, too."""
     return int(_storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 

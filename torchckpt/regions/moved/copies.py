@@ -42,12 +42,12 @@ class Bytes:
 
     def __init__(self, tensor: Tensor, copies: Copies, streams: Iterable[torch.Stream]) -> None:
         self.piece: Piece | None = None
-        """Its place on the host."""
+        """Its place on the host, from ``send`` on."""
         self.pending: torch.Event | None = None
         """The end of the copy that reads or writes ``memory``, as long as ``streams`` do not wait for it."""
         self.came: torch.Event | None = None
         """The end of the copy that has brought it back."""
-        self.is_away = self.is_back = False
+        self.is_away = self.is_back = self.is_output = False
         self.copies, self.streams = copies, tuple(streams)
         """The streams to whose pools the memory goes back."""
         self.memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -67,9 +67,19 @@ class Bytes:
 
     def let_go(self) -> None:
         """The memory on the device goes back."""
+<<<<<<< HEAD
         for stream in self.streams:
             self.copies.hold(stream, self.pending)  # [3]
         self.memory, self.pending, self.is_away = _NOTHING, None, True
+=======
+        self._wait_for_copy()
+        self.memory, self.is_away = _NOTHING, True
+
+    def _wait_for_copy(self) -> None:
+        pending, self.pending = self.pending, None
+        for stream in self.streams if pending is not None else ():
+            _wait(stream, pending)  # [3]
+>>>>>>> w/moved
 
     def stay(self) -> None:
         """What is on the host is needed no more."""
@@ -87,8 +97,7 @@ class Bytes:
             self.memory.record_stream(current)
 
     def __del__(self) -> None:
-        if self.pending is not None:
-            self.let_go()
+        self._wait_for_copy()
         self.stay()
 
 
@@ -100,7 +109,7 @@ class Copies:
         has_streams = device.type != "cpu"
         self._out: torch.Stream | None = torch.Stream(device) if has_streams else None
         self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
-        self._sent: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
         """By the key of the storage."""
         self.waits: list[tuple[Stamp, Stamp]] | None = None
         """Where each wait of the compute is noted, with its begin and end; None: nowhere."""
@@ -116,10 +125,11 @@ class Copies:
         return self._out, self._back
 
     def known(self, tensor: Tensor) -> Bytes | None:
-        """The bytes of its storage, if they were sent and are still here."""
-        known = self._sent.get(storage_key(tensor))
+        """The bytes of its storage, if a region has saved it that has not let go of it."""
+        known = self._known.get(storage_key(tensor))
         return None if known is None or known.is_away or known.is_back else known
 
+<<<<<<< HEAD
     def hold(self, compute: torch.Stream | None, event: torch.Event | None) -> None:
         """Let ``compute`` wait for the end of a copy."""
         if self.waits is None or event is None:
@@ -133,19 +143,23 @@ class Copies:
         """The seconds of the waits that were noted. Waits for the device."""
         seconds = self.clock.reader()
         return sum(seconds(end) - seconds(start) for start, end in self.waits or ())
+=======
+    def bytes_of(self, tensor: Tensor, streams: Iterable[torch.Stream]) -> Bytes:
+        """The bytes of its storage, from now on known. ``streams`` are those that a region has used it on."""
+        made = self._known[storage_key(tensor)] = Bytes(tensor, self, streams)
+        return made
+>>>>>>> w/moved
 
     def send(self, sources: Sequence[Bytes]) -> None:
         """Queue their copies to the host, in this order."""
-        for each in sources:
-            each.piece = self.arena.take(each.size)
+        pieces = [self.arena.take(each.size) for each in sources]
         for stream in dict.fromkeys(stream for each in sources for stream in each.streams):
             _wait(self._out, _mark(stream))  # [1]
         with on(self._out):
-            for each in sources:
-                if each.piece is not None:
-                    _wait(self._out, each.piece.read)  # [2]
-                    each.piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
-                self._sent[storage_key(each.memory)] = each
+            for each, piece in zip(sources, pieces):
+                _wait(self._out, piece.read)  # [2]
+                piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
+                each.piece = piece
         ended = _mark(self._out)
         for each in sources:
             each.pending = ended

@@ -1,7 +1,7 @@
 """Order: when the regions of a thread that no schedule drives go to the host, and when they are fetched.
 
-A region is let go when the next but one begins: until then it is copied beside the one after it. In the backward, a
-region is fetched when the backward of the one after it begins. So two regions are on the device at a time.
+A region is sent when the next one begins, so the last is never sent, and it is let go of when the next but one begins.
+In the backward it is fetched when the backward of the one after it begins. So two regions are here at a time.
 
 A schedule has an order of its own, with the same methods, in ``thread.order``.
 """
@@ -21,6 +21,7 @@ class Ordered(Protocol):
     has_begun: bool
     """Whether its backward has begun."""
 
+    def send(self) -> None: ...
     def release(self) -> None: ...
     def issue(self) -> None: ...
 
@@ -35,6 +36,8 @@ class Order:
     def begins(self, region: Ordered) -> None:
         """The forward of ``region`` begins."""
         here = [each for each in self._regions.values() if not (each.is_released or each.has_begun)]
+        for each in here[-1:]:
+            each.send()
         for each in here[:-1]:
             each.release()
         self._regions[next(self._numbers)] = region

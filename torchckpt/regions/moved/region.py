@@ -2,7 +2,8 @@
 
 The function runs once, so there is no state to restore and nothing to compare: what comes back are the same bytes.
 
-    forward     pack puts each tensor into a slot. At the end the storages are sent: copies are queued, and all is here
+    forward     pack puts each tensor into a slot. At the end, the storages are known that move
+    send        copies of them to the host are queued. All is still here
     release     the slots let go of them. It is called at a boundary, from which on the memory is free
     issue       memory is taken for them, and the copies back are queued
     backward    unpack lets the stream wait for them. If nobody has issued the region, it does: late, never wrong
@@ -62,8 +63,8 @@ _lock = threading.RLock()
 
 
 class Moved:
-    """One region in one forward. ``forward()`` is called once; then ``release()`` and ``issue()`` at boundaries, by the
-    order of the thread or by a schedule. A second call of either does nothing, and so does one that comes too late.
+    """One region in one forward. ``forward()`` is called once; then ``send()``, ``release()`` and ``issue()`` at
+    boundaries, by the order of the thread or by a schedule. A second call does nothing, nor does one that is too late.
     """
 
     def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
@@ -74,8 +75,7 @@ class Moved:
         """Those whose tensors may move, while the forward runs."""
         self._storages: list[weakref.ref[Bytes]] = []
         self._saved_on: set[str] = set()
-        self._has_returned = False
-        self.is_released = False
+        self._has_returned = self._is_sent = self.is_released = False
         self.has_begun = False
         """Whether its backward has begun. From then on everything stays."""
         thread.order = self._order = thread.order or Order()
@@ -89,7 +89,7 @@ class Moved:
         finally:
             pop_hooks()
         with _lock:
-            self._send((args, kwargs, outputs))
+            self._find((args, kwargs), outputs)
         self._around, self._has_returned = None, True
         return outputs
 
@@ -103,10 +103,21 @@ class Moved:
         """The bytes of those that are on the host alone."""
         return sum(storage.size for storage in self._moving() if storage.is_away)
 
-    def release(self) -> None:
-        """Let go of what was sent: its memory on the device is free from here on, in the order of the stream."""
+    def send(self) -> None:
+        """Queue the copies to the host of what moves."""
         with _lock:
-            if self.is_released or self.has_begun or not self._has_returned:
+            if self._is_sent or self.has_begun or not self._has_returned:
+                return
+            self._is_sent = True
+            here = [each for each in self._moving() if each.piece is None and not _stays(each, each.is_output)]
+            for copies in dict.fromkeys(storage.copies for storage in here):
+                copies.send([storage for storage in here if storage.copies is copies])
+
+    def release(self) -> None:
+        """Let go of what moves: its memory on the device is free from here on, in the order of the stream."""
+        with _lock:
+            self.send()
+            if self.is_released or self.has_begun or not self._is_sent:
                 return
             self.is_released = True
             for storage in self._moving():
@@ -146,45 +157,42 @@ class Moved:
                 storage.stay()
         self._order.returns(self)
 
-    def _send(self, arguments: Any) -> None:
+    def _find(self, arguments: Any, outputs: Any) -> None:
+        """Find the storages that move."""
         slots, self._slots = self._slots, []
         saved: dict[int | None, list[tuple[MovedSlot, Tensor]]] = {}
         for slot in slots:
             for part in parts_that_go(slot.tensor, self._least_bytes):
                 saved.setdefault(storage_key(part), []).append((slot, part))
-        passing = {storage_key(part) for tensor in _activations(arguments) for part in parts_of(tensor)}
-        storages = [self._storage(places, key in passing) for key, places in saved.items()]
-        fresh = [storage for storage in storages if storage is not None and storage.piece is None]
-        for copies in dict.fromkeys(storage.copies for storage in fresh):
-            copies.send([storage for storage in fresh if storage.copies is copies])
+        inputs, results = _activations(arguments), _activations(outputs)
+        for key, places in saved.items():
+            self._add(places, key in inputs, key in results)
         for slot in slots:
             if not slot.storages and slot.tensor is not None:
                 slot.save_by(self._around, slot.tensor)
         if self._saved_on == {"cpu"} and not goes_from(torch.device("cpu")):
             _say_that_nothing_moves()
 
-    def _storage(self, places: list[tuple[MovedSlot, Tensor]], is_passing: bool) -> Bytes | None:
-        """The bytes at ``places``, which are all those of one storage in this region; None if they stay.
+    def _add(self, places: list[tuple[MovedSlot, Tensor]], is_input: bool, is_output: bool) -> None:
+        """Have a storage move that the region has saved in ``places``, if it need not stay.
 
-        Args:
-            is_passing: whether it is of an activation that the caller holds for now, and the next region takes.
+        The caller holds an activation that is an input or an output only for now.
         """
         part = places[0][1]
         copies = copies_of(part.device)
         storage = copies.known(part)
         if storage is None:
-            if use_count(part) > len(places) and not is_passing:
-                return None
+            if use_count(part) > len(places) and not (is_input or is_output):
+                return
             streams = dict.fromkeys(slot.stream for slot, _ in places if slot.stream is not None)
-            storage = Bytes(part, copies, tuple(streams))
-        elif storage.is_resized or any(slot.is_changed for slot in _slots_of(storage)):
-            return None
-        storage.owner = weakref.ref(self)
+            storage = copies.bytes_of(part, streams)
+        elif _stays(storage, may_be_held=True):
+            return
+        storage.owner, storage.is_output = weakref.ref(self), is_output
         self._storages.append(weakref.ref(storage))
         for slot, _ in places:
             slot.storages.append(storage)
             storage.slots.append(weakref.ref(slot))
-        return storage
 
     def _moving(self) -> Iterator[Bytes]:
         for reference in self._storages:
@@ -193,8 +201,10 @@ class Moved:
                 yield storage
 
 
-def _activations(arguments: Any) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors_in(arguments) if tensor.requires_grad and not tensor.is_leaf)
+def _activations(tree: Any) -> set[int | None]:
+    """The keys of the storages of tensors that are made of others that require grad."""
+    tensors = (tensor for tensor in tensors_in(tree) if tensor.requires_grad and not tensor.is_leaf)
+    return {storage_key(part) for tensor in tensors for part in parts_of(tensor)}
 
 
 def _slots_of(storage: Bytes) -> list[MovedSlot]:
@@ -203,13 +213,18 @@ def _slots_of(storage: Bytes) -> list[MovedSlot]:
     return [slot for slot in slots if slot is not None and slot.tensor is not None]
 
 
-def _release(storage: Bytes) -> None:
+def _stays(storage: Bytes, may_be_held: bool = False) -> bool:
+    """Whether somebody has changed it; or holds it, so that nothing would be freed."""
     slots = _slots_of(storage)
-    is_shared = use_count(storage.memory) > len(slots) + 1  # then nothing would be freed
-    if is_shared or storage.is_resized or any(slot.is_changed for slot in slots):
+    is_held = use_count(storage.memory) > len(slots) + 1
+    return storage.is_resized or any(slot.is_changed for slot in slots) or (is_held and not may_be_held)
+
+
+def _release(storage: Bytes) -> None:
+    if storage.piece is None or _stays(storage):
         storage.stay()
         return
-    for slot in slots:
+    for slot in _slots_of(storage):
         slot.let_go()
     storage.let_go()
 
