@@ -115,8 +115,7 @@ def problem_of(
     wrong_stages = wrong_stages or plannable_faults(listed)
     check([*_recomputes(schedule), *wrong_stages, *wrong_links])
     keep_all = Step(schedule, tuple(listed), tuple(links))
-    if host is not None:
-        _check_host(host, len(schedule.ranks))
+    host = None if host is None else _counted(host, len(schedule.ranks))
     if isinstance(budget, DeviceMemory):
         limits = without_static(budget, keep_all.static_bytes)
         return Problem(schedule, keep_all.stages, keep_all.links, limits, budget, host)
@@ -131,7 +130,8 @@ def _recomputes(schedule: Schedule) -> list[Fault]:
     return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]
 
 
-def _check_host(host: Host, ranks: int) -> None:
+def _counted(host: Host, ranks: int) -> Host:
+    """``host`` in numbers."""
     if not isinstance(host, Host):
         raise_fault(Fault("host is not a Host", f"host={brief(host)}", 'Host("200GiB", out="25GB")'))
-    host.bytes_of(ranks)
+    return replace(host, bytes=host.bytes_of(ranks), out=host.out_rate, back=host.back_rate)

@@ -54,8 +54,7 @@ class PipelinePlan(PlanFigures, Drawn):
         """A table of what each stage recomputes. The choices are its last column, as they may be long; a legend
         follows. Default: in the units of the plan."""
         units = units or self.units
-        has_host = self.problem.host is not None
-        rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds", *["moved"] * has_host)]
+        rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
         names = "/".join(state.value for state in self.states)
         texts = [names]
         for stage, work in enumerate(self.problem.stages):
@@ -64,8 +63,7 @@ class PipelinePlan(PlanFigures, Drawn):
             share = percent(redone / every) if every else "-"
             rank = self.schedule.placement[stage]
             blocks, saved = str(len(work.blocks)), units.of_memory(work.saved_bytes)
-            moved = [units.of_memory(self.moved_bytes[stage])] * has_host
-            rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone), *moved))
+            rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
             visits = ((stage, i) for i in range(self.schedule.micro_batches))
             texts.append(_runs([self.step.choice(visit).text(self.states) for visit in visits]))
         lines = aligned(rows).split("\n")

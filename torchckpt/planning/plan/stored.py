@@ -43,9 +43,7 @@ def written(plan: PlanFigures) -> str:
     if plan.whole_step is not None:
         stored["whole_step"] = plan.whole_step
     if problem.host is not None:
-        rates = {"out": problem.host.out_rate, "back": problem.host.back_rate}
-        stored["host"] = {**asdict(problem.host), **rates, "bytes": problem.host_bytes}
-        stored["moves"] = plan.moves
+        stored |= {"host": asdict(problem.host), "moves": plan.moves}
     if plan.alone is not None:
         stored["alone"] = [seconds if math.isfinite(seconds) else None for seconds in plan.alone]
     return json.dumps(stored)

@@ -26,11 +26,7 @@ class Engines:
     def __init__(
         self, rank: int, places: Places, late_seconds: Iterable[float | None], stages: Sequence[Stage], host: Host
     ) -> None:
-        """
-        Args:
-            late_seconds: of each action, those of its late recompute, an action of its own in the program; None if it
-                has none.
-        """
+        """``late_seconds``: of each action, if it has a late recompute, which is an action of its own in a program."""
         self.copies: list[Copy] = []
         """In the order in which they were queued."""
         self.waited_seconds = 0.0
@@ -57,7 +53,7 @@ class Engines:
 
     def _run(self, place: Place, arrived: float) -> None:
         stage, kind, i = place.action
-        block, due = (stage, i, place.piece.block), self._now
+        block, due = (stage, i, place.boundary.block), self._now
         for move in place.issued:
             self._copy(move[:3], due, is_back=True)
         awaited = [self._ends[move[:3], False] for move in place.released]
@@ -65,7 +61,7 @@ class Engines:
             awaited.append(self._ends[block, True])
         start = max(due, arrived, *awaited)
         self.waited_seconds += start - max(due, arrived)
-        self._now, self._drag = start + place.piece.seconds + self._drag, 0.0
+        self._now, self._drag = start + place.seconds + self._drag, 0.0
         if kind is Kind.FORWARD and block in self._away:
             self._copy(block, self._now, is_back=False)
 
@@ -96,7 +92,7 @@ def host_peak(places: Places, stages: Sequence[Stage]) -> float:
     """The most bytes of one rank on its host, by position: of a block from the end of its forward until its backward
     begins. What comes at a boundary comes before what goes there."""
     away, changes = _away(places), [0.0]
-    for (stage, kind, i), block in ((place.action, place.piece.block) for place in chain.from_iterable(places)):
+    for (_, block), (stage, kind, i), *_ in chain.from_iterable(places):
         if (stage, i, block) in away and (kind is Kind.FORWARD or kind in BACKWARDS):
             moved = stages[stage].moved_bytes(block)
             changes.append(moved if kind is Kind.FORWARD else -moved)

@@ -47,9 +47,8 @@ class Host:
             object.__setattr__(self, "bytes", tuple(self.bytes))
         each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,)
         wrong = [Fault(_BYTES, f"bytes={trouble(amount)}", _WORKS) for amount in each if _size(amount) is None]
-        for name, rate in (("out", self.out), ("back", self.out if self.back is None else self.back)):
-            if _rate(rate) is None:
-                wrong.append(Fault(_LINK, f"{name}={trouble(rate)}", _WORKS))
+        for name, rate in [("out", self.out), *[("back", self.back)] * (self.back is not None)]:
+            wrong += [] if _rate(rate) else [Fault(_LINK, f"{name}={trouble(rate)}", _WORKS)]
         if not (isinstance(self.drag, (int, float)) and 0 <= self.drag < math.inf):
             rule = "the drag of a host is not a number of seconds >= 0 for each second of copying"
             wrong.append(Fault(rule, f"drag={self.drag!r}", "drag=0.02"))
@@ -75,7 +74,7 @@ class Host:
         each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,) * ranks
         if len(each) != ranks:
             rule = f"the bytes of a host are neither one for every rank nor a list of {ranks}"
-            raise_fault(Fault(rule, f"{len(each)} amounts", f"{_WORKS}, or a list with one for each rank"))
+            raise_fault(Fault(rule, f"{len(each)} amounts", 'bytes="200GiB", or a list with one for each rank'))
         return tuple(_size(amount) or 0.0 for amount in each)
 
 

@@ -67,19 +67,13 @@ class Bytes:
 
     def let_go(self) -> None:
         """The memory on the device goes back."""
-<<<<<<< HEAD
-        for stream in self.streams:
-            self.copies.hold(stream, self.pending)  # [3]
-        self.memory, self.pending, self.is_away = _NOTHING, None, True
-=======
         self._wait_for_copy()
         self.memory, self.is_away = _NOTHING, True
 
     def _wait_for_copy(self) -> None:
         pending, self.pending = self.pending, None
         for stream in self.streams if pending is not None else ():
-            _wait(stream, pending)  # [3]
->>>>>>> w/moved
+            self.copies.hold(stream, pending)  # [3]
 
     def stay(self) -> None:
         """What is on the host is needed no more."""
@@ -129,7 +123,6 @@ class Copies:
         known = self._known.get(storage_key(tensor))
         return None if known is None or known.is_away or known.is_back else known
 
-<<<<<<< HEAD
     def hold(self, compute: torch.Stream | None, event: torch.Event | None) -> None:
         """Let ``compute`` wait for the end of a copy."""
         if self.waits is None or event is None:
@@ -143,12 +136,11 @@ class Copies:
         """The seconds of the waits that were noted. Waits for the device."""
         seconds = self.clock.reader()
         return sum(seconds(end) - seconds(start) for start, end in self.waits or ())
-=======
+
     def bytes_of(self, tensor: Tensor, streams: Iterable[torch.Stream]) -> Bytes:
         """The bytes of its storage, from now on known. ``streams`` are those that a region has used it on."""
         made = self._known[storage_key(tensor)] = Bytes(tensor, self, streams)
         return made
->>>>>>> w/moved
 
     def send(self, sources: Sequence[Bytes]) -> None:
         """Queue their copies to the host, in this order."""
