@@ -1,12 +1,12 @@
 """Moving: the blocks of a step that go to the host, as a plan has it, and what is measured before there is a plan."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from torchckpt.planning import Action
+from torchckpt.planning import Action, Choice
 from torchckpt.planning.order.schedule import BACKWARDS, Kind, Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.regions.core.frame import Frame
@@ -18,7 +18,10 @@ from torchckpt.regions.moved.region import Moved
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["AllMoved", "Boundaries", "BoundaryScope"]
+__all__ = ["AllMoved", "Boundaries", "BoundaryScope", "Going"]
+
+Going: TypeAlias = "Sequence[Mapping[int, int]]"
+"""For each region of a stage, the bytes of its storages that can go, by number."""
 
 
 class Boundaries:
@@ -49,27 +52,25 @@ class Boundaries:
         if action in self._starts:
             self._driven.reaches(self._starts[action])
 
-    def scope(self, keep: Collection[int], away: Collection[int], around: AroundRegion, visit: Visit) -> BoundaryScope:
-        """The scope of the forward of ``visit``."""
-        forward = Action(visit[0], Kind.FORWARD, visit[1])
-        return BoundaryScope(keep, away, around, self._driven, forward, self._backwards[visit])
+    def scope(self, choice: Choice, going: Going, around: AroundRegion, visit: Visit) -> BoundaryScope:
+        """The scope of the forward of ``visit``. ``going`` is of its stage."""
+        actions = Action(visit[0], Kind.FORWARD, visit[1]), self._backwards[visit]
+        return BoundaryScope(choice, going, around, self._driven, actions)
 
 
 class BoundaryScope(Scope):
     """A scope whose regions are kept, recomputed or sent away, and which tells of each boundary.
 
     Args:
-        keep: the numbers of the regions that are kept.
-        away: the numbers of those that go to the host.
-        forward, backward: the actions of the visit.
+        going: for each region, the numbers of its storages that go to the host if it is away.
+        actions: the forward and the backward of the visit.
     """
 
     def __init__(
-        self, keep: Collection[int], away: Collection[int], around: AroundRegion, driven: Driven,
-        forward: Action, backward: Action,
+        self, choice: Choice, going: Going, around: AroundRegion, driven: Driven, actions: tuple[Action, Action]
     ) -> None:
-        super().__init__(frozenset((*keep, *away)), around)
-        self._away, self._driven, self._actions = frozenset(away), driven, (forward, backward)
+        super().__init__(frozenset((*choice.kept, *choice.away)), around)
+        self._away, self._going, self._driven, self._actions = choice.away, going, driven, actions
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -85,7 +86,9 @@ class BoundaryScope(Scope):
     ) -> tuple[Any, Frame | None]:
         number = self.regions
         if number in self._away and self.is_outermost:
-            function = partial(_moved, self._driven, (*self._actions[0].visit, number), function)
+            region = Moved(going=self._going[number])
+            self._driven.moves((*self._actions[0].visit, number), region)
+            function = partial(_moved, region, function)
         outputs, frame = super().run(function, args, kwargs, options)
         if self.regions > number:
             self._tell(number, outputs)
@@ -101,9 +104,7 @@ class BoundaryScope(Scope):
                     node.register_prehook(partial(_reaches, self._driven, (backward, number)))
 
 
-def _moved(driven: Driven, name: tuple[int, int, int], function: Function, *args: Any, **kwargs: Any) -> Any:
-    region = Moved()
-    driven.moves(name, region)
+def _moved(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
     outputs = region.forward(function, args, kwargs)
     region.send()
     return outputs
@@ -114,7 +115,7 @@ def _reaches(driven: Driven, boundary: tuple[Action, int], gradients: object) ->
 
 
 class AllMoved(Scope):
-    """A scope whose regions all go to the host, by an order of their own: it measures how many bytes each can send."""
+    """A scope whose regions all go to the host, by an order of their own: it shows what each can send."""
 
     def __init__(self) -> None:
         super().__init__(keep=True)
@@ -123,17 +124,17 @@ class AllMoved(Scope):
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
-        if not self.is_outermost:
-            return super().run(function, args, kwargs, options)
-        region = Moved()
-        self._moving.append(region)
-        return super().run(partial(_forward, region, function), args, kwargs, options)
+        if self.is_outermost:
+            self._moving.append(Moved())
+            function = partial(_forward, self._moving[-1], function)
+        return super().run(function, args, kwargs, options)
 
-    def moved_bytes(self) -> list[float]:
-        """The bytes that each region has sent. Call it where the outputs of the stage are held as in a step."""
+    def sent(self) -> list[dict[int, int]]:
+        """The bytes of the storages that each region has sent, by number. Call it where the outputs of the stage are
+        held as in a step."""
         for region in self._moving:
             region.release()
-        return [float(region.away_bytes) for region in self._moving]
+        return [region.away_bytes for region in self._moving]
 
 
 def _forward(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import first_cause, raise_without_regions
 from torchckpt.distributed.meeting import all_gather, check_the_same
-from torchckpt.distributed.moving import AllMoved, Boundaries
+from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
@@ -74,8 +74,8 @@ class RecomputeWithin(RecomputeAhead):
         self._refusal: CheckpointError | None = None
         self._boundaries: Boundaries | None = None
         """Those of a step in which something goes to the host."""
-        self._moved_bytes: dict[int, list[float]] = {}
-        """By stage, the bytes that each region can send to the host."""
+        self._going: dict[int, Going] = {}
+        """By stage, what its regions can send to the host."""
         super().__init__(live, plain, None, frozenset(), is_measuring=False)
         self._run(self._phase.order(FIRST_STEPS))
 
@@ -178,16 +178,15 @@ class RecomputeWithin(RecomputeAhead):
         return self._phase.choice(visit)  # [2]
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
-        if isinstance(choice, Choice) and self._boundaries is not None:
-            return self._boundaries.scope(choice.kept, choice.away, partial(self._replaying, visit), visit)
-        if self._sends(visit[0]):
+        if self._has_host and visit[0] not in self._going:
             return AllMoved()
+        if isinstance(choice, Choice) and self._boundaries is not None:
+            return self._boundaries.scope(choice, self._going[visit[0]], partial(self._replaying, visit), visit)
         return super()._scope(visit, choice, module)
 
-    def _sends(self, stage: int) -> bool:
-        """Whether the next visit of ``stage`` shows how many bytes its regions can send."""
-        phase = self._phase
-        return isinstance(phase, Measuring) and phase.host_bytes is not None and stage not in self._moved_bytes
+    @property
+    def _has_host(self) -> bool:
+        return self._boundaries is not None or (isinstance(self._phase, Measuring) and self._phase.host_bytes is not None)
 
     def _counts(self, visit: Visit) -> bool:
         is_counted = isinstance(self._phase, Measuring) and self._live_bytes is not None
@@ -210,7 +209,7 @@ class RecomputeWithin(RecomputeAhead):
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
         if isinstance(scope, AllMoved):
-            self._moved_bytes[stage] = scope.moved_bytes()
+            self._going[stage] = scope.sent()
         if not scope.regions:
             raise_without_regions(stage, self._stage_by_index[stage].submod, outputs, is_planned=True)
         seen = scope.regions, self._input_shapes, *map(_shape_of, tensors_in(outputs))
@@ -276,10 +275,11 @@ class RecomputeWithin(RecomputeAhead):
         """The phase of the plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
         for stage, counted in self._counted.items():
-            seconds, moved = replays.get(stage, {}), self._moved_bytes.get(stage)
+            seconds, going = replays.get(stage, {}), self._going.get(stage)
             blocks = [replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks)]
-            if moved is not None:
-                blocks = [replace(x, moved_bytes=min(sent, x.saved_bytes)) for x, sent in zip(blocks, moved)]
+            if going is not None:
+                sent = [float(sum(each.values())) for each in going]
+                blocks = [replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(blocks, sent)]
             self._counted[stage] = replace(counted, blocks=tuple(blocks))
         measured = self._gathered(None)
         with self._record.device_current():
@@ -290,7 +290,8 @@ class RecomputeWithin(RecomputeAhead):
 
     def _measured_link(self) -> MeasuredLink:
         """The link of this rank to its host, with all ranks copying. Collective."""
-        largest = max((int(sent) for each in self._moved_bytes.values() for sent in each), default=0)
+        regions = (region for going in self._going.values() for region in going)
+        largest = max((sum(region.values()) for region in regions), default=0)
         return measured_link(self._record.device, largest, dist.barrier)
 
     def _reserve_host(self, plan: PipelinePlan) -> None:
