@@ -154,6 +154,6 @@ def _budget_faults(model: object, every: object, budget: object, device_memory: 
         if is_compiled(model):
             works = "for layer in model.layers: layer.compile(); or graph.backend(budget=...)"
             yield Fault("the model is compiled as a whole, so no call of a layer is seen", type(model).__name__, works)
-        if any(ENTER in module.__dict__ for module in model.modules()):
+        if any(module.__dict__.get(ENTER) is not None for module in model.modules()):
             rule = "layers of the model have a budget already"
             yield Fault(rule, f"a second {_CALLER}(..., budget=...)", "handle.remove() first")

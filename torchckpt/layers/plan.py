@@ -11,13 +11,13 @@ The frontier does not depend on the budget, so more budget is never slower.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from torchckpt.layers.took import Call, Took
+from torchckpt.layers.took import Call, Took, most_of
 from torchckpt.planning import Action, Block, Choice, Kind, Link, Schedule, Stage, Step, Timeline
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent, units_of_bytes
@@ -25,7 +25,7 @@ from torchckpt.planning.figures import Drawn
 from torchckpt.planning.plan.run.fit_measured import with_levels
 from torchckpt.planning.step.memory import Level
 
-__all__ = ["LayersPlan", "Option", "frontier"]
+__all__ = ["LayersPlan", "Option", "Wish", "chosen", "frontier"]
 
 _OPTIONS, _FEWEST = 24_000, 150
 """The options of all calls together that a frontier keeps, and the fewest of one call."""
@@ -48,6 +48,25 @@ def frontier(took: Took) -> list[Option]:
             found += [(max(own, inner + peak), rest, kept | bit) for peak, rest, kept in options]
         options = _thinned(_best(sorted(found)), most)
     return options
+
+
+class Wish(NamedTuple):
+    """What a rank wishes for the step that begins."""
+
+    step: str
+    """A text that is another for each step that it knows."""
+    took: Took
+    limit_bytes: float
+    is_narrowed: bool
+    """Whether the limit is less than the budget, so that it may be too little."""
+
+
+def chosen(wishes: Sequence[Wish]) -> frozenset[int]:
+    """The calls that all ranks keep, for the least time within the limit of each; for the least bytes, if none fits."""
+    limits = [max(wish.limit_bytes, 1.0) for wish in wishes]
+    options = frontier(most_of([wish.took for wish in wishes], [limits[0] / limit for limit in limits]))
+    kept = next((kept for peak, _, kept in reversed(options) if peak <= limits[0]), options[0][2])
+    return frozenset(place for place in range(len(wishes[0].took.calls)) if kept >> place & 1)
 
 
 def _best(options: Iterable[Option]) -> list[Option]:
@@ -135,7 +154,7 @@ class LayersPlan(Drawn):
         if len(self.kept) == calls:
             return f"all {calls} calls are kept: everything fits"
         share = percent(self.recompute_seconds / plain) if plain else "-"
-        return f"{len(self.kept)} of {calls} calls are kept; to recompute the others takes {share} of their own time"
+        return f"{len(self.kept)} of {calls} calls are kept; recomputing the others adds {share} to the time of all"
 
     def _svg(self) -> str:
         """The step that keeps everything, and the planned one: when each call runs, and the memory under the budget."""

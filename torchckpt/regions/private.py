@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
@@ -31,6 +32,7 @@ __all__ = [
     "alive",
     "apply_of",
     "batch_norm_layer",
+    "bytes_now",
     "caching_mode",
     "compiler_of",
     "compiler_stance",
@@ -167,6 +169,12 @@ def negated(tensor: Tensor) -> Tensor:
     form makes it of a real tensor."""
     view: Tensor = torch._neg_view(tensor)
     return view
+
+
+def bytes_now(storage: StorageWeakRef) -> int | None:
+    """The size of a storage, which may have been resized as FSDP2 does it; None if it was freed. No public form."""
+    alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if alive is None else alive.nbytes()
 
 
 def is_exporting() -> bool:

@@ -378,7 +378,8 @@ def _entries(timelines: Sequence[TimelineFigures], layout: _Layout) -> list[tupl
     if not layout.show_memory:
         return entries
     if layout.bytes_of_ranks:
-        return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
+        of = " of a rank" if len(layout.bytes_of_ranks) > 1 else ""
+        return [*entries, ("largest", f"memory{of}, and its peak"), ("budget", "its budget")]
     if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
         entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
     else:
