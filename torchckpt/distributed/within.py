@@ -186,7 +186,8 @@ class RecomputeWithin(RecomputeAhead):
 
     @property
     def _has_host(self) -> bool:
-        return self._boundaries is not None or (isinstance(self._phase, Measuring) and self._phase.host_bytes is not None)
+        is_measured = isinstance(self._phase, Measuring) and self._phase.host_bytes is not None
+        return is_measured or self._boundaries is not None
 
     def _counts(self, visit: Visit) -> bool:
         is_counted = isinstance(self._phase, Measuring) and self._live_bytes is not None

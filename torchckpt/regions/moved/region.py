@@ -67,13 +67,16 @@ class Moved:
     boundaries, by the order of the thread or by a schedule. A second call does nothing, nor does one that is too late.
     """
 
-    def __init__(self, least_bytes: int = LEAST_BYTES, going: Collection[int] | None = None) -> None:
+    def __init__(
+        self, least_bytes: int = LEAST_BYTES, going: Collection[int] | None = None, inputs: bool = True
+    ) -> None:
         """
         Args:
             going: the numbers of its storages that go, as :attr:`away_numbers` of an equal region. They go even where
                 the caller still holds an input or an output, which it does for now. Default: found out.
+            inputs: whether its inputs may go.
         """
-        self._least_bytes, self._going = least_bytes, going
+        self._least_bytes, self._going, self._inputs = least_bytes, going, inputs
         self._around: Hooks | None = None
         """The hooks around the region, while its forward runs."""
         self._slots: list[MovedSlot] = []
@@ -179,7 +182,8 @@ class Moved:
                 saved.setdefault(storage_key(part), []).append((slot, part))
         inputs, results = _activations(arguments), _activations(outputs)
         for number, (key, places) in enumerate(saved.items()):
-            if self._going is None or number in self._going:
+            may_go = number in self._going if self._going is not None else self._inputs or key not in inputs
+            if may_go:
                 self._add(number, places, key in inputs, key in results)
         for slot in slots:
             if not slot.storages and slot.tensor is not None:
