@@ -22,6 +22,8 @@ from torchckpt.layers.took import Call, Key, Took
 from torchckpt.measuring.live import Watch
 from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
+from torchckpt.regions.moved.region import LEAST_BYTES
+from torchckpt.regions.moved.slot import stays
 from torchckpt.regions.private import after_backward, put_under_modes
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import tensors_in
@@ -67,7 +69,10 @@ class Counter:
         self._moments: list[Moment] = []
         self._noted: dict[int, dict[Any, int]] = {}
         """By call, the storages that its forward saved, and their bytes."""
-        self._inner: dict[int, int] = {}
+        self._going: set[Any] = set()
+        """Those that a region could send to a host."""
+        self._inner: dict[int, tuple[int, int]] = {}
+        """By call, the bytes that it holds if it is kept, and those of them that can go."""
         self._boundary: dict[int, int] = {}
         self._claimed: set[Any] = set()
         self._is_in_backward = self._is_broken = False
@@ -88,9 +93,12 @@ class Counter:
         """Watch no more."""
         self._watch.stop()
 
-    def noted(self, call: int) -> dict[Any, int]:
-        """Where the frame of a call is to note the storages that it drops."""
-        return self._noted.setdefault(call, {})
+    def note(self, call: int, tensor: Tensor) -> None:
+        """Note the storages of a tensor that the frame of a call drops."""
+        storages = storage_of(tensor)
+        self._noted.setdefault(call, {}).update(storages)
+        if not stays(tensor, LEAST_BYTES):
+            self._going.update(storages)
 
     @contextmanager
     def forward(self, call: int, arguments: Any) -> Iterator[None]:
@@ -151,8 +159,9 @@ class Counter:
     def _settle(self) -> None:
         """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes."""
         for call in [call for call in self._noted if call not in self._inner]:
-            dead = (size for storage, size in self._noted[call].items() if storage.expired())
-            self._inner[call] = sum(dead)
+            dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
+            going = (size for storage, size in dead.items() if storage in self._going)
+            self._inner[call] = sum(dead.values()), sum(going)
 
     def _in_backward(self) -> None:
         if not self._is_in_backward:
@@ -177,7 +186,9 @@ _NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
 """In place of a call that was never replayed."""
 
 
-def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundary: Mapping[int, int]) -> Took:
+def _took(
+    moments: Sequence[Moment], key: Key, inner: Mapping[int, tuple[int, int]], boundary: Mapping[int, int]
+) -> Took:
     """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
     places = {(moment.kind, moment.call): place for place, moment in reversed(list(enumerate(moments)))}
     ends = [*moments[1:], _NOTHING]  # of what begins at a moment
@@ -201,7 +212,7 @@ def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundar
             0.0,
             done.seconds - backward.seconds,
             boundary.get(number, 0),
-            inner.get(number, 0),
+            *inner.get(number, (0, 0)),
             end.highest_bytes,
             max(end.highest_bytes, end.left_bytes + rises),
             end.left_bytes,

@@ -32,10 +32,13 @@ from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.measuring.known import SHOWN
 from torchckpt.measuring.shapes import Settings, Shapes, shapes_of
 from torchckpt.modules import is_compiled
+from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
+from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in
@@ -115,6 +118,14 @@ class _Step:
     script: Sequence[Foreseen | None] = ()
     """What is foreseen of the calls, if that is clear."""
     thread: int = field(default_factory=threading.get_ident)
+    driven: Driven | None = None
+    """What calls that are away follow."""
+
+    @property
+    def away(self) -> frozenset[int]:
+        """The calls that go to the host, if it is clear which step it is."""
+        plan = self.known[0].plan if len(self.known) == 1 else None
+        return frozenset() if plan is None else frozenset(each.call for each in plan.away)
 
     @property
     def is_alive(self) -> bool:
@@ -136,7 +147,8 @@ class _Step:
         call, had = self.calls, bool(self.known)
         self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
         self.is_other |= had and not self.known
-        self.script = self.known[0].script if len(self.known) == 1 and self.counter is None else ()
+        is_clear = len(self.known) == 1 and self.counter is None and self.driven is None
+        self.script = self.known[0].script if is_clear else ()
         self.key.append(shapes)
         self.calls += 1
         if self.agreed is not None:
@@ -150,6 +162,26 @@ class _Step:
         outputs = frame.forward(function, args, kwargs)
         frame.around = partial(self.replaying, -1)
         return outputs
+
+    def sent(self, call: int, moved: Moved, function: Function, args: Any, kwargs: Any) -> Any:
+        """Run a call as a region that moves."""
+        assert self.driven is not None
+        self.driven.moves(call, moved)
+        before, thread.order = thread.order, self.driven
+        try:
+            outputs = moved.forward(function, args, kwargs)
+        finally:
+            thread.order = before
+        moved.send()
+        return outputs
+
+    def goes_back(self, call: int, note: Callable[[], None] | None) -> None:
+        """The backward of ``call`` begins."""
+        if self.driven is not None:
+            self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
+            self.driven.reaches((Kind.BACKWARD, call))
+        if note is not None:
+            note()
 
     def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
         """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
@@ -244,15 +276,22 @@ class Steps:
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        frame, note = None if is_kept else Frame(options), None
+        moved = Moved(inputs=False) if step.driven is not None and call in step.away else None
+        frame, note = None if is_kept or moved is not None else Frame(options), None
         if counter is not None and frame is not None:
-            frame.noted = counter.noted(call)
+            frame.note = partial(counter.note, call)
         elif counter is not None:
             note = partial(counter.backward, call)
+        if step.driven is not None:
+            step.driven.reaches((Kind.FORWARD, call))
+            note = partial(step.goes_back, call, note)
         try:
             with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
-                step.is_in_kept = is_kept
-                outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
+                step.is_in_kept = frame is None
+                if moved is not None:
+                    outputs = step.sent(call, moved, function, args, kwargs)
+                else:
+                    outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
         except BaseException as error:
             step.failed(error)
             raise
@@ -278,6 +317,11 @@ class Steps:
         counter = self._counter(device) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
         self.step = _Step(first, device, known, counter, is_learned, has_gradients, agreed)
+        plan = known[0].plan if len(known) == 1 else None
+        if plan is not None and plan.away:
+            self.step.driven = Driven(
+                (call, (Kind.FORWARD, release), (Kind.BACKWARD, issue)) for call, release, issue in reversed(plan.away)
+            )
         return self.step
 
     def _agreed(self, device: torch.device) -> Callable[[Wish | None], frozenset[int]] | None:

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import combinations
 from typing import NamedTuple
@@ -13,13 +13,16 @@ from typing import NamedTuple
 import torch
 
 from torchckpt.errors import BudgetInfeasible, Fault, called, raise_fault
+from torchckpt.layers.away import HostLink, best_away
 from torchckpt.layers.count import Counter
-from torchckpt.layers.plan import LayersPlan, Wish, chosen
+from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
 from torchckpt.layers.took import Key, Took, of_another_size
 from torchckpt.measuring.known import LESS, NEAR, Followed, Remembered
+from torchckpt.measuring.link import measured_link
 from torchckpt.measuring.shapes import Settings, Shapes
 from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
+from torchckpt.regions.moved.copies import copies_of
 from torchckpt.regions.saved import bytes_of
 
 __all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
@@ -33,6 +36,8 @@ class Limit:
 
     budget: Budget | None
     device_memory: Budget | None
+    host: Budget | None = None
+    """What may be on the host of the device."""
 
     def before_bytes(self, device: torch.device, settings: Settings) -> float:
         """What was allocated on the ``device`` before the step that begins, if that is taken off."""
@@ -112,6 +117,8 @@ class KnownStep(Followed[LayersPlan]):
         """What is foreseen of each call; None for the first and the last one of each call of the model."""
         kept = frozenset() if self.plan is None else self.plan.kept
         starts = [bool(call[0]) for call in self.key]
+        if self.plan is not None and self.plan.away:
+            return []
         inside = [not (start or end) for start, end in zip(starts, [*starts[1:], True])]
         return [Foreseen.of(call, place in kept) if inside[place] else None for place, call in enumerate(self.key)]
 
@@ -127,11 +134,13 @@ class KnownSteps:
         self.names, self._limit = names, limit
         self._steps: Remembered[Key, KnownStep] = Remembered()
         self._warned: set[str] = set()
+        self._link: HostLink | None = None
+        self._device: torch.device | None = None
 
     def beginning(self, first: Shapes, device: torch.device, settings: Settings) -> list[KnownStep]:
         """The steps whose first call begins with ``first``; no steps that take less because they had gradients that
         this one has not."""
-        before_bytes = self._limit.before_bytes(device, settings)
+        before_bytes, self._device = self._limit.before_bytes(device, settings), device
         fit = [step for step in self._steps.values() if not step.has_gradients]
         if len(fit) < len(self._steps) and settings.has_gradients:
             fit = [*self._steps.values()]
@@ -205,9 +214,30 @@ class KnownSteps:
         else:
             kept = chosen([_wish(step)])
         plan = LayersPlan(step.took, self.names, step.limit_bytes, kept)
+        if not step.unfit and agreed is None:
+            plan = self._with_host(plan)
         if plan.peak_bytes > step.limit_bytes and step.share == 1.0 and agreed is None:
             raise self._limit.too_small(plan)
         return plan
+
+
+    def _with_host(self, plan: LayersPlan) -> LayersPlan:
+        """``plan``, or a shorter step that sends calls to the host."""
+        largest = max((call.moved_bytes for call in plan.took.calls), default=0.0)
+        if self._limit.host is None or self._device is None or not largest or len(plan.kept) == len(plan.took.calls):
+            return plan
+        if self._link is None:
+            out, back, _ = measured_link(self._device, int(largest), _no_barrier)
+            self._link = HostLink(budget_bytes(self._limit.host, 0), out, back)
+        best = best_away(plan.took, self._link, partial(kept_within, plan.budget_bytes))
+        if best is None:
+            return plan
+        copies_of(self._device).arena.reserve(int(sum(plan.took.calls[each.call].moved_bytes for each in best[1])))
+        return replace(plan, kept=best[0], away=best[1])
+
+
+def _no_barrier() -> None:
+    """One device copies by itself."""
 
 
 def _wish(step: KnownStep) -> Wish:

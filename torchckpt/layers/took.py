@@ -38,6 +38,8 @@ class Call(NamedTuple):
     """What is held of it if it is recomputed."""
     inner_bytes: float
     """What it holds beside that if it is kept."""
+    moved_bytes: float
+    """What of that can go to a host."""
     forward_most: float
     kept_most: float
     """The peak of its forward, if it is kept."""
