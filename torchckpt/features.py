@@ -42,6 +42,7 @@ _REGIONS = (
     "torch._C._autograd:_unsafe_set_version_counter",
     "torch.nn.modules.batchnorm:_NormBase",
     "torch.overrides:_get_current_function_mode_stack",
+    "torch.utils.checkpoint:_checkpoint_debug_enabled",
 )
 _DISTRIBUTED = (
     "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",

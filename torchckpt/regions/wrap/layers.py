@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from torchckpt.errors import Fault, check, kind
 from torchckpt.regions.core.options import Options, check_options, shown
-from torchckpt.regions.wrap.module import checkpoint_module, module_faults
+from torchckpt.regions.wrap.module import checkpointed, module_faults
 
 __all__ = ["Layers", "LayersHandle", "Selector", "wrap_layers"]
 
@@ -92,7 +92,7 @@ def wrap_layers(
     taken = dict(list(chosen.items())[::every])
     with ExitStack() as undo:
         for layer in taken.values():
-            undo.enter_context(checkpoint_module(layer, **options._asdict()))
+            undo.enter_context(checkpointed(layer, options))
         return taken, undo.pop_all()
 
 

@@ -116,6 +116,11 @@ def checkpoint_module(
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     check_options(checkpoint_module, options, module_faults(module))
+    return checkpointed(module, options)
+
+
+def checkpointed(module: nn.Module, options: Options) -> CheckpointHandle:
+    """Make ``module``, which has no faults, a checkpointed module."""
     put(module, _Checkpointed, options)
     if module._compiled_call_impl is not None:
         _compile_inside(module)
