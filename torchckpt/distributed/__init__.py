@@ -6,7 +6,8 @@
     runtime           torch's runtime, with recomputes among its actions
     record            when actions ran, on all ranks; the step that was measured
     counting          bytes that a stage saves, and bytes that are alive
-    meeting, faults   what ranks tell each other; regions that are torch's own, and steps that failed
+    meeting, message  what ranks tell each other, and when
+    faults            regions that are torch's own, and steps that failed
     private           private names of torch
 """
 from torchckpt.distributed.ahead import RecomputeAhead

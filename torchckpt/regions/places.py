@@ -9,12 +9,13 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from torchckpt.regions.private import newest_node, number_of, packed_by
+from torchckpt.tensors import nodes_behind
 
-__all__ = ["REGION", "Place", "holders_behind", "nodes_since", "operation_of", "place_of", "shown_line"]
+__all__ = ["REGION", "Place", "holders_behind", "operation_of", "place_of", "shown_line"]
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _REGIONS = f"{_LIBRARIES[1]}regions{os.sep}", torch.utils.checkpoint.__file__
@@ -79,18 +80,8 @@ def operation_of(name: str) -> str:
     return re.sub(r"Backward\d*$", "", name)
 
 
-def nodes_since(roots: Iterable[Node | None], number: int) -> Iterator[Node]:
-    """``roots`` and the nodes behind them, each once; but those that were made before the node ``number``."""
-    stack, seen = [*roots], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen and number_of(node) >= number:
-            seen.add(node)
-            yield node
-            stack.extend(parent for parent, _ in node.next_functions)
-
-
-def holders_behind(roots: Iterable[Node | None], number: int = 0) -> Iterator[tuple[object, str]]:
-    """What the hooks have packed for the nodes behind ``roots``, each with the operation of its node."""
-    for node in nodes_since(roots, number):
+def holders_behind(roots: Iterable[Tensor | Node | None], number: int = 0) -> Iterator[tuple[object, str]]:
+    """What is packed for the nodes behind ``roots``, from the node ``number`` on, each with the operation of its node.
+    """
+    for node in nodes_behind(roots, lambda node: number_of(node) >= number):
         yield from ((packed, operation_of(node.name())) for packed in packed_by(node))

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.regions.places import Place, operation_of, place_of
 from torchckpt.regions.private import kept_by_policies, look_through, number_of, running_node
 from torchckpt.regions.saved import SavedBytes, storage_of
+from torchckpt.tensors import nodes_behind
 
 __all__ = ["KeptStorages", "storages_alive"]
 
@@ -76,12 +77,8 @@ class KeptStorages(SavedBytes):
 
     def learn(self, node: Node | None) -> None:
         """Note the names of ``node`` and of all nodes behind it."""
-        stack = [node]
-        while stack:
-            node = stack.pop()
-            if node is not None and number_of(node) not in self.operations:
-                self.operations[number_of(node)] = operation_of(node.name())
-                stack.extend(parent for parent, _ in node.next_functions)
+        for new in nodes_behind([node], lambda one: number_of(one) not in self.operations):
+            self.operations[number_of(new)] = operation_of(new.name())
 
     def _pack(self, tensor: Tensor) -> Any:
         self.learn(tensor.grad_fn)

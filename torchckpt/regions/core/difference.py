@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
 from torchckpt.regions.core.slots import Slot, describe
-from torchckpt.regions.places import Place, holders_behind, nodes_since, operation_of, shown_line
+from torchckpt.regions.places import Place, holders_behind, operation_of, shown_line
 from torchckpt.regions.private import number_of, running_node
+from torchckpt.tensors import nodes_behind
 from torchckpt.typing import Function
 
 __all__ = ["Difference", "compiled_anew", "differs", "keeps_differently"]
@@ -31,13 +31,14 @@ class Difference:
         self.before = ""
         """The operations that the inputs of that operation come from."""
 
-    def is_named_by(self, nodes: Iterable[Node | None]) -> bool:
-        """Look for the replay's operation among ``nodes`` and those behind them. Returns whether it is known."""
+    def is_named_by(self, tensors: Iterable[Tensor]) -> bool:
+        """Look for the replay's operation among those that ``tensors`` come from. Returns whether it is known."""
         if self.place is not None and not self.operation:
             number = self.place.node
-            for node in (node for node in nodes_since(nodes, number) if number_of(node) == number):
-                self.operation = operation_of(node.name())
-                self.before = " ".join(parent.name() for parent, _ in node.next_functions if parent is not None)
+            for node in nodes_behind(tensors, lambda node: number_of(node) >= number):
+                if number_of(node) == number:
+                    self.operation = operation_of(node.name())
+                    self.before = " ".join(parent.name() for parent, _ in node.next_functions if parent is not None)
         return bool(self.operation)
 
 

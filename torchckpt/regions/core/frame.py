@@ -209,7 +209,7 @@ class Frame:
 
         def pack(tensor: Tensor) -> Tensor:
             if different:
-                if different[0].is_named_by([tensor.grad_fn]):
+                if different[0].is_named_by([tensor]):
                     raise Stop
                 return tensor.detach()
             place = len(fresh)
@@ -246,14 +246,14 @@ class Frame:
         if not different and len(fresh) < total:  # the function ended before its time
             different.append(Difference(slots[len(fresh)]))
         if different:
-            different[0].is_named_by([output.grad_fn for output in tensors_in(outputs)])
+            different[0].is_named_by(tensors_in(outputs))
             raise differs(call.function, slots, len(fresh), different[0])
         return fresh
 
 
 def _name_operations(outputs: Any, last: int) -> None:
     """Note the operations of the slots that nodes behind ``outputs`` hold, of those made after node ``last``."""
-    for packed, operation in holders_behind([output.grad_fn for output in tensors_in(outputs)], last + 1):
+    for packed, operation in holders_behind(tensors_in(outputs), last + 1):
         if isinstance(packed, PlacedSlot):
             packed.operation = operation
 
