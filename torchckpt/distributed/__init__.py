@@ -7,7 +7,8 @@
     moving            blocks that go to the host and come back, at the boundaries that a plan names
     record            when actions ran, on all ranks; the step that was measured
     counting          bytes that a stage saves, and bytes that are alive
-    meeting, faults   what ranks tell each other; regions that are torch's own, and steps that failed
+    meeting, message  what ranks tell each other, and when
+    faults            regions that are torch's own, and steps that failed
     private           private names of torch
 """
 from torchckpt.distributed.ahead import RecomputeAhead

@@ -5,7 +5,6 @@ turns which call they make. Nothing of this is in a step.
 """
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchckpt.distributed.message import read, written
 from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.ranks.turns import Absent, told_by_all
 
@@ -26,23 +26,23 @@ def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ``dist.all_gather_object`` needs NumPy, in ``_tensor_to_object`` of ``torch/distributed/distributed_c10d.py``
     (2.13). This function, and :func:`broadcast`, end when it needs none.
     """
-    data, device, ranks = pickle.dumps(mine), _device_of(group), dist.get_world_size(group)
+    data, device, ranks = written(mine), _device_of(group), dist.get_world_size(group)
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.empty_like(size) for _ in range(ranks)]
     dist.all_gather(sizes, size, group=group)
     longest = max(map(int, sizes))
-    padded = _tensor_of(data.ljust(longest, b"\0")).to(device)
+    padded = _tensor_of(data.ljust(longest)).to(device)  # with spaces
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(gathered, padded, group=group)
-    return [_object_of(each) for each in gathered]  # pickles end by themselves
+    return [_object_of(each) for each in gathered]
 
 
 def broadcast(mine: Any) -> Any:
     """Return the value ``mine`` of rank 0. Collective: all processes must call it."""
-    data, device = pickle.dumps(mine), _device_of(None)
+    data, device = written(mine), _device_of(None)
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=0)
-    sent = _tensor_of(data.ljust(int(size), b"\0")[: int(size)]).to(device)
+    sent = _tensor_of(data.ljust(int(size))[: int(size)]).to(device)
     dist.broadcast(sent, src=0)
     return _object_of(sent)
 
@@ -54,7 +54,7 @@ def _tensor_of(data: bytes) -> Tensor:
 def _object_of(sent: Tensor) -> Any:
     data = bytearray(sent.numel())
     torch.frombuffer(data, dtype=torch.uint8).copy_(sent)
-    return pickle.loads(data)
+    return read(data)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
