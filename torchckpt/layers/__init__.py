@@ -7,6 +7,7 @@
     known             the steps that were counted, and the plan of each
     count             a step that is counted while it runs
     plan              the calls that are kept, for the least time within a budget
+    away              which calls go to a host, when they leave and come back
     took              what a step took, call by call; the same at another size
 """
 from torchckpt.layers.apply import PlannedLayers, checkpoint_layers

@@ -99,7 +99,9 @@ def _refuse(problem: Problem) -> None:
         needed = [max(needed)] * len(needed)
     others = [other for other in problem.too_small if other != rank]
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
-    host = "" if problem.host is None else f", and {whole(problem.host_bytes[rank])} bytes on its host do not make up for it"
+    host = ""
+    if problem.host is not None:
+        host = f", and {whole(problem.host_bytes[rank])} bytes on its host do not make up for it"
     raise BudgetInfeasible(
         f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything{host}\n"
         f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}{also}\n"

@@ -104,7 +104,7 @@ class Moved:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that were sent, and did not stay. A storage that a later region has saved, too, is that region's."""
+        """The bytes that were sent, and did not stay. A storage that a later region has saved, too, is of that one."""
         return sum(storage.size for storage in self._moving() if storage.piece is not None or storage.is_back)
 
     @property

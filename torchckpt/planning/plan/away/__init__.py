@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.choice import Choice, Choices
 from torchckpt.planning.work.move import Boundary, Move
 
