@@ -143,7 +143,7 @@ SIGNATURES = {
     "checkpoint_layers": (
         "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector] | None' = None, *, "
         "every: 'int' = 1, budget: 'Budget | None' = None, device_memory: 'Budget | None' = None, "
-        f"{OPTIONS}early_stop: 'bool' = True) -> 'PlannedLayers'"
+        f"host: 'Budget | None' = None, {OPTIONS}early_stop: 'bool' = True) -> 'PlannedLayers'"
     ),
     "Checkpointing": (
         f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"
@@ -172,7 +172,7 @@ SIGNATURES = {
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'Stages | str | None' = None, link: 'Links | None' = None, *, "
-        "budget: 'Bytes | None' = None, plan: 'Plan | None' = None) -> 'RecomputeAhead'"
+        "budget: 'Bytes | None' = None, host: 'Bytes | None' = None, plan: 'Plan | None' = None) -> 'RecomputeAhead'"
     ),
     "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
     "distributed.RecomputeAhead.timeline": "(self) -> 'Timeline'",

@@ -457,6 +457,26 @@ def after_backward():
     assert events == ["gradient", "all is done"]
 
 
+def packed_by():
+    x = torch.ones(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: ("packed", tensor), lambda packed: packed[1]):
+        y = x.exp() * 2 * x
+        z = torch.stack([y.sin(), y.cos()])
+    assert [word for word, _ in private.packed_by(y.grad_fn)] == ["packed"] * 2
+    (sine, _), _ = z.grad_fn.next_functions
+    ((_, saved),) = private.packed_by(sine)
+    assert torch.equal(saved, y)
+    z.sum().backward()
+    assert list(private.packed_by(sine)) == [None]  # it is released
+
+
+def settings_of_torch():
+    assert private.settings_of_torch["_checkpoint_debug_enabled"] is None
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+        assert private.settings_of_torch["_checkpoint_debug_enabled"] is True
+    assert private.settings_of_torch["_checkpoint_debug_enabled"] is None
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "DispatchMode": dispatch_mode,
@@ -487,6 +507,7 @@ COUNTERPARTS = {
     "norm_layer": norm_layer,
     "number_of": newest_node,
     "only_hooks": hooks_entered_and_only_hooks,
+    "packed_by": packed_by,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,
@@ -494,6 +515,7 @@ COUNTERPARTS = {
     "running_node": running_node,
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
+    "settings_of_torch": settings_of_torch,
     "storage_key": storage_key,
     "take_from_modes": put_under_modes,
     "use_count": use_count,

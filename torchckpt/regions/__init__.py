@@ -59,6 +59,7 @@ statistics to update.
     core              a region: what users call, the frame, the nodes of the graph, what ``keep`` leaves
     state             what a replay must find again
     saved, live       bytes that autograd keeps; bytes that are alive
+    places            lines and operations for which autograd saves tensors
     flags, devices    what a thread is doing; accelerators, waits between streams, clocks
     private           private names of torch
 """

@@ -105,8 +105,9 @@ class Clock:
         self._module: Any = module if hasattr(module, "Event") else None
         self._device = device
 
-    def stamp(self) -> Stamp:
-        return time.perf_counter() if self._module is None else self._event()
+    def stamp(self, stream: torch.Stream | None = None) -> Stamp:
+        """Note now, as ``stream`` comes to it. Default: the current one."""
+        return time.perf_counter() if self._module is None else self._event(stream)
 
     def reader(self) -> Callable[[Stamp], float]:
         """A function that turns the stamps made so far into seconds of ``time.perf_counter``. Waits for the device.
@@ -121,7 +122,7 @@ class Clock:
         last.synchronize()
         return lambda stamp: now - float(stamp.elapsed_time(last)) / 1e3
 
-    def _event(self) -> Any:
+    def _event(self, stream: torch.Stream | None = None) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
+        event.record(stream or self._module.current_stream(self._device))
         return event

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
@@ -31,6 +32,7 @@ __all__ = [
     "alive",
     "apply_of",
     "batch_norm_layer",
+    "bytes_now",
     "caching_mode",
     "compiler_of",
     "compiler_stance",
@@ -54,6 +56,7 @@ __all__ = [
     "norm_layer",
     "number_of",
     "only_hooks",
+    "packed_by",
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
@@ -61,6 +64,7 @@ __all__ = [
     "running_node",
     "set_grad_enabled",
     "set_version",
+    "settings_of_torch",
     "storage_key",
     "take_from_modes",
     "use_count",
@@ -93,6 +97,7 @@ try:
     from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
     from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # public in all but its module
+    from torch.utils.checkpoint import _checkpoint_debug_enabled  # noqa: F401  # see settings_of_torch
 except ImportError as missing:
     raise CheckpointError(
         f"torchckpt needs something of torchckpt/regions/private.py that this torch does not have\n"
@@ -142,6 +147,15 @@ def number_of(node: Node) -> int:
     return int(node._sequence_nr())
 
 
+def packed_by(node: Node) -> Iterator[object]:
+    """What is saved for ``node``: what hooks have packed, or tensors; None if it is released. No public form."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with suppress(AttributeError, RuntimeError):
+                raw = getattr(node, name)
+                yield from [saved.data for saved in (raw if isinstance(raw, tuple) else (raw,)) if saved is not None]
+
+
 def apply_of(function: type[Function]) -> Callable[..., Any]:
     """``function.apply`` without its check for functorch transforms (torch/autograd/function.py), which regions refuse
     when they are entered."""
@@ -169,6 +183,12 @@ def negated(tensor: Tensor) -> Tensor:
     return view
 
 
+def bytes_now(storage: StorageWeakRef) -> int | None:
+    """The size of a storage, which may have been resized as FSDP2 does it; None if it was freed. No public form."""
+    alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if alive is None else alive.nbytes()
+
+
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces. ``torch.compiler.is_exporting()`` is public, but true in every graph that
     Dynamo of torch 2.11 traces. When that release is no longer supported, call it instead."""
@@ -193,6 +213,11 @@ def compiler_stance() -> Any:
     stance and cannot read it (torch/_dynamo/eval_frame.py)."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return None if dynamo is None else getattr(dynamo, "_stance", None)
+
+
+settings_of_torch: Mapping[str, Any] = vars(torch.utils.checkpoint)
+"""Its ``"_checkpoint_debug_enabled"`` is what ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` has set. Public
+code can set it and cannot read it. A dictionary, since to read it is no call."""
 
 
 def use_stance(stance: Any) -> AbstractContextManager[None]:

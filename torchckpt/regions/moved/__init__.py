@@ -2,6 +2,7 @@
 
     region            one call: what it saves and moves; ``release()`` and ``issue()``, for a schedule
     order             when regions that no schedule drives are released and fetched
+    driven            the same, by a plan that names boundaries
     slot              the place of one saved tensor, and how it is put together again
     copies            the copies of one device, and all waits
     arena             memory of the host, pinned once

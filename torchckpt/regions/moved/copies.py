@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchckpt.regions.devices import accelerator_type, on
+from torchckpt.regions.devices import Clock, Stamp, accelerator_type, on
 from torchckpt.regions.moved.arena import Arena, Piece
 from torchckpt.regions.private import storage_key
 
@@ -71,7 +71,7 @@ class Bytes:
     def let_go(self) -> None:
         """The memory on the device goes back."""
         for stream in self.streams:
-            _wait(stream, self.sent)  # [3]
+            self.copies.hold(stream, self.sent)  # [3]
         self.memory, self.is_away = _NOTHING, True
 
     def stay(self) -> None:
@@ -83,7 +83,7 @@ class Bytes:
     def wait(self) -> None:
         """The current stream may read ``memory`` from now on."""
         current = self.copies.current()
-        _wait(current, self.came)  # [5]
+        self.copies.hold(current, self.came)  # [5]
         if current in self.streams:
             self.is_waited_for = True
         elif current is not None and self.is_back:
@@ -105,15 +105,37 @@ class Copies:
         self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
         self._known: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
         """By the key of the storage."""
+        self.waits: list[tuple[Stamp, Stamp]] | None = None
+        """Where each wait of the compute is noted, with its begin and end; None: nowhere."""
+        self.clock = Clock(device)
 
     def current(self) -> torch.Stream | None:
         """The stream that is current now; None on the CPU."""
         return None if self._out is None else torch.accelerator.current_stream(self.device)
 
+    @property
+    def engines(self) -> tuple[torch.Stream | None, torch.Stream | None]:
+        """The streams of the copies to the host and back."""
+        return self._out, self._back
+
     def known(self, tensor: Tensor) -> Bytes | None:
         """The bytes of its storage, if a region has saved it that has not let go of it."""
         known = self._known.get(storage_key(tensor))
         return None if known is None or known.is_away or known.is_back else known
+
+    def hold(self, compute: torch.Stream | None, event: torch.Event | None) -> None:
+        """Let ``compute`` wait for the end of a copy."""
+        if self.waits is None or event is None:
+            _wait(compute, event)
+        else:
+            start = self.clock.stamp(compute)
+            _wait(compute, event)
+            self.waits.append((start, self.clock.stamp(compute)))
+
+    def waited_seconds(self) -> float:
+        """The seconds of the waits that were noted. Waits for the device."""
+        seconds = self.clock.reader()
+        return sum(seconds(end) - seconds(start) for start, end in self.waits or ())
 
     def bytes_of(self, tensor: Tensor, streams: Iterable[torch.Stream]) -> Bytes:
         """The bytes of its storage, from now on known. ``streams`` are those that a region has used it on."""

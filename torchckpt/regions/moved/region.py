@@ -17,7 +17,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,13 +67,22 @@ class Moved:
     boundaries, by the order of the thread or by a schedule. A second call does nothing, nor does one that is too late.
     """
 
-    def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
-        self._least_bytes = least_bytes
+    def __init__(
+        self, least_bytes: int = LEAST_BYTES, going: Collection[int] | None = None, inputs: bool = True
+    ) -> None:
+        """
+        Args:
+            going: the numbers of its storages that go, as :attr:`away_numbers` of an equal region. They go even where
+                the caller still holds an input or an output, which it does for now. Default: found out.
+            inputs: whether its inputs may go.
+        """
+        self._least_bytes, self._going, self._inputs = least_bytes, going, inputs
         self._around: Hooks | None = None
         """The hooks around the region, while its forward runs."""
         self._slots: list[MovedSlot] = []
         """Those whose tensors may move, while the forward runs."""
-        self._storages: list[weakref.ref[Bytes]] = []
+        self._storages: dict[int, weakref.ref[Bytes]] = {}
+        """Those that move, by number among all that could."""
         self._saved_on: set[str] = set()
         self._has_returned = self._is_sent = self.is_released = False
         self.has_begun = False
@@ -95,8 +104,18 @@ class Moved:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that were sent, and did not stay. A storage that a later region has saved, too, is that region's."""
+        """The bytes that were sent, and did not stay. A storage that a later region has saved, too, is of that one."""
         return sum(storage.size for storage in self._moving() if storage.piece is not None or storage.is_back)
+
+    @property
+    def away_bytes(self) -> dict[int, int]:
+        """By number, the bytes of the storages that are on the host alone."""
+        storages = ((number, reference()) for number, reference in self._storages.items())
+        return {
+            number: storage.size
+            for number, storage in storages
+            if storage is not None and storage.is_away and storage.owner is not None and storage.owner() is self
+        }
 
     def send(self) -> None:
         """Queue the copies to the host of what moves."""
@@ -104,7 +123,9 @@ class Moved:
             if self._is_sent or self.has_begun or not self._has_returned:
                 return
             self._is_sent = True
-            here = [each for each in self._moving() if each.piece is None and not _stays(each, each.is_output)]
+            is_planned = self._going is not None
+            here = [each for each in self._moving() if each.piece is None]
+            here = [each for each in here if not _stays(each, each.is_output or is_planned)]
             for copies in dict.fromkeys(storage.copies for storage in here):
                 copies.send([storage for storage in here if storage.copies is copies])
 
@@ -116,7 +137,7 @@ class Moved:
                 return
             self.is_released = True
             for storage in self._moving():
-                _release(storage)
+                _release(storage, may_be_held=self._going is not None)
 
     def issue(self) -> None:
         """Take memory for what is away, and queue the copies back, what was saved last first."""
@@ -160,15 +181,17 @@ class Moved:
             for part in parts_that_go(slot.tensor, self._least_bytes):
                 saved.setdefault(storage_key(part), []).append((slot, part))
         inputs, results = _activations(arguments), _activations(outputs)
-        for key, places in saved.items():
-            self._add(places, key in inputs, key in results)
+        for number, (key, places) in enumerate(saved.items()):
+            may_go = number in self._going if self._going is not None else self._inputs or key not in inputs
+            if may_go:
+                self._add(number, places, key in inputs, key in results)
         for slot in slots:
             if not slot.storages and slot.tensor is not None:
                 slot.save_by(self._around, slot.tensor)
         if self._saved_on == {"cpu"} and not goes_from(torch.device("cpu")):
             _say_that_nothing_moves()
 
-    def _add(self, places: list[tuple[MovedSlot, Tensor]], is_input: bool, is_output: bool) -> None:
+    def _add(self, number: int, places: list[tuple[MovedSlot, Tensor]], is_input: bool, is_output: bool) -> None:
         """Have a storage move that the region has saved in ``places``, if it need not stay.
 
         The caller holds an activation that is an input or an output only for now.
@@ -184,13 +207,13 @@ class Moved:
         elif _stays(storage, may_be_held=True):
             return
         storage.owner, storage.is_output = weakref.ref(self), is_output
-        self._storages.append(weakref.ref(storage))
+        self._storages[number] = weakref.ref(storage)
         for slot, _ in places:
             slot.storages.append(storage)
             storage.slots.append(weakref.ref(slot))
 
     def _moving(self) -> Iterator[Bytes]:
-        for reference in self._storages:
+        for reference in self._storages.values():
             storage = reference()
             if storage is not None and storage.owner is not None and storage.owner() is self:
                 yield storage
@@ -215,8 +238,8 @@ def _stays(storage: Bytes, may_be_held: bool = False) -> bool:
     return storage.is_resized or any(slot.is_changed for slot in slots) or (is_held and not may_be_held)
 
 
-def _release(storage: Bytes) -> None:
-    if storage.piece is None or _stays(storage):
+def _release(storage: Bytes, may_be_held: bool) -> None:
+    if storage.piece is None or _stays(storage, may_be_held):
         storage.stay()
         return
     for slot in _slots_of(storage):

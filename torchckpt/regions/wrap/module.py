@@ -25,8 +25,8 @@ __all__ = ["ENTER", "RegionHandle", "Setting", "as_region", "checkpoint_module",
 Setting: TypeAlias = Options | Moving
 
 ENTER = "_torchckpt_enter"
-"""The attribute of the instance that holds what its calls go to in place of a region, if anything. It is called as
-``enter(module, function, args, kwargs, options)``."""
+"""The attribute of the instance that holds what its calls go to in place of a region, if anything; None in a copy of
+such a module, which may be checkpointed anew. It is called as ``enter(module, function, args, kwargs, options)``."""
 
 _OPTIONS = "_torchckpt_options"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -133,7 +133,7 @@ def checkpoint_module(
 
 def as_region(module: nn.Module, setting: Setting) -> RegionHandle:
     """Run every call of ``module``, which has no faults, as a region."""
-    put(module, _Region, setting)
+    put(module, _Region, setting).__dict__.pop(ENTER, None)
     if module._compiled_call_impl is not None:
         _compile_inside(module)
     return RegionHandle(module, setting)
@@ -162,7 +162,7 @@ def module_faults(module: object, verb: str) -> list[Fault]:
     if not isinstance(module, nn.Module):
         return [Fault("the module is not an nn.Module", kind(module), f"{works}; or {verb}(function, x)")]
     name = type(module).__name__
-    if _OPTIONS in module.__dict__:
+    if _OPTIONS in module.__dict__ and module.__dict__.get(ENTER, module) is not None:
         already = f"{'checkpointed' if is_checkpointed(module) else 'offloaded'} already"
         return [Fault(f"the module is {already}", f"{name}, {already}", "handle.remove() first")]
     if type(module) in _CONTAINERS:
