@@ -1,7 +1,7 @@
-"""Offloaded layers beside ``save_on_cpu``, torchtune and TRL: seconds, peak bytes and bits of a step, on a simulated device.
+"""Offloaded layers beside ``save_on_cpu``, torchtune and TRL, on a simulated device: seconds, peak bytes, bits.
 
-    python benchmarks/offload/beside.py             # the table, some two minutes
-    python benchmarks/offload/beside.py --races     # adverse schedules: whose gradients are other than the plain step's?
+    python benchmarks/offload/beside.py             # the table, some four minutes
+    python benchmarks/offload/beside.py --races     # the same programs with other delays in each run: whose race?
 """
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def outcome(program: Callable[[], bool], seed: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--races", type=int, nargs="?", const=100, metavar="STEPS", help="so many steps with delays each")
-    parser.add_argument("--short", action="store_true", help="one link and few layers, as JSON: what the tests run")
+    parser.add_argument("--races", type=int, nargs="?", const=100, metavar="RUNS", help="of each program, with delays")
+    parser.add_argument("--short", action="store_true", help="few layers and one link; few runs: what the tests run")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

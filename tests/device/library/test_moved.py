@@ -1,4 +1,4 @@
-"""Regions that move: with any stream held back, what comes back are the bytes that were saved, and nobody waits in vain.
+"""Regions that move: with any stream held back, the bytes that were saved come back, and nobody waits in vain.
 
 Where a stream is held, the others get time: whoever should wait and does not is done by then.
 """

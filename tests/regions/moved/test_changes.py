@@ -89,7 +89,7 @@ def test_changed_after_the_release_is_no_matter(x):
 
 
 RESIZED = (
-    "the storage of a saved tensor has got another size, or other memory, while it was sent to the host\n"
+    "the storage of a saved tensor has got another size, or other memory, before it was let go of\n"
     "  received: the float32 (4, 8) on {}, saved inside a region of torchckpt.offload\n"
     "  works:    a new tensor in place of storage.resize_; or the same after the backward"
 )

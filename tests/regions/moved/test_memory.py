@@ -1,4 +1,4 @@
-"""Bytes, to the byte, as the device's allocator counts them: at each boundary, at the end of a forward, and left over."""
+"""Bytes, to the byte, as the device's allocator counts them: at each boundary, after a forward, and left over."""
 from __future__ import annotations
 
 import gc
@@ -115,7 +115,7 @@ def test_what_is_on_the_device_after_a_forward_is_what_stays(accelerator, make, 
         loss = forward(case)
         let_go()
         regions = list(thread.order._regions.values())
-        assert sum(region.moved_bytes for region in regions) == moving - of_caller
+        assert sum(sum(region.away_bytes.values()) for region in regions) == moving - of_caller
         assert allocated() - before == kept - moving + of_caller
         assert moving > kept / 2
         del loss, regions
@@ -183,7 +183,7 @@ def test_at_each_boundary(accelerator):
     seen = levels([lambda x: offload(Layer(), x, min_bytes=1)] * 5, x, backward=True)
     # what the last two have saved, the input of the next one among it
     assert seen[:6] == [0, 2, 4, 4, 4, 4]
-    # two regions, and two gradients of activations; before the first one, a third region in their place is still here
+    # the last two regions; then one, its gradient, and the one before, of a node that is just done
     assert seen[6:] == [4] * 5
 
 

@@ -4,14 +4,12 @@ A copy to the host writes a piece, and a copy back reads it. Nobody asks on the 
 step ahead of the device, so the arena would get twice as large. A piece comes with the event of the last read of it,
 for which the next write waits.
 
-torch rounds pinned memory up to powers of two, and pinning takes milliseconds. So the arena pins chunks of such sizes,
-and keeps them. When no piece is in use, as between two steps, all chunks are empty again: then pieces may have other
-sizes.
+torch rounds pinned memory up to powers of two, and pinning takes milliseconds. So chunks of such sizes are pinned, and
+kept. When no piece is in use, as between two steps, they are empty again: then pieces may have other sizes.
 """
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,23 +30,17 @@ class Piece(NamedTuple):
     """When what was there before has been read."""
 
 
-@dataclass
-class _Chunk:
-    room: Tensor
-    used: int = 0
-
-
 class Arena:
-    """The memory of one device on the host. That of the CPU is not pinned.
-
-    ``bytes`` is all that it has, ``used_bytes`` what is handed out, ``peak_bytes`` the most that was.
-    """
+    """The memory of one device on the host; that of the CPU is not pinned. ``bytes`` is all that it has, ``used_bytes``
+    what is handed out, ``peak_bytes`` the most that was."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Tensor] = []
+        self._rests: list[Tensor] = []
+        """Of each chunk, what was not handed out since it was empty."""
         self._free: dict[int, deque[Piece]] = {}
-        """By size: pieces that were given back since all chunks were empty, the oldest first."""
+        """By size: pieces that were given back since then, the oldest first."""
         self._returned: deque[Piece] = deque()
         self._read: torch.Event | None = None
         self._read_before: torch.Event | None = None
@@ -71,11 +63,7 @@ class Arena:
         self._returned.append(Piece(room, read))
 
     def reserve(self, size: int) -> None:
-        """Pin memory until there are ``size`` bytes.
-
-        Raises:
-            CheckpointError: the host has not as many.
-        """
+        """Pin memory until there are ``size`` bytes. Raises ``CheckpointError`` if the host has not as many."""
         while self.bytes < size:
             self._pin(1 << (size - self.bytes).bit_length() - 1)
 
@@ -87,28 +75,26 @@ class Arena:
             self._read = piece.read or self._read
         if not self.used_bytes:
             self._free.clear()
-            self._read_before = self._read
-            for chunk in self._chunks:
-                chunk.used = 0
+            self._rests, self._read_before = list(self._chunks), self._read
 
     def _cut(self, size: int) -> Tensor:
-        chunk = next((each for each in self._chunks if each.used + size <= each.room.numel()), None)
-        if chunk is None:
-            chunk = self._pin(1 << (size - 1).bit_length())
-        start, chunk.used = chunk.used, chunk.used + size
-        return chunk.room[start : chunk.used]
+        for place, rest in enumerate(self._rests):
+            if rest.numel() >= size:
+                self._rests[place] = rest[size:]
+                return rest[:size]
+        self._pin(1 << (size - 1).bit_length())
+        return self._cut(size)
 
-    def _pin(self, size: int) -> _Chunk:
+    def _pin(self, size: int) -> None:
         size = max(size, _CHUNK_BYTES)
-        is_pinned = self._device.type != "cpu"
         try:
-            room = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            chunk = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._device.type != "cpu")
         except RuntimeError as error:
             raise CheckpointError(
                 f"the host has no pinned memory for what {self._device} sends there\n"
                 f"  received: {str(error).splitlines()[0]}; {size:,} bytes were wanted, beside {self.bytes:,} bytes\n"
                 '  works:    fewer layers, offload_layers(model, "layers.*", every=2); or a higher limit, ulimit -l'
             ) from error
-        self._chunks.append(_Chunk(room))
+        self._chunks.append(chunk)
+        self._rests.append(chunk)
         self.bytes += size
-        return self._chunks[-1]

@@ -103,13 +103,9 @@ class Moved:
         return outputs
 
     @property
-    def moved_bytes(self) -> int:
-        """The bytes that were sent, and did not stay. A storage that a later region has saved, too, is of that one."""
-        return sum(storage.size for storage in self._moving() if storage.piece is not None or storage.is_back)
-
-    @property
     def away_bytes(self) -> dict[int, int]:
-        """By number, the bytes of the storages that are on the host alone."""
+        """By number, the bytes of the storages that are on the host alone. What a later region has saved, too, is of
+        that one."""
         storages = ((number, reference()) for number, reference in self._storages.items())
         return {
             number: storage.size
@@ -124,8 +120,8 @@ class Moved:
                 return
             self._is_sent = True
             is_planned = self._going is not None
-            here = [each for each in self._moving() if each.piece is None]
-            here = [each for each in here if not _stays(each, each.is_output or is_planned)]
+            unsent = (each for each in self._moving() if each.piece is None)
+            here = [each for each in unsent if not _stays(each, each.is_output or is_planned)]
             for copies in dict.fromkeys(storage.copies for storage in here):
                 copies.send([storage for storage in here if storage.copies is copies])
 
@@ -293,10 +289,10 @@ def offload(function: Function, /, *args: Any, min_bytes: int = LEAST_BYTES, **k
     >>> y = torchckpt.offload(block, torch.randn(4, 8, device="cuda"))
     >>> y.sum().backward()
 
-    A region's memory is free when the next region but one begins, and is taken again when the backward of the region
-    after it begins. So two regions are on the device at a time, beside what stays: parameters and buffers, views of
-    them, what autocast and FSDP make of them, leaves that require grad, what the caller holds otherwise (a mask, a
-    hidden state in a list), tensors on the CPU, sparse and quantized ones, and storages below ``min_bytes``.
+    Memory is free when the next region but one begins, and is taken again when the backward of the region after it
+    begins: two regions are on the device at a time, beside what stays. That is parameters and buffers, views of them,
+    what autocast and FSDP make of them, leaves that require grad, what others hold (a mask, a hidden state in a list),
+    sparse and quantized tensors, those on the CPU, and storages below ``min_bytes``.
 
     Args:
         function: any callable. It may close over tensors, which stay.
@@ -304,17 +300,16 @@ def offload(function: Function, /, *args: Any, min_bytes: int = LEAST_BYTES, **k
         min_bytes: storages with fewer bytes stay. Default: 1 MiB.
 
     Returns:
-        What ``function`` returns. It is the plain call under ``no_grad`` and ``inference_mode``, where no tensor of an
-        accelerator is saved, in other regions (a checkpointed one saves nothing), and while ``graph`` traces.
+        What ``function`` returns. It is the plain call under ``no_grad`` and ``inference_mode``, in other regions (a
+        checkpointed one saves nothing), while ``graph`` traces, and on the CPU, where there is nothing to move.
 
     Raises:
         ArgumentError: ``function`` is not callable, or ``min_bytes`` is no number of bytes.
         CheckpointError: there is no pinned memory for the copies.
         TransformError: under ``vmap``, ``jvp`` or ``torch.func.grad``.
-        RecomputationError: at backward, when a saved tensor was changed in place, or its storage resized, before it was
-            let go.
+        RecomputationError: at backward, when a saved tensor was changed in place, or its storage resized, too early.
 
-    That saved tensors go through hooks to the host is the idea of :func:`torch.autograd.graph.save_on_cpu`.
+    Saved tensors went to the host by hooks first in :func:`torch.autograd.graph.save_on_cpu`.
     """
     faults = list(least_bytes_faults(min_bytes))
     if not callable(function):

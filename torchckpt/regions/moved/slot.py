@@ -58,7 +58,11 @@ class MovedSlot(Slot):
     def unpack(self) -> Tensor:
         for storage in self.storages:
             if storage.is_resized:
-                raise _resized(self)
+                raise RecomputationError(
+                    "the storage of a saved tensor has got another size, or other memory, before it was let go of\n"
+                    f"  received: the {describe(self)}, saved inside a region of torchckpt.offload\n"
+                    "  works:    a new tensor in place of storage.resize_; or the same after the backward"
+                )
             storage.copies.fetch([storage])  # late, if it is on the host
             storage.wait()
         if self._again is None:
@@ -67,14 +71,6 @@ class MovedSlot(Slot):
         if self.storages:
             self._again, self.tensor, self.version = None, tensor, tensor._version
         return tensor
-
-
-def _resized(slot: Slot) -> RecomputationError:
-    return RecomputationError(
-        "the storage of a saved tensor has got another size, or other memory, while it was sent to the host\n"
-        f"  received: the {describe(slot)}, saved inside a region of torchckpt.offload\n"
-        "  works:    a new tensor in place of storage.resize_; or the same after the backward"
-    )
 
 
 # what stays -----------------------------------------------------------------------------------------------------------
@@ -91,9 +87,8 @@ def stays(tensor: Tensor, least_bytes: int) -> bool:
 
 def _is_cast_of_parameter(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+    is_cast = node is not None and node.name() == "ToCopyBackward0"
+    return is_cast and isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 def parts_that_go(tensor: Tensor | None, least_bytes: int) -> list[Tensor]:
