@@ -558,8 +558,8 @@ def of_one_more_layer(budget, x):
 
 
 def test_a_kept_call_is_the_plain_call_behind_a_look_at_its_shape(x):
-    """The mixin, what it calls for a checkpointed module, and the way in of a planned layer."""
-    assert of_one_more_layer({"budget": "1GiB"}, x) == 3
+    """The mixin, what it calls for a checkpointed module, the way in of a planned layer, and the step."""
+    assert of_one_more_layer({"budget": "1GiB"}, x) == 4
 
 
 def test_a_recomputed_call_is_a_region_and_little_more(x, monkeypatch):

@@ -155,17 +155,29 @@ class _Step:
             return call in self.agreed
         return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
 
-    def region(self, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
-        """Run a call that was foreseen as a region."""
-        refuse_transforms()
-        frame = Frame(options)
-        outputs = frame.forward(function, args, kwargs)
-        frame.around = partial(self.replaying, -1)
-        return outputs
+    def run(self, call: int, is_kept: bool, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
+        """Run a call: as a region, or not; then it is kept, or goes to the host."""
+        self.is_in_kept = is_kept
+        try:
+            if is_kept:
+                is_away = self.driven is not None and call in self.away
+                return self.sent(call, function, args, kwargs) if is_away else function(*args, **kwargs)
+            frame = Frame(options)
+            if self.counter is not None:
+                frame.note = partial(self.counter.note, call)
+            outputs = frame.forward(function, args, kwargs)
+            frame.around = partial(self.replaying, call)
+            return outputs
+        except BaseException as error:
+            self.failed(error)
+            raise
+        finally:
+            self.is_in_kept = False
 
-    def sent(self, call: int, moved: Moved, function: Function, args: Any, kwargs: Any) -> Any:
+    def sent(self, call: int, function: Function, args: Any, kwargs: Any) -> Any:
         """Run a call as a region that moves."""
         assert self.driven is not None
+        moved = Moved(inputs=False)
         self.driven.moves(call, moved)
         before, thread.order = thread.order, self.driven
         try:
@@ -276,30 +288,14 @@ class Steps:
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        moved = Moved(inputs=False) if step.driven is not None and call in step.away else None
-        frame, note = None if is_kept or moved is not None else Frame(options), None
-        if counter is not None and frame is not None:
-            frame.note = partial(counter.note, call)
-        elif counter is not None:
-            note = partial(counter.backward, call)
+        is_away = step.driven is not None and call in step.away
+        note = partial(counter.backward, call) if counter is not None and (is_kept or is_away) else None
         if step.driven is not None:
             step.driven.reaches((Kind.FORWARD, call))
             note = partial(step.goes_back, call, note)
-        try:
-            with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
-                step.is_in_kept = frame is None
-                if moved is not None:
-                    outputs = step.sent(call, moved, function, args, kwargs)
-                else:
-                    outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
-        except BaseException as error:
-            step.failed(error)
-            raise
-        finally:
-            step.is_in_kept = False
+        with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
+            outputs = step.run(call, is_kept or is_away, function, args, kwargs, options)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
-        if frame is not None:
-            frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
 
     def _begin(self, first: Shapes, device: torch.device) -> _Step:
@@ -392,14 +388,8 @@ class Enter:
             or hooks_in_force(True) is not None or running_node() is not None  # in a region, or in a replay
         ):  # fmt: skip
             return self._steps.run(self._layer, module, function, args, kwargs, options)
-        step.calls, step.is_in_kept = step.calls + 1, foreseen.is_kept  # [4]
-        try:
-            return function(*args, **kwargs) if foreseen.is_kept else step.region(function, args, kwargs, options)
-        except BaseException as error:
-            step.failed(error)
-            raise
-        finally:
-            step.is_in_kept = False
+        step.calls += 1
+        return step.run(step.calls - 1, foreseen.is_kept, function, args, kwargs, options)  # [4]
 
     def __reduce__(self) -> Any:
         return _nothing, ()
