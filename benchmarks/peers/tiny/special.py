@@ -1,0 +1,57 @@
+"""Special: what some families of transformers need beside the rules for names, by the type of the configuration."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["SPECIAL"]
+
+_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "out_features": ["stage4"]}
+_STAGES = {**_RESNET, "out_features": ["stage2", "stage3", "stage4"]}
+
+
+def _resnet(**settings: Any) -> Any:
+    from transformers import ResNetConfig
+
+    return ResNetConfig(**settings)
+
+
+def _detr(config: str, stages: dict[str, Any] = _RESNET, **settings: Any) -> dict[str, Any]:
+    """A family that sees by a backbone of its own."""
+    return {config: {"backbone_config": lambda: _resnet(**stages), "use_timm_backbone": False, "use_pretrained_backbone":
+                     False, "num_queries": 6, **settings}}
+
+
+def _series(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    length = config.context_length + max(config.lags_sequence)
+    past, future = torch.rand(2, length, generator=generator), torch.rand(2, config.prediction_length, generator=generator)
+    return {
+        "past_values": past,
+        "past_time_features": torch.rand(2, length, config.num_time_features, generator=generator),
+        "past_observed_mask": torch.ones(2, length),
+        "future_values": future,
+        "future_time_features": torch.rand(2, config.prediction_length, config.num_time_features, generator=generator),
+    }
+
+
+_SERIES = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2, 3], "num_time_features": 1}
+_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "audio_spectrogram_transformer": {"audio-spectrogram-transformer": {"max_length": 64}},
+    "autoformer": {"autoformer": _SERIES, "inputs": _series},
+    "conditional_detr": _detr("conditional_detr"),
+    "deepseek_v2": {"deepseek_v2": {**_MOE, "first_k_dense_replace": 1}},
+    "deformable_detr": _detr("deformable_detr", _STAGES, num_feature_levels=3),
+    "detr": _detr("detr"),
+    "diffllama": {"diffllama": {"attention_dropout": 0.0}},
+    "dots1": {"dots1": {**_MOE, "first_k_dense_replace": 1, "moe_intermediate_size": 32}},
+    "esm": {"esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 32}},
+    "gpt_neo": {"gpt_neo": {"attention_types": [[["global", "local"], 1]]}},
+    "hunyuan_v1_dense": {"hunyuan_v1_dense": {"rope_parameters": _PLAIN_ROPE}},
+    "hunyuan_v1_moe": {"hunyuan_v1_moe": {"rope_parameters": _PLAIN_ROPE}},
+    "informer": {"informer": _SERIES, "inputs": _series},
+    "time_series_transformer": {"time_series_transformer": _SERIES, "inputs": _series},
+}
