@@ -24,7 +24,7 @@ from benchmarks.peers.case import compared, planned
 from benchmarks.peers.isolated import isolated
 from benchmarks.peers.libraries import LIBRARIES, Library
 
-STEPS, SECONDS, MOST_BYTES = 3, 120.0, 12 << 30
+STEPS, SECONDS, MOST_BYTES = 3, 120.0, 6 << 30
 
 
 def row(library: Library, family: str, with_budget: bool) -> dict[str, Any]:

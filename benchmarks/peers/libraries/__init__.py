@@ -43,17 +43,10 @@ def _litgpt() -> Library:
     return library()
 
 
-def _torchtitan() -> Library:
-    from benchmarks.peers.libraries.torchtitan_models import library
-
-    return library()
-
-
 LIBRARIES = {
     "timm": _timm,
     "transformers": _transformers,
     "diffusers": _diffusers,
     "litgpt": _litgpt,
-    "torchtitan": _torchtitan,
 }
 """Each by its name; a call imports it."""

@@ -129,6 +129,10 @@ def small(config: Any, scale: Scale, family: str) -> Any:
     rest = {name: _part(part, scale, family) for name, part in parts.items() if name not in more}
     if isinstance(new.get("rope_parameters"), dict):
         new["rope_parameters"] = _rope(new["rope_parameters"], new)
+    if "head_dim" in plain and new.get("head_dim") is None and new.get("num_attention_heads") and new.get("hidden_size"):
+        new["head_dim"] = new["hidden_size"] // new["num_attention_heads"]
+    if "num_key_value_heads" in plain and new.get("num_key_value_heads") is None and new.get("num_attention_heads"):
+        new["num_key_value_heads"] = new["num_attention_heads"]
     new.pop("use_cache", None)
     made = type(config)(**{name: value for name, value in new.items() if name not in rest}, **rest)
     if hasattr(made, "use_cache"):
@@ -156,6 +160,10 @@ def _settings(config: Any) -> dict[str, Any]:
 def _rope(rope: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
     size = settings.get("head_dim") or (width // heads if heads and width else 0)
+    if rope.get("rope_theta", 0) is None:
+        rope = {**rope, "rope_theta": 10000.0}
+    if "alpha" in rope and rope["alpha"] is None or rope.get("rope_type") == "dynamic":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
     if "mrope_section" in rope and size:
         part = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
         rest = (part - part // 2) // 2

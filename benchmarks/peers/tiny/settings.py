@@ -62,7 +62,17 @@ def shrunk(settings: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
         if new is not value and new != value:
             smaller[name] = new
     smaller.update(_heads({**settings, **smaller}, settings))
+    smaller.update(_each_layer({**settings, **smaller}, settings))
     return smaller
+
+
+def _each_layer(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists with an item for each layer have as many as there are layers."""
+    before, layers = old.get("num_hidden_layers"), new.get("num_hidden_layers")
+    if not isinstance(before, int) or not isinstance(layers, int) or before == layers:
+        return {}
+    lists = [name for name, value in old.items() if _is_kinds(name, value, before) and new[name]]
+    return {name: [new[name][place % len(new[name])] for place in range(layers)] for name in lists}
 
 
 def _new(name: str, value: Any, settings: Mapping[str, Any], scale: Scale) -> Any:
