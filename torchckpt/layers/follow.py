@@ -5,7 +5,8 @@ leaves a mark at the nodes of its outputs, which the backward reaches, or which 
 
 [1] A step whose first call is of no known step recomputes everything, and is counted. [2] Of others the plans are made
 when they begin. [3] While calls are those of known steps, a call is kept if all of these keep it; any other call is
-recomputed.
+recomputed. [4] Of calls between the first and the last one of a known step, only the layer and the shape of the first
+tensor are looked at.
 """
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -26,13 +27,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
-from torchckpt.layers.plan import LayersPlan
+from torchckpt.layers.known import Foreseen, KnownStep, KnownSteps, has_run_out, measured, ran_out
+from torchckpt.layers.plan import LayersPlan, Wish
+from torchckpt.measuring.known import SHOWN
+from torchckpt.measuring.shapes import Settings, Shapes, shapes_of
 from torchckpt.modules import is_compiled
+from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
+from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in
@@ -46,12 +52,6 @@ _CALLS = 2_000
 may hold a graph for ever."""
 _AGAIN = 8
 """Where a step began like a known one and went on otherwise, so many such steps are counted."""
-_SHOWN = 2
-"""The step of a plan whose peak is measured."""
-_COMMUNICATES = (
-    "ranks communicate inside of the chosen layers, so every call is recomputed: a rank that keeps one would leave the "
-    "others waiting"
-)
 _HIDES = (
     "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
     "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
@@ -62,7 +62,6 @@ _NOT_SEEN = (
     "whole model, or use graph.backend(budget=...); have no other regions around the layers"
 )
 
-_Shapes: TypeAlias = tuple[Any, ...]
 _PLAIN = nullcontext()
 
 
@@ -85,7 +84,7 @@ class _Mark:
 class _Step:
     """The step that is running."""
 
-    first: _Shapes
+    first: Shapes
     """The first shapes that were seen; known steps are looked up by them."""
     device: torch.device
     known: list[KnownStep]
@@ -95,15 +94,19 @@ class _Step:
     """Whether everything is recomputed and counted, to know the step."""
     has_gradients: bool
     """Whether there were gradients before it."""
-    key: list[_Shapes] = field(default_factory=list)
-    model: _Shapes = ()
+    agreed: frozenset[int] | None
+    """The calls that all ranks keep; None where each keeps its own."""
+    key: list[Shapes] = field(default_factory=list)
+    """The calls that were looked at in full."""
+    calls: int = 0
+    """How many calls there were."""
+    model: Shapes = ()
     """What the model was called with, until the next call of a layer."""
     marks: list[weakref.ref[_Mark]] = field(default_factory=list)
     newest: Callable[[], _Mark | None] = lambda: None
     marked: int = 0
     reached: int = 0
     """How many of the marks a backward has reached."""
-    communicates: bool = False
     hides: bool = False
     """Whether a call takes or returns an object whose tensors are not seen."""
     is_in_kept: bool = False
@@ -112,7 +115,17 @@ class _Step:
     """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
+    script: Sequence[Foreseen | None] = ()
+    """What is foreseen of the calls, if that is clear."""
     thread: int = field(default_factory=threading.get_ident)
+    driven: Driven | None = None
+    """What calls that are away follow."""
+
+    @property
+    def away(self) -> frozenset[int]:
+        """The calls that go to the host, if it is clear which step it is."""
+        plan = self.known[0].plan if len(self.known) == 1 else None
+        return frozenset() if plan is None else frozenset(each.call for each in plan.away)
 
     @property
     def is_alive(self) -> bool:
@@ -120,22 +133,55 @@ class _Step:
         while self.marks and not self.has_failed:
             mark = self.marks[-1]()
             if mark is not None and not mark.is_reached:
-                return self.reached == 0 or len(self.key) < _CALLS or mark is self.newest()
+                return self.reached == 0 or self.calls < _CALLS or mark is self.newest()
             self.marks.pop()
         return False
 
     @property
     def has_ended(self) -> bool:
         """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
-        return self.has_failed or ((self.marked > 0 or len(self.key) == _CALLS) and not self.is_alive)
+        return self.has_failed or ((self.marked > 0 or self.calls == _CALLS) and not self.is_alive)
 
-    def keeps(self, shapes: _Shapes) -> bool:
+    def keeps(self, shapes: Shapes) -> bool:
         """Whether the next call, with these shapes, is kept."""
-        call, had = len(self.key), bool(self.known)
-        self.known = [one for one in self.known if call < len(one.key) and one.key[call] == shapes]  # [3]
+        call, had = self.calls, bool(self.known)
+        self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
         self.is_other |= had and not self.known
+        is_clear = len(self.known) == 1 and self.counter is None and self.driven is None
+        self.script = self.known[0].script if is_clear else ()
         self.key.append(shapes)
-        return bool(self.known) and all(one.plan is not None and call in one.plan.kept for one in self.known)
+        self.calls += 1
+        if self.agreed is not None:
+            return call in self.agreed
+        return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
+
+    def region(self, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
+        """Run a call that was foreseen as a region."""
+        refuse_transforms()
+        frame = Frame(options)
+        outputs = frame.forward(function, args, kwargs)
+        frame.around = partial(self.replaying, -1)
+        return outputs
+
+    def sent(self, call: int, moved: Moved, function: Function, args: Any, kwargs: Any) -> Any:
+        """Run a call as a region that moves."""
+        assert self.driven is not None
+        self.driven.moves(call, moved)
+        before, thread.order = thread.order, self.driven
+        try:
+            outputs = moved.forward(function, args, kwargs)
+        finally:
+            thread.order = before
+        moved.send()
+        return outputs
+
+    def goes_back(self, call: int, note: Callable[[], None] | None) -> None:
+        """The backward of ``call`` begins."""
+        if self.driven is not None:
+            self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
+            self.driven.reaches((Kind.BACKWARD, call))
+        if note is not None:
+            note()
 
     def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
         """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
@@ -150,9 +196,11 @@ class _Step:
             self.marked += 1
         return outputs
 
-    def explained(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The error of a call or a replay, with what to do."""
-        return torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}")
+    def failed(self, error: BaseException) -> None:
+        """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
+        self.has_failed, self.script = True, ()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}") from error
 
     @contextmanager
     def replaying(self, call: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
@@ -161,9 +209,7 @@ class _Step:
             with _PLAIN if self.counter is None else self.counter.replay(call, recomputed):
                 yield
         except BaseException as error:
-            self.has_failed = True
-            if isinstance(error, torch.OutOfMemoryError):
-                raise self.explained(error) from error
+            self.failed(error)
             raise
 
 
@@ -172,10 +218,14 @@ class Steps:
 
     def __init__(self, model: nn.Module, known: KnownSteps) -> None:
         self._model, self._known = weakref.ref(model), known
-        self._settings = _Settings(model)
-        self._uncertain: dict[_Shapes, int] = {}
+        self._settings = Settings(model)
+        self._uncertain: dict[Shapes, int] = {}
         """By what steps begin with that may be others than known ones: how often to count what comes."""
-        self._step: _Step | None = None
+        self.step: _Step | None = None
+        """The step that is running."""
+        self._groups: set[Any] = set()
+        """The process groups in which ranks communicate inside of layers."""
+        self._agreement: Any = None
         self._is_on = True
         self._unseen = 0
         """How many calls of the model one after the other had no call of a chosen layer."""
@@ -189,21 +239,21 @@ class Steps:
     def remove(self) -> None:
         """From now on run nothing. Calls that wait for their backward are not changed."""
         self._is_on = False
-        if self._step is not None and self._step.counter is not None:
-            self._step.counter.stop()
-        self._step = None
+        if self.step is not None and self.step.counter is not None:
+            self.step.counter.stop()
+        self.step = None
 
     def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the model's own forward: begin a step, if none is running."""
-        step = self._step
+        step = self.step
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
             if step is not None and not step.is_alive:
                 self._close()
             return
         device = _device_of(model, args, kwargs)
-        shapes = (*self._settings.now(device), *_shapes(args, kwargs))
-        if step is None or not step.key or not step.is_alive:
-            self._unseen = 0 if step is None or step.key else self._unseen + 1
+        shapes = (*self._settings.now(device.type), *shapes_of(*args, *kwargs.values()))
+        if step is None or not step.calls or not step.is_alive:
+            self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
                 warnings.warn(f"{_CALLER}: {_NOT_SEEN}", stacklevel=3)
             step = self._begin((shapes,), device)
@@ -213,35 +263,37 @@ class Steps:
         """Run a call of a layer: as a region, or kept."""
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone() or running_node() is not None:
             return run(function, args, kwargs, options)  # a region of torch calls it in a backward, which is no step
-        step, own = self._step, (layer, f"training={module.training}", _shapes(args, kwargs))
+        step, own = self.step, (layer, f"training={module.training}", shapes_of(*args, *kwargs.values()))
         if step is None or step.has_ended:
             device = _device_of(module, args, kwargs)
-            settings = self._settings.now(device)
+            settings = self._settings.now(device.type)
             step = self._begin((settings, *own), device)
             step.model = settings
-        if step.thread != threading.get_ident() or len(step.key) == _CALLS:
+        if step.thread != threading.get_ident() or step.calls == _CALLS:
             return run(function, args, kwargs, options)
         if step.is_in_kept:
             return function(*args, **kwargs)
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
-        call, counter, is_kept = len(step.key), step.counter, step.keeps(shapes)
-        frame, note = None, None
-        if not is_kept:
-            frame = Frame(options)
-            step.communicates |= step.is_learned and any(hasattr(one, "device_mesh") for one in module.parameters())
+        call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
+        moved = Moved(inputs=False) if step.driven is not None and call in step.away else None
+        frame, note = None if is_kept or moved is not None else Frame(options), None
         if counter is not None and frame is not None:
-            frame.noted = counter.noted(call)
+            frame.note = partial(counter.note, call)
         elif counter is not None:
             note = partial(counter.backward, call)
+        if step.driven is not None:
+            step.driven.reaches((Kind.FORWARD, call))
+            note = partial(step.goes_back, call, note)
         try:
             with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
-                step.is_in_kept = is_kept
-                outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
+                step.is_in_kept = frame is None
+                if moved is not None:
+                    outputs = step.sent(call, moved, function, args, kwargs)
+                else:
+                    outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
         except BaseException as error:
-            step.has_failed = True
-            if isinstance(error, torch.OutOfMemoryError):
-                raise step.explained(error) from error
+            step.failed(error)
             raise
         finally:
             step.is_in_kept = False
@@ -250,31 +302,46 @@ class Steps:
             frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
 
-    def _begin(self, first: _Shapes, device: torch.device) -> _Step:
+    def _begin(self, first: Shapes, device: torch.device) -> _Step:
         """Begin a step whose first call has these shapes, or begins with them."""
         self._close()
         again = self._uncertain.get(first, 0)
-        has_gradients = self._settings.has_gradients
-        known = [] if again else self._known.beginning(first, device, has_gradients)  # [2]
+        known = [] if again else self._known.beginning(first, device, self._settings)
         is_learned = not known  # [1]
         if again:
             self._uncertain[first] = again - 1
+        agreed = self._known.plan(known, self._agreed(device))  # [2]
         if known:
             self._followed = known[-1]
-        is_counted = is_learned or (len(known) == 1 and known[0].steps == _SHOWN)
+        is_counted = is_learned or (len(known) == 1 and known[0].steps == SHOWN)
         counter = self._counter(device) if is_counted else None
-        self._step = _Step(first, device, known, counter, is_learned, has_gradients)
-        return self._step
+        has_gradients = is_learned and self._settings.has_gradients
+        self.step = _Step(first, device, known, counter, is_learned, has_gradients, agreed)
+        plan = known[0].plan if len(known) == 1 else None
+        if plan is not None and plan.away:
+            self.step.driven = Driven(
+                (call, (Kind.FORWARD, release), (Kind.BACKWARD, issue)) for call, release, issue in reversed(plan.away)
+            )
+        return self.step
+
+    def _agreed(self, device: torch.device) -> Callable[[Wish | None], frozenset[int]] | None:
+        """What agrees with other ranks; None where none communicates inside of layers."""
+        if self._groups and self._agreement is None:
+            from torchckpt.layers.agree import Agreement  # which not every build of torch can import
+
+            self._agreement = Agreement(self._groups, device, self._known)
+        return None if self._agreement is None else self._agreement.kept
 
     def _counter(self, device: torch.device) -> Counter | None:
         model = self._model()
         if model is None or device.type == "meta":
             return None
-        return Counter(device, not any(is_compiled(one) or COMPILED in one.__dict__ for one in model.modules()))
+        looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
+        return Counter(device, looks, model, self._settings.gathered)
 
     def _close(self) -> None:
         """Learn from the step that has ended."""
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         if step is None:
             return
         if 0 < step.reached < step.marked and has_run_out(step.known, step.device):
@@ -284,42 +351,15 @@ class Steps:
         if step.counter is None:
             return
         step.counter.stop()
-        if not step.counter.is_complete or not 0 < len(step.key) < _CALLS:
+        if not step.counter.groups <= self._groups:
+            self._groups, self._agreement = self._groups | step.counter.groups, None
+        if not step.counter.is_complete or not 0 < step.calls < _CALLS:
             return
         if not step.is_learned:
-            for one in step.known:
-                measured(one, step.counter.peak_bytes)
-        else:
-            unfit = _COMMUNICATES if step.communicates or step.counter.sees_collectives else _HIDES * step.hides
-            if self._known.learn(tuple(step.key), step.counter, unfit, step.has_gradients):
-                self._uncertain.pop(step.first, None)
-
-
-class _Settings:
-    """What else the bytes of a step depend on: what is trained, the modes of all modules, and autocast."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
-
-    def now(self, device: torch.device) -> _Shapes:
-        modules, parameters = [one() for one in self._modules], [one() for one in self._parameters]
-        model = self._model()
-        if model is not None and (not modules or any(one is None for one in (*modules, *parameters))):
-            modules, parameters = [*model.modules()], [*model.parameters()]  # at first, and when some were exchanged
-            self._modules = [weakref.ref(module) for module in modules if module is not None]
-            self._parameters = [weakref.ref(parameter) for parameter in parameters if parameter is not None]
-        modes = [one is not None and one.training for one in modules]
-        of = hash((*modes, *[one is not None and one.requires_grad for one in parameters]))
-        has_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-        return f"settings={of}", f"autocast={torch.get_autocast_dtype(device.type) if has_autocast else None}"
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a parameter has one already: the step need not make it."""
-        parameters = (one() for one in self._parameters)
-        return any(one is not None and one.grad is not None for one in parameters)
+            for known in step.known:
+                measured(known, step.counter.peak_bytes)
+        elif self._known.learn(tuple(step.key), step.counter, _HIDES * step.hides, step.has_gradients):
+            self._uncertain.pop(step.first, None)
 
 
 def _is_alone() -> bool:
@@ -327,14 +367,6 @@ def _is_alone() -> bool:
     hooks = hooks_in_force(True)
     is_in_torch = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
     return not (any(thread.flags[:2]) or is_in_torch or thread.scope is not None or is_exporting())
-
-
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
-    tensors = values = (*args, *kwargs.values())
-    flags: list[str] = []
-    if not all(isinstance(value, Tensor) for value in values):
-        tensors, flags = tuple(tensors_in(values)), [f"{value}" for value in values if isinstance(value, bool)]
-    return (*flags, *[(*tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors])
 
 
 def _device_of(module: nn.Module, *tree: Any) -> torch.device:
@@ -351,7 +383,23 @@ class Enter:
         self._steps, self._layer = steps, layer
 
     def __call__(self, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
-        return self._steps.run(self._layer, module, function, args, kwargs, options)
+        step = self._steps.step
+        foreseen = step.script[step.calls] if step is not None and step.calls < len(step.script) else None
+        if (
+            step is None or foreseen is None or foreseen.layer != self._layer or step.is_in_kept
+            or not args or getattr(args[0], "shape", None) != foreseen.shape
+            or step.thread != threading.get_ident() or not torch.is_grad_enabled()
+            or hooks_in_force(True) is not None or running_node() is not None  # in a region, or in a replay
+        ):  # fmt: skip
+            return self._steps.run(self._layer, module, function, args, kwargs, options)
+        step.calls, step.is_in_kept = step.calls + 1, foreseen.is_kept  # [4]
+        try:
+            return function(*args, **kwargs) if foreseen.is_kept else step.region(function, args, kwargs, options)
+        except BaseException as error:
+            step.failed(error)
+            raise
+        finally:
+            step.is_in_kept = False
 
     def __reduce__(self) -> Any:
         return _nothing, ()
