@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchckpt
 from benchmarks.peers.bits import WAYS, Left, Switch, called, differing, seed, train

@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
+import torch._dynamo  # noqa: F401  # here, once: else the optimizer imports it in each process
+
 from benchmarks.peers.case import compared, planned
 from benchmarks.peers.isolated import isolated
 from benchmarks.peers.libraries import LIBRARIES, Library

@@ -33,13 +33,17 @@ def is_compared(row: Row) -> bool:
 
 def summary(rows: list[Row]) -> Iterator[str]:
     """A line for each library, and one for all."""
-    yield "| | families | compared | equal to themselves | equal with torch's | equal with torchckpt | replays a region |"
-    yield "|---|---|---|---|---|---|---|"
+    equal = "equal to themselves", "equal with torch's", "equal with torchckpt"
+    yield _head("", "families", "compared", *equal, "replays a region")
     libraries = dict.fromkeys(row["library"] for row in rows)
     for library in libraries:
         yield _sums(library, [row for row in rows if row["library"] == library])
     if len(libraries) > 1:
         yield _sums("**all**", rows)
+
+
+def _head(*names: str) -> str:
+    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
 
 def _sums(name: str, rows: list[Row]) -> str:
@@ -87,8 +91,8 @@ def _why(row: Row) -> str:
 
 def families(rows: Iterable[Row]) -> Iterator[str]:
     """A line for each family that is compared."""
-    yield f"| library | family | model | inputs | dropout | regions | saved: plain, torch's, ours | {TORCH} | {OURS} |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    saved = "saved: plain, torch's, ours"
+    yield _head("library", "family", "model", "inputs", "dropout", "regions", saved, TORCH, OURS)
     for row in filter(is_compared, rows):
         saved = ", ".join(f"{row['saved'].get(way, 0) / 1000:.0f}" for way in ("plain", TORCH, OURS))
         cells = [", ".join(row[way]) or "=" for way in (TORCH, OURS)]
@@ -99,8 +103,8 @@ def families(rows: Iterable[Row]) -> Iterator[str]:
 
 def budget(rows: list[Row]) -> Iterator[str]:
     """What ``checkpoint_layers(model, budget="60%")`` finds, plans and takes."""
-    yield "| | models | blocks found | plan | equal | planned within the budget | measured within the budget | measured / planned |"
-    yield "|---|---|---|---|---|---|---|---|"
+    fits = "planned within the budget", "measured within the budget", "measured / planned"
+    yield _head("", "models", "blocks found", "plan", "equal", *fits)
     for library in dict.fromkeys(row["library"] for row in rows):
         own = [row for row in rows if row["library"] == library]
         planned = [row for row in own if row.get("planned")]

@@ -1,4 +1,4 @@
-"""Other people's models, trained plainly and in regions: a cross-section of transformers here, the rest by make peers."""
+"""Other people's models, plainly and in regions: a cross-section of transformers here, the rest by make peers."""
 from __future__ import annotations
 
 import importlib.util

@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,18 @@ def case(family: str) -> Case:
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {str(error).strip()[:300]}")
             continue
-        return Case(family, lambda: (made(cls, settings), inputs), switch)
+        return Case(family, partial(_built, cls, settings, inputs), switch)
     raise RuntimeError(" | ".join(dict.fromkeys(reasons)))
+
+
+def _built(cls: type[Any], settings: dict[str, Any], inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    return made(cls, settings), inputs
 
 
 def _filled(inputs: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """Random numbers where a shape stands."""
-    is_shape = {name: isinstance(value, tuple) for name, value in inputs.items()}
-    return {name: torch.randn(*value, generator=generator) if is_shape[name] else value for name, value in inputs.items()}
+    shapes = {name: value for name, value in inputs.items() if isinstance(value, tuple)}
+    return inputs | {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
 
 
 def made(cls: type[Any], settings: dict[str, Any]) -> nn.Module:

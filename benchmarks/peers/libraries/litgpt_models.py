@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
 from benchmarks.peers.case import Case
 from benchmarks.peers.libraries import Library
@@ -36,8 +36,9 @@ def _configs() -> dict[str, dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for settings in configs:
         config = Config(**settings)
-        found.setdefault(tuple(bool(getattr(config, name)) if isinstance(getattr(config, name), (int, float))
-                               else getattr(config, name) for name in _CHOICES), settings)
+        chosen = (getattr(config, name) for name in _CHOICES)
+        key = tuple(bool(choice) if isinstance(choice, (int, float)) else choice for choice in chosen)
+        found.setdefault(key, settings)
     return {settings["name"]: settings for settings in found.values()}
 
 
@@ -66,6 +67,6 @@ def switch(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """As Lightning's strategies do it, with which litgpt trains: torch's wrapper around each block."""
     from litgpt.model import Block
 
-    wrapper = partial(CheckpointWrapper, checkpoint_fn=partial(function, use_reentrant=False))
-    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, Block))
+    wrapper = partial(wrappers.CheckpointWrapper, checkpoint_fn=partial(function, use_reentrant=False))
+    wrappers.apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, Block))
     yield

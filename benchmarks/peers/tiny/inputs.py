@@ -2,15 +2,62 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["inputs_for"]
+from benchmarks.peers.bits import loss_of
+
+__all__ = ["fitting"]
 
 BATCH, TOKENS, DECODER_TOKENS, WORDS = 2, 12, 8, 90
+_TRIES, _MOST_WORDS = 3, 4096
+_WANTED = re.compile(r"tokens:? \d+,? (?:and )?(?:image |audio |video )?features:? (?:torch\.Size\(\[)?(\d+)")
+
+
+Special = Callable[[Any, torch.Generator], dict[str, Any]]
+
+
+def fitting(model: nn.Module, special: Special | None, reasons: list[str]) -> dict[str, Any] | None:
+    """The first input with which the model has a forward and a backward; else why not, in ``reasons``."""
+    generator = torch.Generator().manual_seed(1)
+    candidates = [special(model.config, generator)] if special else inputs_for(model, generator)
+    for inputs in filter(None, candidates):
+        tried: dict[str, Any] | None = inputs
+        for _ in range(_TRIES):
+            if tried is None:
+                break
+            try:
+                loss_of(model.train()(**tried)).backward()
+            except Exception as error:
+                names = f"{type(model).__name__}({', '.join(tried)})"
+                reasons.append(f"{names}: {type(error).__name__}: {str(error).strip()[:300]}")
+                tried = _mended(model, tried, str(error))
+            else:
+                return tried
+    return None
+
+
+def _mended(model: nn.Module, inputs: dict[str, Any], said: str) -> dict[str, Any] | None:
+    """Tokens that stand for a picture or a sound, as many as the error says; None where it says nothing of it."""
+    wanted = _WANTED.search(said)
+    word = next((word for name in _words(inputs) if (word := getattr(model.config, name, None)) is not None), None)
+    if not wanted or word is None or "input_ids" not in inputs:
+        return None
+    tokens, all_of_them = inputs["input_ids"], int(wanted[1])
+    each = all_of_them // len(tokens)
+    if each * len(tokens) != all_of_them or each > _MOST_WORDS:
+        return None
+    return {**inputs, "input_ids": torch.cat([torch.full((len(tokens), each), word), tokens[:, -6:]], dim=1)}
+
+
+def _words(inputs: dict[str, Any]) -> tuple[str, str]:
+    has_sound = any(name.startswith("input_f") for name in inputs)
+    kind = "audio" if has_sound else "video" if "pixel_values_videos" in inputs else "image"
+    return f"{kind}_token_id", f"{kind}_token_index"
 
 
 def inputs_for(model: nn.Module, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -34,7 +81,8 @@ def _senses(takes: Any, config: Any, generator: torch.Generator) -> Iterator[dic
     if "pixel_values" in takes:
         yield {"pixel_values": _picture(config, generator)}
     if "pixel_values_videos" in takes:
-        yield {"pixel_values_videos": _picture(config, generator)[:, None].repeat(1, _of(config, "num_frames", 4), 1, 1, 1)}
+        frames = _of(config, "num_frames", 4)
+        yield {"pixel_values_videos": _picture(config, generator)[:, None].repeat(1, frames, 1, 1, 1)}
     for name in ("input_features", "input_values"):
         if name in takes:
             for shape in _sounds(config):

@@ -30,9 +30,8 @@ _RULES: list[tuple[str, str]] = [
     (r"vocab_size|vocab_size_per_layer_input|n_vocab|num_embeddings_table", "words"),
     (r".*(token_id|token_index|token_ids)$", "token"),
     (r".*(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$", "kept"),
-    (r".*(dropout|drop_path|layerdrop|dropout_p|drop_rate|_pdrop|dropout_prob|drop_path_rate|attn_drop)(_rate|_prob)?$",
-     "dropout"),
-    (r".*(num_|n_)?(hidden_)?layers?$|n_layer|depth|.*_depth|num_.*_layers|.*_layers|num_blocks|.*_num_layers", "layers"),
+    (r".*(dropout|drop_path|layerdrop|drop_rate|_pdrop|attn_drop)(_p|_rate|_prob)?", "dropout"),
+    (r".*layers?|n_layer|.*depth|num_blocks", "layers"),
     (r"layer_types|.*_layer_types|layers_block_type|mlp_layer_types|block_types|hybrid_layer_pattern", "kinds"),
     (r"depths|layers_per_stage|num_blocks_per_stage", "depths"),
     (r"topk_group|.*top_?k_groups?|n_groups?|num_expert_groups?|n_expert_groups?|.*group_topk", "one"),
@@ -51,7 +50,6 @@ _NO_WIDTH = re.compile(
     r"|block_size|downsample|crop|in_chans|conv_size|memory_size|cache).*"
 )
 _HEADS = re.compile(r".*(num|n)_.*heads?$|n_heads?|num_heads|.*_heads$|.*attention_heads$|n_head")
-""" """
 
 
 def shrunk(settings: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
@@ -142,6 +140,10 @@ def _top(name: str, value: Any, _: Mapping[str, Any]) -> Any:
     return min(value, 2) if isinstance(value, int) else value
 
 
+def _one(name: str, value: Any, _: Mapping[str, Any]) -> Any:
+    return min(value, 1) if type(value) is int else value
+
+
 def _experts(name: str, value: Any, _: Mapping[str, Any]) -> Any:
     if not isinstance(value, int):
         return value
@@ -158,8 +160,8 @@ def _picture(name: str, value: Any, settings: Mapping[str, Any]) -> Any:
 
 
 _BY_RULE: dict[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
-    "words": _words, "one": lambda name, value, _: min(value, 1) if type(value) is int else value, "token": _token, "kept": lambda name, value, _: value, "dropout": _dropout, "layers": _layers,
-    "kinds": _kinds, "depths": _depths, "top": _top, "experts": _experts, "picture": _picture,
+    "words": _words, "one": _one, "token": _token, "kept": lambda name, value, _: value, "dropout": _dropout,
+    "layers": _layers, "kinds": _kinds, "depths": _depths, "top": _top, "experts": _experts, "picture": _picture,
 }  # fmt: skip
 
 

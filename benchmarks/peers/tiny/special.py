@@ -19,18 +19,17 @@ def _resnet(**settings: Any) -> Any:
 
 def _detr(config: str, stages: dict[str, Any] = _RESNET, **settings: Any) -> dict[str, Any]:
     """A family that sees by a backbone of its own."""
-    return {config: {"backbone_config": lambda: _resnet(**stages), "use_timm_backbone": False, "use_pretrained_backbone":
-                     False, "num_queries": 6, **settings}}
+    told = {"use_timm_backbone": False, "use_pretrained_backbone": False, "num_queries": 6}
+    return {config: {"backbone_config": lambda: _resnet(**stages), **told, **settings}}
 
 
 def _series(config: Any, generator: torch.Generator) -> dict[str, Any]:
     length = config.context_length + max(config.lags_sequence)
-    past, future = torch.rand(2, length, generator=generator), torch.rand(2, config.prediction_length, generator=generator)
     return {
-        "past_values": past,
+        "past_values": torch.rand(2, length, generator=generator),
         "past_time_features": torch.rand(2, length, config.num_time_features, generator=generator),
         "past_observed_mask": torch.ones(2, length),
-        "future_values": future,
+        "future_values": torch.rand(2, config.prediction_length, generator=generator),
         "future_time_features": torch.rand(2, config.prediction_length, config.num_time_features, generator=generator),
     }
 

@@ -123,7 +123,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "HunyuanImageTransformer2DModel": _case(
         {"rope_axes_dim": (8, 8), "patch_size": (1, 1), "in_channels": 16, "out_channels": 16},
-        hidden_states=_PICTURE16, timestep=_STEPS, encoder_hidden_states=_TEXT, encoder_attention_mask=_MASK,
+        hidden_states=_PICTURE16, timestep=_SHARES, encoder_hidden_states=_TEXT, encoder_attention_mask=_MASK,
     ),
     "Kandinsky5Transformer3DModel": _case(
         {"in_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 24, "time_dim": 32, "model_dim": 32, "ff_dim": 64,
