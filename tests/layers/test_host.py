@@ -111,7 +111,7 @@ def test_wrong_hosts(options, text):
 
 def took(calls, inner=4.0, moved=3.0, seconds=1.0):
     """A step of equal calls, in which the bytes of each moment are those of what is held alone."""
-    call = Call(0, seconds, seconds, 2 * seconds, 1.0, inner, moved, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    call = Call(0, seconds, seconds, 2 * seconds, 1.0, inner, *[0.0] * 6, moved)
     boundaries = [float(place) for place in range(calls + 1)]
     each = [call._replace(forward_most=at + 5, kept_most=at + 5, replay_most=at + 5, backward_most=at + 5)
             for at in boundaries[:-1]]

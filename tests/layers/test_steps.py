@@ -247,7 +247,8 @@ def test_a_model_that_is_never_trained_holds_nothing(model, x):
 
 
 def test_a_graph_that_is_held_for_ever(model, x, monkeypatch):
-    monkeypatch.setattr("torchckpt.layers.follow._CALLS", 20)
+    for module in ("follow", "step"):
+        monkeypatch.setattr(f"torchckpt.layers.{module}.MOST_CALLS", 20)
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
         held = model(x)
         counts = [recomputes(model, x) for _ in range(6)]
@@ -558,8 +559,8 @@ def of_one_more_layer(budget, x):
 
 
 def test_a_kept_call_is_the_plain_call_behind_a_look_at_its_shape(x):
-    """The mixin, what it calls for a checkpointed module, and the way in of a planned layer."""
-    assert of_one_more_layer({"budget": "1GiB"}, x) == 3
+    """The mixin, what it calls for a checkpointed module, the way in of a planned layer, and the step."""
+    assert of_one_more_layer({"budget": "1GiB"}, x) == 4
 
 
 def test_a_recomputed_call_is_a_region_and_little_more(x, monkeypatch):

@@ -3,6 +3,7 @@
     apply             what users call: ``checkpoint_layers``, and the handle that it returns
     find              the repeated blocks of a model
     follow            at each call, which step it is of, and whether it is kept
+    step              the step that is running
     agree             the calls that all ranks keep, where they communicate inside of layers
     known             the steps that were counted, and the plan of each
     count             a step that is counted while it runs

@@ -212,13 +212,14 @@ def _took(
             0.0,
             done.seconds - backward.seconds,
             boundary.get(number, 0),
-            *inner.get(number, (0, 0)),
+            inner.get(number, (0, 0))[0],
             end.highest_bytes,
             max(end.highest_bytes, end.left_bytes + rises),
             end.left_bytes,
             replayed.highest_bytes,
             done.highest_bytes,
             done.left_bytes,
+            inner.get(number, (0, 0))[1],
         ))
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]

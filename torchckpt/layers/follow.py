@@ -13,32 +13,28 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import Foreseen, KnownStep, KnownSteps, has_run_out, measured, ran_out
+from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, Wish
+from torchckpt.layers.step import CALLER, MOST_CALLS, PLAIN, Step
 from torchckpt.measuring.known import SHOWN
 from torchckpt.measuring.shapes import Settings, Shapes, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
-from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import thread
 from torchckpt.regions.moved.driven import Driven
-from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in
@@ -46,10 +42,6 @@ from torchckpt.typing import Function
 
 __all__ = ["Begin", "Enter", "Steps"]
 
-_CALLER = "checkpoint_layers"
-_CALLS = 2_000
-"""The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
-may hold a graph for ever."""
 _AGAIN = 8
 """Where a step began like a known one and went on otherwise, so many such steps are counted."""
 _HIDES = (
@@ -62,156 +54,6 @@ _NOT_SEEN = (
     "whole model, or use graph.backend(budget=...); have no other regions around the layers"
 )
 
-_PLAIN = nullcontext()
-
-
-class _Mark:
-    """What a call leaves at the nodes of its outputs."""
-
-    __slots__ = ("__weakref__", "_note", "_step", "is_reached")
-
-    def __init__(self, step: _Step, note: Callable[[], None] | None) -> None:
-        self._step, self._note, self.is_reached = step, note, False
-
-    def __call__(self, _: object) -> None:
-        self._step.reached += not self.is_reached
-        self.is_reached = True
-        if self._note is not None:
-            self._note()
-
-
-@dataclass
-class _Step:
-    """The step that is running."""
-
-    first: Shapes
-    """The first shapes that were seen; known steps are looked up by them."""
-    device: torch.device
-    known: list[KnownStep]
-    """The steps that it may be, by the calls so far."""
-    counter: Counter | None
-    is_learned: bool
-    """Whether everything is recomputed and counted, to know the step."""
-    has_gradients: bool
-    """Whether there were gradients before it."""
-    agreed: frozenset[int] | None
-    """The calls that all ranks keep; None where each keeps its own."""
-    key: list[Shapes] = field(default_factory=list)
-    """The calls that were looked at in full."""
-    calls: int = 0
-    """How many calls there were."""
-    model: Shapes = ()
-    """What the model was called with, until the next call of a layer."""
-    marks: list[weakref.ref[_Mark]] = field(default_factory=list)
-    newest: Callable[[], _Mark | None] = lambda: None
-    marked: int = 0
-    reached: int = 0
-    """How many of the marks a backward has reached."""
-    hides: bool = False
-    """Whether a call takes or returns an object whose tensors are not seen."""
-    is_in_kept: bool = False
-    """Whether a call that is kept runs now. A call inside of it is a part of it."""
-    has_failed: bool = False
-    """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
-    is_other: bool = False
-    """Whether it began like a known step, and went on otherwise."""
-    script: Sequence[Foreseen | None] = ()
-    """What is foreseen of the calls, if that is clear."""
-    thread: int = field(default_factory=threading.get_ident)
-    driven: Driven | None = None
-    """What calls that are away follow."""
-
-    @property
-    def away(self) -> frozenset[int]:
-        """The calls that go to the host, if it is clear which step it is."""
-        plan = self.known[0].plan if len(self.known) == 1 else None
-        return frozenset() if plan is None else frozenset(each.call for each in plan.away)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether a call waits for its backward; after very many calls, whether the newest one does."""
-        while self.marks and not self.has_failed:
-            mark = self.marks[-1]()
-            if mark is not None and not mark.is_reached:
-                return self.reached == 0 or self.calls < _CALLS or mark is self.newest()
-            self.marks.pop()
-        return False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
-        return self.has_failed or ((self.marked > 0 or self.calls == _CALLS) and not self.is_alive)
-
-    def keeps(self, shapes: Shapes) -> bool:
-        """Whether the next call, with these shapes, is kept."""
-        call, had = self.calls, bool(self.known)
-        self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
-        self.is_other |= had and not self.known
-        is_clear = len(self.known) == 1 and self.counter is None and self.driven is None
-        self.script = self.known[0].script if is_clear else ()
-        self.key.append(shapes)
-        self.calls += 1
-        if self.agreed is not None:
-            return call in self.agreed
-        return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
-
-    def region(self, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
-        """Run a call that was foreseen as a region."""
-        refuse_transforms()
-        frame = Frame(options)
-        outputs = frame.forward(function, args, kwargs)
-        frame.around = partial(self.replaying, -1)
-        return outputs
-
-    def sent(self, call: int, moved: Moved, function: Function, args: Any, kwargs: Any) -> Any:
-        """Run a call as a region that moves."""
-        assert self.driven is not None
-        self.driven.moves(call, moved)
-        before, thread.order = thread.order, self.driven
-        try:
-            outputs = moved.forward(function, args, kwargs)
-        finally:
-            thread.order = before
-        moved.send()
-        return outputs
-
-    def goes_back(self, call: int, note: Callable[[], None] | None) -> None:
-        """The backward of ``call`` begins."""
-        if self.driven is not None:
-            self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
-            self.driven.reaches((Kind.BACKWARD, call))
-        if note is not None:
-            note()
-
-    def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
-        """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
-        tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
-        nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        if nodes:
-            mark = _Mark(self, note)
-            for node in dict.fromkeys(nodes):
-                node.register_prehook(mark)
-            self.newest = weakref.ref(mark)
-            self.marks.append(self.newest)
-            self.marked += 1
-        return outputs
-
-    def failed(self, error: BaseException) -> None:
-        """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
-        self.has_failed, self.script = True, ()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(f"{error}\n{_CALLER}: {ran_out(self.known)}") from error
-
-    @contextmanager
-    def replaying(self, call: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
-        """A context around the replay of a call, which fills ``recomputed``."""
-        try:
-            with _PLAIN if self.counter is None else self.counter.replay(call, recomputed):
-                yield
-        except BaseException as error:
-            self.failed(error)
-            raise
-
 
 class Steps:
     """The steps of one model, whose chosen layers call :meth:`run`."""
@@ -221,7 +63,7 @@ class Steps:
         self._settings = Settings(model)
         self._uncertain: dict[Shapes, int] = {}
         """By what steps begin with that may be others than known ones: how often to count what comes."""
-        self.step: _Step | None = None
+        self.step: Step | None = None
         """The step that is running."""
         self._groups: set[Any] = set()
         """The process groups in which ranks communicate inside of layers."""
@@ -255,7 +97,7 @@ class Steps:
         if step is None or not step.calls or not step.is_alive:
             self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
-                warnings.warn(f"{_CALLER}: {_NOT_SEEN}", stacklevel=3)
+                warnings.warn(f"{CALLER}: {_NOT_SEEN}", stacklevel=3)
             step = self._begin((shapes,), device)
         step.model = shapes
 
@@ -269,40 +111,24 @@ class Steps:
             settings = self._settings.now(device.type)
             step = self._begin((settings, *own), device)
             step.model = settings
-        if step.thread != threading.get_ident() or step.calls == _CALLS:
+        if step.thread != threading.get_ident() or step.calls == MOST_CALLS:
             return run(function, args, kwargs, options)
         if step.is_in_kept:
             return function(*args, **kwargs)
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        moved = Moved(inputs=False) if step.driven is not None and call in step.away else None
-        frame, note = None if is_kept or moved is not None else Frame(options), None
-        if counter is not None and frame is not None:
-            frame.note = partial(counter.note, call)
-        elif counter is not None:
-            note = partial(counter.backward, call)
+        is_away = step.driven is not None and call in step.away
+        note = partial(counter.backward, call) if counter is not None and (is_kept or is_away) else None
         if step.driven is not None:
             step.driven.reaches((Kind.FORWARD, call))
             note = partial(step.goes_back, call, note)
-        try:
-            with _PLAIN if counter is None else counter.forward(call, (args, kwargs)):
-                step.is_in_kept = frame is None
-                if moved is not None:
-                    outputs = step.sent(call, moved, function, args, kwargs)
-                else:
-                    outputs = function(*args, **kwargs) if frame is None else frame.forward(function, args, kwargs)
-        except BaseException as error:
-            step.failed(error)
-            raise
-        finally:
-            step.is_in_kept = False
+        with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
+            outputs = step.run(call, is_kept or is_away, function, args, kwargs, options)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
-        if frame is not None:
-            frame.around = partial(step.replaying, call)
         return step.marked_with(outputs, note)
 
-    def _begin(self, first: Shapes, device: torch.device) -> _Step:
+    def _begin(self, first: Shapes, device: torch.device) -> Step:
         """Begin a step whose first call has these shapes, or begins with them."""
         self._close()
         again = self._uncertain.get(first, 0)
@@ -316,7 +142,7 @@ class Steps:
         is_counted = is_learned or (len(known) == 1 and known[0].steps == SHOWN)
         counter = self._counter(device) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
-        self.step = _Step(first, device, known, counter, is_learned, has_gradients, agreed)
+        self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed)
         plan = known[0].plan if len(known) == 1 else None
         if plan is not None and plan.away:
             self.step.driven = Driven(
@@ -353,7 +179,7 @@ class Steps:
         step.counter.stop()
         if not step.counter.groups <= self._groups:
             self._groups, self._agreement = self._groups | step.counter.groups, None
-        if not step.counter.is_complete or not 0 < step.calls < _CALLS:
+        if not step.counter.is_complete or not 0 < step.calls < MOST_CALLS:
             return
         if not step.is_learned:
             for known in step.known:
@@ -392,14 +218,8 @@ class Enter:
             or hooks_in_force(True) is not None or running_node() is not None  # in a region, or in a replay
         ):  # fmt: skip
             return self._steps.run(self._layer, module, function, args, kwargs, options)
-        step.calls, step.is_in_kept = step.calls + 1, foreseen.is_kept  # [4]
-        try:
-            return function(*args, **kwargs) if foreseen.is_kept else step.region(function, args, kwargs, options)
-        except BaseException as error:
-            step.failed(error)
-            raise
-        finally:
-            step.is_in_kept = False
+        step.calls += 1
+        return step.run(step.calls - 1, foreseen.is_kept, function, args, kwargs, options)  # [4]
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -423,4 +243,4 @@ def _nothing() -> None:
     """What a copy of a layer has in place of its way in."""
 
 
-keep_from_dynamo(Enter.__call__, Begin.__call__, _Mark.__call__)
+keep_from_dynamo(Enter.__call__, Begin.__call__)

@@ -38,8 +38,6 @@ class Call(NamedTuple):
     """What is held of it if it is recomputed."""
     inner_bytes: float
     """What it holds beside that if it is kept."""
-    moved_bytes: float
-    """What of that can go to a host."""
     forward_most: float
     kept_most: float
     """The peak of its forward, if it is kept."""
@@ -47,6 +45,8 @@ class Call(NamedTuple):
     replay_most: float
     backward_most: float
     backward_left: float
+    moved_bytes: float = 0.0
+    """What of ``inner_bytes`` can go to a host."""
 
 
 class Took(NamedTuple):

@@ -1,27 +1,22 @@
-"""Which of timm's models train as without checkpointing, to the bit, under torch.utils.checkpoint and under torchckpt?
+"""timm: one model, the smallest, of each module of timm 1.0.31 that has gradient checkpointing.
 
-    python benchmarks/peers/timm_models.py [--models NAME ...] [--steps 2]     # needs timm: pip install -e '.[peers]'
-
-One model, the smallest, of each module of timm 1.0.31 that has gradient checkpointing. Where torchvision is not
-installed, a stub stands in for it.
+Where torchvision is not installed, a stub stands in for it.
 """
 from __future__ import annotations
 
-import argparse
-import sys
-import warnings
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.machine import machine
-from benchmarks.peers.bits import WAYS, differing, train
+from benchmarks.peers.case import Case
+from benchmarks.peers.libraries import Library
 from benchmarks.peers.torchvision_stub import install
+
+__all__ = ["library"]
 
 MODELS = [
     "beit_base_patch16_224", "halonet_h1", "test_byobnet", "cait_xxs24_224", "convmixer_768_32", "test_convnext",
@@ -56,39 +51,37 @@ _RATES = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})
 """Dropout and stochastic depth: as much as the model's constructor takes."""
 
 
-class Row(NamedTuple):
-    """The family is timm's module. For each way: regions in all steps, and what differs from plain training."""
+def library() -> Library:
+    install()
+    import timm
 
-    family: str
-    model: str
-    found: dict[str, tuple[int, list[str]]]
-
-    def __str__(self) -> str:
-        cells = [", ".join(differs) or "=" for _, differs in self.found.values()]
-        regions = max(regions for regions, _ in self.found.values())
-        return f"| {self.family} | {self.model} | {regions} | {' | '.join(cells)} |"
+    return Library("timm", timm.__version__, lambda: [*_names()], case)
 
 
-def compared(timm: Any, name: str, steps: int) -> Row:
-    plain = train(partial(built, timm, name, False), None, steps)
-    found = {}
-    for way, function in WAYS.items():
-        left = train(partial(built, timm, name, True), function, steps)
-        found[way] = (left.regions, differing(plain, left))
-    return Row(timm.models.model_entrypoint(name).__module__.rpartition(".")[2], name, found)
+def _names() -> dict[str, str]:
+    """The module of each model, and its name."""
+    import timm
+
+    return {timm.models.model_entrypoint(name).__module__.rpartition(".")[2]: name for name in MODELS}
 
 
-def built(timm: Any, name: str, is_checkpointed: bool) -> tuple[nn.Module, Tensor]:
+def case(family: str) -> Case:
+    name = _names()[family]
+    return Case(name, lambda: built(name), switch)
+
+
+def built(name: str) -> tuple[nn.Module, Tensor]:
     """The model and a batch of two pictures."""
-    model = _made(timm, name)
-    model.set_grad_checkpointing(is_checkpointed)
+    model = _made(name)
     settings = model.default_cfg
     least = settings.get("min_input_size") or (3, _EDGE, _EDGE)
     edge = settings["input_size"][-1] if settings.get("fixed_input_size") else least[-1]
     return model, torch.randn(2, 3, edge, edge)
 
 
-def _made(timm: Any, name: str) -> nn.Module:
+def _made(name: str) -> Any:
+    import timm
+
     for rates in _RATES:
         try:
             return timm.create_model(name, num_classes=10, **rates, **SMALLER.get(name, {}))
@@ -97,39 +90,9 @@ def _made(timm: Any, name: str) -> nn.Module:
     raise refused
 
 
-def imported() -> Any:
-    install()
-    try:
-        import timm
-    except ImportError as error:
-        sys.exit(f"benchmarks/peers/timm_models.py needs timm: {error}\n  works: pip install -e '.[peers]'")
-    return timm
-
-
-def show(rows: list[Row]) -> bool:
-    """Print the sums; return whether torchckpt equals plain training everywhere."""
-    other = {way: sum(bool(row.found[way][1]) for row in rows) for way in WAYS}
-    for way, count in other.items():
-        print(f"{way}: {count} of {len(rows)} families differ from plain training")
-    return other["torchckpt"] == 0
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="default: one a family")
-    parser.add_argument("--steps", type=int, default=2, help="training steps of each (default: 2)")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    timm = imported()
-    print(f"timm {timm.__version__}, {', '.join(machine().values())}\n")
-    print(f"| family | model | regions | {' | '.join(WAYS)} |\n|---|---|---|{'---|' * len(WAYS)}")
-    rows = []
-    for name in options.models:
-        rows.append(compared(timm, name, options.steps))
-        print(rows[-1], flush=True)
-    print()
-    sys.exit(not show(rows))
-
-
-if __name__ == "__main__":
-    main()
+@contextmanager
+def switch(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """timm's switch takes no function: it calls torch's, in whose place ``function`` stands."""
+    model.set_grad_checkpointing(True)
+    with mock.patch.object(torch.utils.checkpoint, "checkpoint", lambda *args, **named: function(*args, **named)):
+        yield
