@@ -11,7 +11,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ FORWARD_SECONDS = 0.02
 """Of one block."""
 LINKS = (0.5, 1.0, 2.0, 4.0)
 """Seconds of the copy of a block one way, over those of its forward."""
+SHORT_LAYERS, SHORT_RUNS = 6, 4
 
 
 class Dropping(Block):
@@ -62,8 +63,8 @@ def layers_checkpointed(model: nn.Module) -> AbstractContextManager[Any]:
     return torchckpt.checkpoint_layers(model, "layers.*")
 
 
-def layers_offloaded(model: nn.Module) -> AbstractContextManager[Any]:
-    return torchckpt.offload_layers(model, "layers.*", min_bytes=1024)
+def layers_offloaded(model: nn.Module, every: int = 1) -> AbstractContextManager[Any]:
+    return torchckpt.offload_layers(model, "layers.*", every=every, min_bytes=1024)
 
 
 Way: TypeAlias = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -72,7 +73,11 @@ Way: TypeAlias = Callable[[nn.Module], AbstractContextManager[Any]]
 def ways() -> dict[str, Way]:
     """What is compared: each makes a context for a forward of a model."""
     peers = {name: peer for name, find in PEERS.items() if (peer := find()) is not None}
-    ours = {"checkpoint_layers": layers_checkpointed, "offload_layers": layers_offloaded}
+    ours = {
+        "checkpoint_layers": layers_checkpointed,
+        "offload_layers": layers_offloaded,
+        "offload_layers, every=2": partial(layers_offloaded, every=2),
+    }
     return {"keep all": lambda model: nullcontext(), **peers, **ours}
 
 
@@ -136,20 +141,27 @@ def rates_of(model: GPT, link: float) -> Rates:
     )
 
 
-def table() -> list[dict[str, Any]]:
+def table(links: Sequence[float], layers: int) -> list[dict[str, Any]]:
     rows = []
-    trial = Trial()
-    for link in LINKS:
+    trial = Trial(layers)
+    for link in links:
         rates = rates_of(trial.model, link)
         found = {name: trial.measured(make, rates) for name, make in ways().items()}
         base = found["keep all"]
         for name, step in found.items():
-            row = {"link": link, "way": name, **step._asdict()}
-            row["step"], row["peak"] = step.seconds / base.seconds, step.peak_bytes / base.peak_bytes
-            rows.append(row)
-            cells = [f"{link:g}", name, f"{row['step']:.2f}", f"{row['peak']:.1%}", f"{step.waits}", f"{step.pins}"]
-            print(f"| {' | '.join([*cells, 'equal' if step.is_equal else 'OTHER'])} |", flush=True)
+            over = {"step": step.seconds / base.seconds, "peak": step.peak_bytes / base.peak_bytes}
+            rows.append({"link": link, "way": name, **step._asdict(), **over})
     return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """A row for each way: a step and its peak over keeping all, for each link; and what the host did."""
+    for name in dict.fromkeys(row["way"] for row in rows):
+        own = [row for row in rows if row["way"] == name]
+        steps, last = [f"{row['step']:.2f}" for row in own], own[-1]
+        equal = "equal" if all(row["is_equal"] for row in own) else "OTHER"
+        cells = [name, *steps, f"{last['peak']:.1%}", f"{last['waits']}", f"{last['pins']}", equal]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def on_default_stream(trial: Trial, make: Way) -> bool:
@@ -191,8 +203,6 @@ def races(runs: int) -> dict[str, dict[str, dict[str, int]]]:
         for title, program in PROGRAMS.items():
             results = Counter(outcome(partial(program, trial, make), seed) for seed in range(runs))
             found[name][title] = dict(results)
-        cells = [", ".join(f"{count} {word}" for word, count in results.items()) for results in found[name].values()]
-        print(f"| {' | '.join([name, *cells])} |", flush=True)
     return found
 
 
@@ -217,7 +227,18 @@ def main() -> None:
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # parameters were made on the default stream
     if SIM is None:
         sys.exit(f"benchmarks/offload/beside.py: {why_not()}")
-    results = races(arguments.races) if arguments.races else table()
+    results: Any
+    if arguments.short:
+        results = {"steps": table([1.0], SHORT_LAYERS), "races": races(SHORT_RUNS)}
+        print(json.dumps(results, indent=1))
+    elif arguments.races:
+        results = races(arguments.races)
+        for name, found in results.items():
+            cells = [", ".join(f"{count} {word}" for word, count in sorted(each.items())) for each in found.values()]
+            print(f"| {' | '.join([name, *cells])} |")
+    else:
+        results = table(LINKS, LAYERS)
+        show(results)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

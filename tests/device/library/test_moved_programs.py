@@ -1,8 +1,8 @@
 """Random programs with regions that move: whatever is late, the same bits, and the same bytes at every boundary.
 
 A program follows from its seed: layers with dropout, norms and attention, micro-batches whose forwards and backwards
-take turns, and for each call of a layer whether it is a plain one, recomputed, moved by the default order, or moved by a
-schedule that lets go of it and fetches it at random boundaries. ``make slow`` has all programs, ``make test`` the first.
+take turns, and for each call of a layer whether it is a plain one, recomputed, moved by the default order, or moved by
+a schedule that lets go of it and fetches it at random boundaries. ``make slow`` has all programs, ``make test`` some.
 """
 from __future__ import annotations
 
