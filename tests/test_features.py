@@ -70,8 +70,8 @@ def test_command_says_what_this_torch_lacks(monkeypatch, capsys):
 
 def test_the_features_are_a_command():
     command = [sys.executable, "-W", "ignore", "-m", "torchckpt.features"]
-    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert made.stdout.startswith(f"torch {torch.__version__}; tested: ")
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert process.stdout.startswith(f"torch {torch.__version__}; tested: ")
 
 
 def again():

@@ -388,7 +388,7 @@ def test_nothing_is_left_of_a_mini_batch(checkpoint: Any, backward: bool) -> Non
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_thousand_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any) -> None:
     def alive() -> int:
-        return sum(type(found) in (Tensor, Frame, StageSkips, Skips) for found in gc.get_objects())
+        return sum(type(value) in (Tensor, Frame, StageSkips, Skips) for value in gc.get_objects())
 
     module = nn.Sequential(nn.Linear(2, 2), Stash(), nn.Tanh(), Pop())
     pipe = torchckpt.Pipe(module, [2, 1, 1], chunks=2, checkpoint=checkpoint)

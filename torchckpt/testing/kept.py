@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.regions.private import kept_by_policies, look_through, newest_node, number_of, running_node
 from torchckpt.regions.saved import SavedBytes, storage_of
 
-__all__ = ["KeptStorages", "Place", "storages_alive"]
+__all__ = ["KeptStorages", "Line", "storages_alive"]
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _REGIONS = f"{_LIBRARIES[1]}regions{os.sep}", torch.utils.checkpoint.__file__
@@ -29,7 +29,7 @@ _CALL = nn.Module.__call__.__code__
 _APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
 """Through it, regions of torch 2.11 save their inputs (torch/utils/checkpoint.py). No Python code in torch 2.15."""
 
-Place: TypeAlias = tuple[str, str, int, int]
+Line: TypeAlias = tuple[str, str, int, int]
 """Where a tensor is saved: the path of the innermost module, file and line outside of torch, the number of the node."""
 
 
@@ -59,22 +59,22 @@ class KeptStorages(SavedBytes):
         self._before = before
         self._storages.clear()
         self._changes: list[tuple[StorageWeakRef, int]] = []  # 1 where a saved tensor comes, -1 where it goes
-        self._places: dict[StorageWeakRef, Place] = {}
+        self._lines: dict[StorageWeakRef, Line] = {}
         self.names = {_INPUT: "checkpoint"}
         """The names of autograd nodes by their numbers."""
 
     @property
     def before_bytes(self) -> int:
         """The bytes that autograd kept of storages that do not count. Parameters are not among them."""
-        return sum(self._storages.values()) - sum(self._storages[storage] for storage in self._places)
+        return sum(self._storages.values()) - sum(self._storages[storage] for storage in self._lines)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         with saved_tensors_hooks(self._pack, self._unpack), kept_by_policies(self._saved):
             yield
 
-    def at_peak(self) -> list[tuple[Place, int]]:
-        """The place and the bytes of each storage that autograd kept when it kept the most bytes."""
+    def at_peak(self) -> list[tuple[Line, int]]:
+        """The line and the bytes of each storage that autograd kept when it kept the most bytes."""
         holders: Counter[StorageWeakRef] = Counter()
         now_bytes = most_bytes = end = 0
         for index, (storage, change) in enumerate(self._changes, 1):
@@ -86,7 +86,7 @@ class KeptStorages(SavedBytes):
         holders.clear()
         for storage, change in self._changes[:end]:
             holders[storage] += change
-        return [(self._places[storage], self._storages[storage]) for storage, count in holders.items() if count]
+        return [(self._lines[storage], self._storages[storage]) for storage, count in holders.items() if count]
 
     def learn(self, node: Node | None) -> None:
         """Note the names of ``node`` and of all nodes behind it."""
@@ -113,11 +113,11 @@ class KeptStorages(SavedBytes):
             self._before = storages_alive(activations=False)
         saved = super()._pack(tensor)
         new = self._storages.keys() & storage_of(tensor).keys() - self._before
-        for storage in new - self._places.keys():
-            self._places[storage] = self._place(_INPUT if is_input else newest_node())
+        for storage in new - self._lines.keys():
+            self._lines[storage] = self._line(_INPUT if is_input else newest_node())
         return _SavedTensor(saved, self._changes, *new)
 
-    def _place(self, node: int) -> Place:
+    def _line(self, node: int) -> Line:
         modules, lines = [], []
         frame: FrameType | None = sys._getframe()
         while frame is not None:
@@ -137,8 +137,8 @@ look_through(KeptStorages._pack)
 def storages_alive(activations: bool = True) -> set[StorageWeakRef]:
     """The storages of all tensors that the garbage collector tells of: none that ``gc.freeze()`` hides."""
     storages: set[StorageWeakRef] = set()
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor):
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), Tensor):
             with suppress(Exception):  # a parameter of a lazy layer has no storage yet
-                storages.update(storage_of(one) if activations or one.grad_fn is None else ())
+                storages.update(storage_of(tensor) if activations or tensor.grad_fn is None else ())
     return storages

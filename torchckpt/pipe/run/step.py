@@ -164,7 +164,7 @@ class Pending:
 
 
 class Record(NamedTuple):
-    """The start and end time of each action of one step, by rank."""
+    """The start and end time of each action of one step, by rank, as the devices stamped them."""
 
     schedule: Schedule
     clocks: list[Clock]
@@ -180,7 +180,7 @@ class Record(NamedTuple):
 
 
 class Step:
-    """One step on one mini-batch. ``run()`` returns the loss, and adds the gradients to the parameters.
+    """One step that runs, on one mini-batch. ``run()`` returns the loss, and adds the gradients to the parameters.
 
     Args:
         targets: the target of each micro-batch.

@@ -13,6 +13,7 @@ __all__ = [
     "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "at_least", "in_turn", "nearest", "phases", "visits", "whole",
 ]
 
+
 class Kind(str, Enum):
     """The kind of an action. ``B`` is a whole backward; ``I`` (input gradients) and ``W`` (weight gradients) are its
     two halves."""
@@ -51,8 +52,8 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank, in order, and nothing else. Immutable; made by functions of ``schedules.py``,
-    ``from_csv``, or by hand.
+    """A schedule of a pipeline: the actions of every rank, in order, and nothing else. Immutable; made by functions of
+    ``schedules.py``, ``from_csv``, or by hand.
 
     A rank runs its actions one after the other, and starts an action when all actions that it depends on are done.
     ``jFi`` depends on ``(j-1)Fi``. ``jBi`` and ``jIi`` depend on ``jFi``, on ``(j+1)Bi`` or ``(j+1)Ii``, and on

@@ -28,6 +28,7 @@ __all__ = [
     "one_f_one_b", "zbv", "zero_bubble",
 ]
 
+
 @called("gpipe()")
 def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).

@@ -81,12 +81,12 @@ def draw_plan(
     return canvas.text(canvas.legend(_entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
 
 
-_Part: TypeAlias = tuple[float, float, float]
-"""A part of a curve: it goes from x to x, at the height y."""
+_Stretch: TypeAlias = tuple[float, float, float]
+"""A stretch of a curve: it goes from x to x, at the height y."""
 
 
 class _Plan:
-    """What is drawn, and its scales."""
+    """A plan as it is drawn, with its scales."""
 
     def __init__(self, flow: Dataflow, schedule: Schedule, budget_bytes: int | None) -> None:
         self.runs, self.eager, self.budget_bytes = runs(flow, schedule), runs(flow, flow.eager), budget_bytes
@@ -156,20 +156,20 @@ def _curves(canvas: Canvas, plan: _Plan) -> None:
         canvas.steps(_under(profile), class_="outline")
 
 
-def _profile(plan: _Plan, every: Sequence[Run]) -> list[_Part]:
+def _profile(plan: _Plan, every: Sequence[Run]) -> list[_Stretch]:
     return [
         (plan.time(group[0].start_seconds), plan.time(group[-1].end_seconds), plan.memory(max(r.bytes for r in group)))
         for group in thinned(every, plan.seconds_of(_FINEST))
     ]
 
 
-def _between(profile: Sequence[_Part], start: float, end: float) -> list[_Part]:
+def _between(profile: Sequence[_Stretch], start: float, end: float) -> list[_Stretch]:
     first = bisect_right(profile, start, key=lambda part: part[1])
     last = bisect_left(profile, end, key=lambda part: part[0])
     return [(max(x, start), min(to, end), y) for x, to, y in profile[first:last]]
 
 
-def _under(profile: Sequence[_Part]) -> list[tuple[float, float]]:
+def _under(profile: Sequence[_Stretch]) -> list[tuple[float, float]]:
     """The corners of the area under a curve."""
     corners = [(profile[0][0], _BOTTOM), *((x, y) for x, _, y in profile)]
     return [*corners, (profile[-1][1], corners[-1][1]), (profile[-1][1], _BOTTOM)]

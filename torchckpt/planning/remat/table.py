@@ -27,7 +27,7 @@ _NUMBERS = re.compile(r"[\d,-]+|\*")
 
 @dataclass(frozen=True)
 class Row:
-    """One module, or ``count`` of them.
+    """A row of a plan's table: one module of a traced step, or ``count`` of them.
 
     Args:
         name: a dotted path, such as ``layers.3.mlp``.
