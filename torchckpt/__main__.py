@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchckpt.command import balance, fit, memory, plan, simulate
+from torchckpt.command import balance, env, fit, memory, plan, simulate
 from torchckpt.command.shared import Parser, check_apart, in_options, line
 from torchckpt.errors import CheckpointError
 from torchckpt.version import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = {"fit": fit, "memory": memory, "simulate": simulate, "plan": plan, "balance": balance}
+_COMMANDS = {"fit": fit, "memory": memory, "simulate": simulate, "plan": plan, "balance": balance, "env": env}
 _DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on paper or planned; a model cut into stages."
 
 

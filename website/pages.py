@@ -17,6 +17,7 @@ BENCHMARKS = ("graph", "overhead", "peers", "pipe", "pipeline", "simulator")
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     **{f"benchmarks/{name}/README.md": f"measured/{name}.md" for name in BENCHMARKS},
 }
 """A file of the repository, and the page that it becomes."""

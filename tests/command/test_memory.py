@@ -85,6 +85,21 @@ def test_a_script_that_exits_ends_with_its_code(script: str, capsys: pytest.Capt
     assert "train.py: error: unrecognized arguments: --unknown" in capsys.readouterr().err
 
 
+def test_a_script_that_exits_before_its_first_backward_tells_of_what_was_kept(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(script).read_text()
+    Path(script).write_text(text.replace("        loss.backward()\n", "        raise SystemExit(3)\n"))
+    with pytest.raises(SystemExit) as ended:
+        main(["memory", script])
+    assert ended.value.code == 3
+    assert "pass 1: autograd keeps 512 B, and" in capsys.readouterr().out
+    Path(script).write_text(text.replace('print("step", step)', "net(torch.randn(8, 4)); raise SystemExit(3)"))
+    with pytest.raises(SystemExit):
+        main(["memory", script])
+    assert capsys.readouterr().out.count("pass") == 1
+
+
 def test_a_script_without_backward(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(script).write_text("import torch\ntorch.ones(3, requires_grad=True).sin()\n")
     text = printed(capsys, "memory", script)

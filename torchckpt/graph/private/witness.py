@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import random
 import sys
 import types
@@ -141,5 +140,6 @@ def _states() -> dict[str, Any]:
     states: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        states["numpy.random"] = pickle.dumps(numpy.get_state())
+        name, key, *rest = numpy.get_state()
+        states["numpy.random"] = name, key.tobytes(), rest
     return states

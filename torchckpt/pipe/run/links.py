@@ -5,17 +5,15 @@ stream that is current when it is called, and so does its backward.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from torchckpt.regions.devices import accelerator_type
+from torchckpt.regions.devices import accelerator_type, on
 
-__all__ = ["Place", "copy", "on", "wait"]
+__all__ = ["Place", "copy", "wait"]
 
 _Stream: TypeAlias = torch.Stream | None
 
@@ -33,21 +31,6 @@ class Place(NamedTuple):
 
     def side_stream(self) -> _Stream:
         return None if self.compute is None else torch.Stream(self.device)
-
-
-def on(stream: _Stream) -> AbstractContextManager[None]:
-    """Inside the block, ``stream`` is current, and so is its device."""
-    return nullcontext() if stream is None else _on(stream)
-
-
-@contextmanager
-def _on(stream: torch.Stream) -> Iterator[None]:
-    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
-        yield
-
-
-def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
-    return torch.accelerator.device_index(stream.device_index)
 
 
 def wait(before: _Stream, after: _Stream, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

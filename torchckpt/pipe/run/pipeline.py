@@ -41,13 +41,14 @@ from torchckpt.errors import check
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.lane import Edges, Lane, before
-from torchckpt.pipe.run.links import Place, copy, on, wait
+from torchckpt.pipe.run.links import Place, copy, wait
 from torchckpt.pipe.run.regions import Part, Regions
 from torchckpt.pipe.run.visit import InFlight, of_caller, visit
 from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, workers
 from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
+from torchckpt.regions.devices import on
 from torchckpt.regions.private import profiler_is_on
 
 __all__ = ["clock_cycles", "in_profile", "run_pipeline"]

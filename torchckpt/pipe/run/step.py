@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
-from torchckpt.pipe.run.links import Place, copy, on, wait
+from torchckpt.pipe.run.links import Place, copy, wait
 from torchckpt.pipe.run.pipeline import in_profile
 from torchckpt.pipe.run.regions import Regions, Replay
 from torchckpt.pipe.run.visit import InFlight, of_caller, visit
@@ -50,7 +50,7 @@ from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
-from torchckpt.regions.devices import Clock, Stamp
+from torchckpt.regions.devices import Clock, Stamp, on
 from torchckpt.tensors import tensors_of
 
 __all__ = ["Order", "Record", "Step", "launch_order", "one_ahead", "schedule_for", "with_replays"]

@@ -100,8 +100,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def row_name(schedule: Schedule, rank: int) -> str:
-    """``stage 3``; ``rank 3`` where a rank holds several stages, or not the stage of its number."""
-    return f"stage {rank}" if _is_one_stage_a_rank(schedule) else f"rank {rank}"
+    """``stage 3``; ``rank 3`` where a rank holds several stages, or not the stage of its number; ``device`` where one
+    holds all."""
+    if _is_one_stage_a_rank(schedule):
+        return f"stage {rank}"
+    return f"rank {rank}" if len(schedule.ranks) > 1 else "device"
 
 
 def label(schedule: Schedule, action: Action) -> str:
