@@ -21,7 +21,7 @@ from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.batchnorm import Statistics
-from torchckpt.pipe.run.step import launch_order, schedule_for
+from torchckpt.pipe.run.step import one_ahead
 from torchckpt.planning import Kind
 
 
@@ -283,7 +283,7 @@ def test_if_the_update_of_statistics_fails_so_does_the_step(monkeypatch: pytest.
 
 def picture(p: int, m: int, recomputes: bool = True) -> list[str]:
     """What each stage does, in order."""
-    order = launch_order(schedule_for(p, m, recomputes))
+    order = one_ahead(p, m, recomputes).launched
     return [" ".join(f"{kind.value}{i}" for stage, kind, i in order if stage == j) for j in range(p)]
 
 
@@ -299,10 +299,8 @@ def test_the_order_is_1f1b_recomputed_one_ahead_but_on_the_last_stage() -> None:
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
 @pytest.mark.parametrize("m", [1, 3, 5, 12])
 def test_recomputes_change_the_order_of_nothing_else(p: int, m: int) -> None:
-    with_recomputes = launch_order(schedule_for(p, m, recomputes=True))
-    assert [action for action in with_recomputes if action.kind is not Kind.RECOMPUTE] == launch_order(
-        schedule_for(p, m, recomputes=False)
-    )
+    with_recomputes, without = (one_ahead(p, m, recomputes).launched for recomputes in (True, False))
+    assert [action for action in with_recomputes if action.kind is not Kind.RECOMPUTE] == without
 
 
 def test_with_fewer_micro_batches_than_stages_it_is_gpipe() -> None:
@@ -440,7 +438,7 @@ def test_the_timeline_is_the_schedule_as_it_was_measured() -> None:
     pipe = torchckpt.Pipe(layers(), [4, 3, 2], chunks=4)
     pipe.step(torch.randn(4, 6), torch.randn(4, 3), loss_fn=mse_loss)
     timeline = pipe.timeline()
-    assert timeline.schedule == schedule_for(3, 4, recomputes=True)
+    assert timeline.schedule == one_ahead(3, 4, True).schedule
     for rank, order in enumerate(timeline.schedule.ranks):
         events = [event for event in timeline.events if event.rank == rank]
         assert [event.action for event in events] == list(order)
@@ -463,7 +461,7 @@ def test_the_profiler_sees_every_action() -> None:
         pipe.step(torch.randn(4, 6), torch.randn(4, 3), loss_fn=mse_loss)
     seen = {event.name for event in profile.events() if event.name.startswith("torchckpt::")}
     words = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute"}
-    actions = [action for order in schedule_for(2, 2, recomputes=True).ranks for action in order]
+    actions = [action for order in one_ahead(2, 2, True).schedule.ranks for action in order]
     assert seen == {f"torchckpt::{words[kind]}[stage={stage},mb={i}]" for stage, kind, i in actions}
 
 

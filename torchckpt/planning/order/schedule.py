@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torchckpt.errors import Fault, brief
 
 __all__ = [
-    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "at_least", "in_turn", "nearest", "phases", "visits", "whole",
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "nearest", "phases", "visits", "whole",
 ]
 
 
@@ -140,15 +140,13 @@ def whole(name: str, value: object) -> list[Fault]:
     return [Fault(f"{name} is not an integer >= 1", f"{name}={brief(value)}", f"{name}=1")]
 
 
-def at_least(schedule: str, name: str, value: int, other_name: str, other: int, factor: int = 1) -> list[Fault]:
-    """Faults unless both are integers of 1 or more, and ``value >= factor * other``."""
-    faults = [*whole(other_name, other), *whole(name, value)]
-    if faults or value >= factor * other:
+def enough(schedule: str, m: int, name: str, stages: int, factor: int = 1) -> list[Fault]:
+    """Faults unless both are integers of 1 or more, and there are ``m >= factor * stages`` micro-batches."""
+    faults = [*whole(name, stages), *whole("m", m)]
+    if faults or m >= factor * stages:
         return faults
-    times = f"{factor} " if factor > 1 else ""
-    received = f"{name}={value}, {other_name}={other}"
-    works = f"{name}={factor * other}, the nearest"
-    return [Fault(f"{name} is too small: {schedule} needs {name} >= {times}{other_name}", received, works)]
+    rule = f"m is too small: {schedule} needs m >= {f'{factor} ' if factor > 1 else ''}{name}"
+    return [Fault(rule, f"m={m}, {name}={stages}", f"m={factor * stages}, the nearest")]
 
 
 def nearest(value: int, works: Callable[[int], bool]) -> int:

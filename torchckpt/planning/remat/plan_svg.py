@@ -19,11 +19,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, called, raise_fault
+from torchckpt.errors import called
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.remat.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, check_paths
 
 __all__ = ["draw_plan"]
 
@@ -65,9 +65,7 @@ def draw_plan(
     Raises:
         ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
     """
-    if len(paths) != len(flow.operations):
-        rule = f"there is not one path for each of {len(flow.operations)} operations"
-        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
+    check_paths(flow, paths)
     plan = _Plan(flow, schedule, budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
