@@ -134,8 +134,8 @@ def test_a_node_separates_iff_no_path_goes_around_it(seed):
     def function(x):
         values = [x.sin()]
         for _ in range(12):
-            one, other = generator.choices(values[-2:], k=2)
-            values.append(one + other.cos())
+            left, other = generator.choices(values[-2:], k=2)
+            values.append(left + other.cos())
         return values[-1]
 
     module = traced(function, torch.ones(2))

@@ -131,25 +131,25 @@ def test_results_while_what_is_read_changes(scored, batch):
 def test_a_backward_after_the_forwards_of_others(scored, batch):
     """What a forward keeps does not change with what is read: the second is right after the backward of the first."""
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
-    found = []
+    results = []
     for call in (scored, step):
         torch.manual_seed(0)
         first, second = call(*batch), call(*batch)
-        one = torch.autograd.grad(first[0], wanted)
-        found.append((one, torch.autograd.grad(second[0] + second[1].sin().sum(), wanted)))
-    assert_equal(found[1], found[0])
+        partial = torch.autograd.grad(first[0], wanted)
+        results.append((partial, torch.autograd.grad(second[0] + second[1].sin().sum(), wanted)))
+    assert_equal(results[1], results[0])
 
 
 def test_retained(scored, batch):
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
-    found = []
+    results = []
     for call in (scored, step):
         torch.manual_seed(0)
         loss, scores = call(*batch)
-        one = torch.autograd.grad(loss, wanted, retain_graph=True)
+        partial = torch.autograd.grad(loss, wanted, retain_graph=True)
         two = torch.autograd.grad(scores.sin().sum(), wanted, retain_graph=True)
-        found.append((one, two, torch.autograd.grad(loss + scores.sum(), wanted)))
-    assert_equal(found[1], found[0])
+        results.append((partial, two, torch.autograd.grad(loss + scores.sum(), wanted)))
+    assert_equal(results[1], results[0])
     assert step.plan.whole is None
 
 

@@ -99,12 +99,12 @@ def test_a_counter_of_flops_is_no_reason_to_trace_again(traces):
     """It has hooks on all modules."""
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(net, x)
-    found = []
+    totals = []
     for call in (net, step):
         with FlopCounterMode(display=False) as counter:
             call(x).sum().backward()
-        found.append(counter.get_total_flops())
-    assert found[0] == found[1]
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1]
     assert len(traces) == 1
 
 
