@@ -152,7 +152,8 @@ def schedule(depth: int, name: str = "ScheduleInterleaved1F1B", **options: Any) 
     parts = [nn.Sequential(*layers[: 1 + depth // 2]), nn.Sequential(*layers[1 + depth // 2 :])]
     torchckpt.checkpoint_layers(nn.ModuleList(parts), Block)
     tokens, target = batch(2)
-    row, hidden, logits = tokens[:1], torch.zeros(1, 6, 8, requires_grad=True), torch.zeros(1, 6, 11, requires_grad=True)
+    hidden, logits = (torch.zeros(1, 6, size, requires_grad=True) for size in (8, 11))
+    row = tokens[:1]
     ends = [(row, hidden), (hidden, logits)]
     stages = [
         PipelineStage(part, index, 2, torch.device("cpu"), input_args=given, output_args=returned)

@@ -152,7 +152,7 @@ def test_what_has_failed_is_freed_with_its_error():
         try:
             seen_in_a_step(schedule, stages)
         except ScheduleError as error:
-            assert made[-1]() is not None, error
+            assert made[-1]() is not None, error  # noqa: PT017
         assert made[-1]() is None
 
 
