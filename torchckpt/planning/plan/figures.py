@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torchckpt.planning.figures import Row, overhead
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.plan.away import bound_seconds
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
@@ -141,10 +142,10 @@ class PlanFigures:
     alone: Alone | None = None
     """What either way alone takes, of a plan with a host."""
 
-    @property
+    @cached_property
     def bound_seconds(self) -> float:
         """No plan of the same schedule, stages and budget is shorter."""
-        return self.problem.bound_seconds
+        return bound_seconds(self.problem)
 
     @cached_property
     def step(self) -> Step:
@@ -183,20 +184,7 @@ class PlanFigures:
     @property
     def over_host(self) -> list[int]:
         """The ranks that hold more on their host than it has."""
-        return _above(self.host_peak_bytes, self.problem.host_bytes)
-
-    @property
-    def host_peak_bytes(self) -> tuple[float, ...]:
-        """The most bytes of each rank on its host, by position: they fit however slow a copy is."""
-        return self.step.host_peak_bytes
-
-    @cached_property
-    def moved_bytes(self) -> tuple[float, ...]:
-        """The bytes of each stage that go to the host, of all micro-batches."""
-        moved = [0.0] * len(self.problem.stages)
-        for stage, _, block, *_ in self.moves:
-            moved[stage] += self.problem.stages[stage].moved_bytes(block)
-        return tuple(moved)
+        return _above(self.step.host_peak_bytes, self.problem.host_bytes)
 
     @property
     def keep_all_seconds(self) -> float:
