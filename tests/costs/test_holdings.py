@@ -23,7 +23,7 @@ class Calls(nn.Module):
         return self.call(x, self.scale)
 
 
-def held(call):
+def vectors(call):
     """Of the second stage, whose input has a gradient: before, blocks, after."""
 
     def build():
@@ -39,24 +39,24 @@ def sine(x):
 
 
 def test_a_block_saves_its_input():
-    assert held(lambda x, _: checkpoint(sine, checkpoint(sine, x))) == [(0, 0), (1, 1), (1, 1), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, checkpoint(sine, x))) == [(0, 0), (1, 1), (1, 1), (0, 0)]
 
 
 def test_an_output_that_is_saved_is_the_boundary_of_the_next_block():
     def tanh(x):
         return x.tanh()
 
-    assert held(lambda x, _: checkpoint(sine, checkpoint(tanh, x))) == [(0, 0), (0, 1), (1, 1), (0, 0)]
-    assert held(lambda x, _: checkpoint(tanh, x)) == [(0, 0), (1, 1), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, checkpoint(tanh, x))) == [(0, 0), (0, 1), (1, 1), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(tanh, x)) == [(0, 0), (1, 1), (0, 0)]
 
 
 def test_what_is_saved_outside_is_there_whatever_becomes_of_a_block():
-    assert held(lambda x, _: checkpoint(sine, x) * x) == [(0, 0), (0, 0), (2, 0)]
-    assert held(lambda x, _: checkpoint(sine, x).cos()) == [(0, 0), (1, 1), (1, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, x) * x) == [(0, 0), (0, 0), (2, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, x).cos()) == [(0, 0), (1, 1), (1, 0)]
 
 
 def test_what_several_blocks_are_given_is_the_stages():
-    assert held(lambda x, _: checkpoint(sine, x) + checkpoint(sine, x)) == [(1, 0), (0, 0), (0, 0), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, x) + checkpoint(sine, x)) == [(1, 0), (0, 0), (0, 0), (0, 0)]
 
 
 def test_what_a_block_closes_over_is_there_whatever_becomes_of_it():
@@ -64,11 +64,11 @@ def test_what_a_block_closes_over_is_there_whatever_becomes_of_it():
         y = x.detach() + 1.0
         return checkpoint(lambda inner: inner * y, x)
 
-    assert held(call) == [(1, 0), (0, 1), (0, 0)]
+    assert vectors(call) == [(1, 0), (0, 1), (0, 0)]
 
 
 def test_parameters_do_not_count_and_views_of_them_neither():
-    assert held(lambda x, scale: checkpoint(lambda inner: inner * scale.view(1, -1), x)) == [(0, 0), (1, 1), (0, 0)]
+    assert vectors(lambda x, scale: checkpoint(lambda inner: inner * scale.view(1, -1), x)) == [(0, 0), (1, 1), (0, 0)]
 
 
 def test_an_input_that_is_not_saved_is_there_beside_a_recompute_alone():

@@ -111,15 +111,15 @@ def test_views_count_as_what_they_are_views_of(x):
 
 
 def test_one_of_several_outputs_separates(x):
-    def one(x):
+    def norm(x):
         return nn.functional.layer_norm(x.sin(), (64,)).cos().exp()
 
-    def two(x):
+    def highest(x):
         values, places = x.sin().max(0)
         return values.cos() * places
 
-    assert names(separators(traced(one, x))) == ["sin", "getitem", "cos"]
-    assert names(separators(traced(two, x))) == ["sin"]
+    assert names(separators(traced(norm, x))) == ["sin", "getitem", "cos"]
+    assert names(separators(traced(highest, x))) == ["sin"]
 
 
 def test_of_a_gradient_the_forward_is_looked_at(x):

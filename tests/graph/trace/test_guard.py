@@ -277,7 +277,7 @@ def test_constant_that_always_changes_is_told_of_once():
         step(x, 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for how in range(8, 20):
+        for how in range(8, 11):
             step(x, how)
 
 
@@ -303,7 +303,7 @@ def test_object_that_is_always_another_is_told_of():
 
 
 def test_batches_of_many_sizes_are_not_told_of():
-    step = graph.rematerialize(Net())
+    step = graph.rematerialize(nn.Linear(4, 4))
     for rows in range(1, 12):
         step(torch.randn(rows, 4))
 

@@ -28,7 +28,7 @@ from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.repeat import generator_state, replayed
 from torchckpt.tensors import flop_formula, tensors_in
 
-__all__ = ["Cost", "CostOf", "Costs", "Measure", "Measured", "cost_of", "flops_of", "given", "roofline"]
+__all__ = ["Cost", "CostOf", "Costs", "Measure", "Measured", "cost_of", "flops_of", "roofline", "with_seconds"]
 
 
 class Cost(NamedTuple):
@@ -58,7 +58,7 @@ def cost_of(node: fx.Node, measure: Measure, costs: Costs = "roofline") -> Cost:
     if costs == "profile":
         seconds, flops = run.seconds, flops_of(node)
     else:
-        seconds, flops, *_ = roofline(node) if isinstance(costs, str) else given(node, costs)
+        seconds, flops, *_ = roofline(node) if isinstance(costs, str) else with_seconds(node, costs)
     return Cost(seconds, flops, run.workspace_bytes, run.made_bytes, run.draws)
 
 
@@ -73,7 +73,7 @@ def roofline(node: fx.Node) -> Cost:
     return Cost(seconds, flops)
 
 
-def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
+def with_seconds(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
     """A cost with the user's seconds, by operator (``aten.mm``, ``aten.mm.default``) or node name; else counted."""
     target = str(node.target)
     for name in (node.name, target, target.rpartition(".")[0]):
