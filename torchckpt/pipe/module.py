@@ -275,8 +275,7 @@ class Pipe(nn.Module):
         return None if self._within is None else self._within.plan
 
     def report(self) -> PlannedStep:
-        """Compare the plan within the budget with a step of it: seconds, and bytes of each device. ``print()`` shows a
-        table.
+        """Compare the plan with a step of it: seconds, and bytes of each device; ``print()`` shows a table.
 
         Raises:
             CheckpointError: no step has followed a plan yet and was counted: that is the third step of a shape.
