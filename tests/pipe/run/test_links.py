@@ -16,6 +16,7 @@ import torchckpt
 from tests.pipe.stages import run, stages_of
 from torchckpt.pipe.run import links
 from torchckpt.pipe.run.links import Place
+from torchckpt.regions import devices
 
 CPU = torch.device("cpu")
 
@@ -78,7 +79,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Place, "of", staticmethod(of))
     monkeypatch.setattr(links, "_transfer", transfer)
-    monkeypatch.setattr(links, "_device", lambda stream: nullcontext())
+    monkeypatch.setattr(devices, "_device", lambda stream: nullcontext())
     monkeypatch.setattr(links, "_record", lambda tensor, stream: None)
     return events
 
