@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.scripts import run
 from torchckpt import features
 from torchckpt.features import FEATURES, TESTED, Feature, release_of, table, warn_of_newer_torch
 from torchckpt.regions import private
@@ -69,8 +68,7 @@ def test_command_says_what_this_torch_lacks(monkeypatch, capsys):
 
 
 def test_the_features_are_a_command():
-    command = [sys.executable, "-W", "ignore", "-m", "torchckpt.features"]
-    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    made = run("-m", "torchckpt.features")
     assert made.stdout.startswith(f"torch {torch.__version__}; tested: ")
 
 
