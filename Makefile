@@ -8,7 +8,7 @@ SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 named        = sed -u 's/^/$(1) | /'
 
-.PHONY: demo test docs lint test-plans test-runs slow mutations compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
+.PHONY: demo test docs dist lint test-plans test-runs slow mutations faults soak peers compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
 
 # torch warns where NumPy is missing, which nothing here needs.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
@@ -22,13 +22,17 @@ demo: $(VENV)/.demo
 	@echo "Steps were measured that recompute when gradients arrive and ahead of them, and one was planned into half of its bytes."
 	@echo "The pictures are demo/timeline.svg and demo/pipeline-plan.svg."
 
-# Two processes of tests on two cores; each line says whose it is.
+# Two processes of tests on two cores; each line says whose it is. LINT= leaves lint out: mypy reads the installed torch.
+LINT ?= lint
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 lint test-runs test-plans
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 $(LINT) test-runs test-plans
 
+# zizmor checks the workflows; actionlint does where it is installed, since its package downloads it from elsewhere.
 lint:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet --strict-collection .github
+	if command -v actionlint; then actionlint; fi
 
 PLANS := tests/graph tests/planning tests/models tests/command
 
@@ -41,6 +45,14 @@ test-runs:
 # What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# An exception at every operation of a step of each tool, and ranks that are killed or stopped: some 20 minutes.
+faults: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "faults" tests/faults
+
+# 10,000 steps of each tool: does memory stay flat? Some 20 minutes.
+soak: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak
 
 # Take each wait, event, stream and edge out of the library, in turn: does a test on the simulated device notice?
 mutations: $(VENV)/.test
@@ -65,6 +77,25 @@ $(THERE)/.test: pyproject.toml constraints.txt
 	test -x $(THERE)/bin/python || $(PYTHON) -m venv $(THERE)
 	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(THERE)/constraints.txt
 	$(THERE)/bin/python -m pip install -q -c $(THERE)/constraints.txt torch==$(TORCH) -e '.[test]'
+	touch $@
+
+# Models of other libraries, plainly and in regions, to the bit; and the recipes that need these libraries. Its environment
+# is in COMPAT, and so are the results, a line for each family: a family that has one is not run again.
+PEERS := $(COMPAT)/peers
+RUN   := OMP_NUM_THREADS=1 $(PEERS)/bin/python benchmarks/peers
+
+peers: $(PEERS)/.ready
+	$(RUN)/run.py --out $(PEERS)/peers.jsonl
+	$(RUN)/run.py --budget --every 3 --out $(PEERS)/peers-budget.jsonl
+	$(PEERS)/bin/python benchmarks/peers/table.py --file $(PEERS)/peers.jsonl --budget $(PEERS)/peers-budget.jsonl
+	status=0; $(PEERS)/bin/python -m pytest tests/pages/test_docs.py -k recipes --junitxml=$(PEERS)/results.xml || status=$$?; \
+	$(PEERS)/bin/python -m tests.results $(PEERS)/results.xml; exit $$status
+
+# The last five without what they ask for: torchvision, for pictures on disk, and other releases of what stands here.
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt -e '.[test,peers]'
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt --no-deps --no-build-isolation timm diffusers litgpt peft deepspeed
 	touch $@
 
 # What needs no torch, on a Python that has pytest and typing_extensions: make pure PYTHON=python3.10
@@ -95,20 +126,33 @@ rehearse:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+# What the packages are pinned to; another file has another torch.
+CONSTRAINTS ?= constraints.txt
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
-$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e .
+	touch $@
+
+# The wheel and the archive of the source, in build/dist.
+dist: $(VENV)/.dist
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist
+	$(BIN)/python -m twine check --strict build/dist/*
+
+$(VENV)/.dist: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) build twine
 	touch $@
 
 # The site, in build/site; a broken link fails.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-$(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+$(VENV)/.docs: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
 clean:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.scripts import run
-from torchckpt import features
 from torchckpt.features import FEATURES, TESTED, Feature, release_of, table, warn_of_newer_torch
 from torchckpt.regions import private
 
@@ -55,21 +53,6 @@ def test_a_newer_torch_is_one_warning():
         for release in TESTED:
             warn_of_newer_torch(f"{release}.1+cpu")
     warn_of_newer_torch.cache_clear()
-
-
-def test_command_says_what_this_torch_lacks(monkeypatch, capsys):
-    monkeypatch.setattr(features, "FEATURES", (Feature("all", "2.11", ("torch:no_such_name",), "nothing"), FEATURES[0]))
-    features._main()
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "no   all: nothing",
-        "       without torch:no_such_name",
-        f"yes  {FEATURES[0].name}",
-    ]
-
-
-def test_the_features_are_a_command():
-    made = run("-m", "torchckpt.features")
-    assert made.stdout.startswith(f"torch {torch.__version__}; tested: ")
 
 
 def again():

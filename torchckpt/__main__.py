@@ -6,22 +6,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchckpt.command import balance, fit, memory, plan, simulate
+from torchckpt.command import balance, env, fit, memory, plan, simulate
 from torchckpt.command.shared import Parser, check_apart, in_options, line
 from torchckpt.errors import CheckpointError
 from torchckpt.version import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = {"fit": fit, "memory": memory, "simulate": simulate, "plan": plan, "balance": balance}
+_COMMANDS = {"fit": fit, "memory": memory, "simulate": simulate, "plan": plan, "balance": balance, "env": env}
 _DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on paper or planned; a model cut into stages."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code: 0, or 2 where the input is bad."""
     parser = _parser("torchckpt" if Path(sys.argv[0]).stem == "torchckpt" else "python -m torchckpt")
-    own, of_script = memory.split(sys.argv[1:] if arguments is None else list(arguments))
-    options = parser.parse_args(own, argparse.Namespace(of_script=of_script))
+    of_command, of_script = memory.split(sys.argv[1:] if arguments is None else list(arguments))
+    options = parser.parse_args(of_command, argparse.Namespace(of_script=of_script))
     if options.command is None:
         parser.error(f"say what to do: {parser.prog} {', or '.join(f'{name} --help' for name in _COMMANDS)}")
     try:

@@ -1,6 +1,6 @@
 """Features: which names of torch each part of the package needs, and what happens on a torch without them.
 
-``python -m torchckpt.features`` prints the table for the installed torch. A feature is available if torch has all the
+``python -m torchckpt env`` tells what the installed torch has. A feature is available if torch has all the
 names that it needs; the release number does not matter.
 """
 from __future__ import annotations
@@ -37,11 +37,13 @@ _REGIONS = (
     "torch._C:_current_autograd_node",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
+    "torch._C:_storage_Use_Count",
     "torch._C._autograd:_push_saved_tensors_default_hooks",
     "torch._C._autograd:_top_saved_tensors_default_hooks",
     "torch._C._autograd:_unsafe_set_version_counter",
     "torch.nn.modules.batchnorm:_NormBase",
     "torch.overrides:_get_current_function_mode_stack",
+    "torch.utils.checkpoint:_checkpoint_debug_enabled",
 )
 _DISTRIBUTED = (
     "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",
@@ -130,22 +132,7 @@ def warn_of_newer_torch(version: str) -> None:
     if release_of(version) > release_of(TESTED[-1]):
         warnings.warn(
             f"torchckpt was tested with torch {TESTED[0]} to {TESTED[-1]}\n  received: torch {version}\n"
-            "  works:    python -m torchckpt.features lists what this torch lacks; "
+            "  works:    python -m torchckpt env lists what this torch lacks; "
             f"pip install 'torch=={TESTED[-1]}.*' if something fails",
             stacklevel=2,
         )
-
-
-def _main() -> None:
-    import torch
-
-    print(f"torch {torch.__version__}; tested: {', '.join(TESTED)}\n")
-    for feature in FEATURES:
-        missing = feature.missing()
-        print(f"{'yes' if not missing else 'no '}  {feature.name}{f': {feature.without}' if missing else ''}")
-        for need in missing:
-            print(f"       without {need}")
-
-
-if __name__ == "__main__":
-    _main()

@@ -81,13 +81,15 @@ def hides_tensors(leaf: object, depth: int = 3) -> bool:
     return any(hides_tensors(value, depth - 1) for value in inside)
 
 
-def nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Node]:
-    """The autograd nodes that ``outputs`` depend on, each once, in the order in which a walk of their graph meets
-    them."""
-    stack, seen = [output.grad_fn for output in outputs], set[Node]()
+def nodes_behind(
+    roots: Iterable[Tensor | Node | None], counts: Callable[[Node], bool] = lambda node: True
+) -> Iterator[Node]:
+    """The autograd nodes that ``roots`` depend on, each once, in the order in which a walk of their graph meets them;
+    but neither those that do not count nor what is behind these."""
+    stack, seen = [root.grad_fn if isinstance(root, Tensor) else root for root in roots], set[Node]()
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in seen and counts(node):
             seen.add(node)
             yield node
             stack.extend(parent for parent, _ in node.next_functions)

@@ -13,10 +13,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-BENCHMARKS = ("graph", "overhead", "peers", "pipe", "pipeline", "simulator")
+BENCHMARKS = ("graph", "offload", "overhead", "peers", "pipe", "pipeline", "simulator")
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     **{f"benchmarks/{name}/README.md": f"measured/{name}.md" for name in BENCHMARKS},
 }
 """A file of the repository, and the page that it becomes."""

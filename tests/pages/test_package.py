@@ -91,30 +91,34 @@ def test_archive_has_what_the_tests_and_the_site_need(built: Path) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt"]
-    wanted += ["setup.py", "docs/cost.svg"]
+    wanted += ["setup.py", "docs/cost.svg", "SECURITY.md", ".github/workflows/test.yml"]
     wanted += ["mkdocs.yml", "docs/index.md", "examples/train_gpt.py", "benchmarks/overhead/README.md"]
     wanted += ["tests/pages/test_package.py", "tests/device/source/module.cpp", "website/pages.py"]
     assert [name for name in wanted if name not in names] == []
     assert [name for name in names if any(part in NEVER for part in name.split("/"))] == []
 
 
-def test_wheel_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_it_installs_into_an_empty_environment(built: Path, kind: str, tmp_path: Path) -> None:
+    (file,) = built.glob(kind)
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path, cwd=tmp_path)
     python = tmp_path / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel)
-    run(*pip, cwd=tmp_path)
+    alone = ("--no-deps", "--no-index", "--no-build-isolation")
+    run(sys.executable, "-m", "pip", "install", "-q", *alone, "--target", site, file, cwd=tmp_path)
     shutil.copy(typing_extensions.__file__, site)  # all that the command needs beside Python; torch is not there
     program = (
         "import torchckpt.version, importlib.metadata as data\n"
         "print(torchckpt.version.__version__, data.version('torchckpt'), torchckpt.__file__)\n"
     )
-    first, second, file = run(python, "-I", "-c", program, cwd=tmp_path).split()
+    first, second, place = run(python, "-I", "-c", program, cwd=tmp_path).split()
     assert first == second == torchckpt.__version__
-    assert file.startswith(site)
+    assert place.startswith(site)
     options = ("--schedule", "1f1b", "--stages", "2", "--microbatches", "4")
     simulated = run(python, "-I", "-m", "torchckpt", "simulate", *options, cwd=tmp_path)
     assert "bound" in simulated
+    environment = run(python, "-I", "-m", "torchckpt", "env", cwd=tmp_path)
+    assert environment.startswith(f"torchckpt  {first}, in {site}")
 
 
 def test_citation_names_this_version_and_the_fields_that_the_format_requires() -> None:

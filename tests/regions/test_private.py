@@ -141,6 +141,38 @@ def storage_key():
     assert private.storage_key(torch.eye(2).to_sparse()) is None
 
 
+def bytes_now():
+    tensor = torch.ones(3)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    assert private.bytes_now(storage) == tensor.untyped_storage().nbytes() == 12
+    tensor.untyped_storage().resize_(40)
+    assert private.bytes_now(storage) == 40
+    del tensor
+    assert private.bytes_now(storage) is None
+
+
+def use_count():
+    x = torch.zeros(3)
+    assert private.use_count(x) == 1
+    aliases = [x[1:], x.detach(), x.view(1, 3)]
+    storage = x.untyped_storage()  # does not count
+    assert private.use_count(x) == 1 + len(aliases)
+    reference = StorageWeakRef(storage)
+    del aliases
+    assert private.use_count(x) == 1
+    del x, storage
+    assert reference.expired()
+
+
+def negated():
+    imaginary = torch.tensor([1 + 2j]).conj().imag
+    x = torch.tensor([2.0])
+    view = private.negated(x)
+    assert view.is_neg() == imaginary.is_neg() is True
+    assert torch.equal(view, imaginary)
+    assert view.data_ptr() == x.data_ptr()
+
+
 def modes_are_active():
     assert not private.modes_are_active()
     with torch.device("meta"):
@@ -435,10 +467,31 @@ def after_backward():
     assert events == ["gradient", "all is done"]
 
 
+def packed_by():
+    x = torch.ones(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: ("packed", tensor), lambda packed: packed[1]):
+        y = x.exp() * 2 * x
+        z = torch.stack([y.sin(), y.cos()])
+    assert [word for word, _ in private.packed_by(y.grad_fn)] == ["packed"] * 2
+    (sine, _), _ = z.grad_fn.next_functions
+    ((_, saved),) = private.packed_by(sine)
+    assert torch.equal(saved, y)
+    z.sum().backward()
+    assert list(private.packed_by(sine)) == [None]  # it is released
+
+
+def settings_of_torch():
+    assert private.settings_of_torch["_checkpoint_debug_enabled"] is None
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+        assert private.settings_of_torch["_checkpoint_debug_enabled"] is True
+    assert private.settings_of_torch["_checkpoint_debug_enabled"] is None
+
+
 COUNTERPARTS = {
     "DeviceContext": function_modes,
     "DispatchMode": dispatch_mode,
     "after_backward": after_backward,
+    "bytes_now": bytes_now,
     "alive": alive,
     "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
@@ -460,10 +513,12 @@ COUNTERPARTS = {
     "look_through": look_through,
     "modes_are_active": modes_are_active,
     "mutation_is_allowed": mutation_is_allowed,
+    "negated": negated,
     "newest_node": newest_node,
     "norm_layer": norm_layer,
     "number_of": newest_node,
     "only_hooks": hooks_entered_and_only_hooks,
+    "packed_by": packed_by,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,
@@ -471,8 +526,10 @@ COUNTERPARTS = {
     "running_node": running_node,
     "set_grad_enabled": set_grad_enabled,
     "set_version": set_version,
+    "settings_of_torch": settings_of_torch,
     "storage_key": storage_key,
     "take_from_modes": put_under_modes,
+    "use_count": use_count,
     "use_stance": compiler_stance,
     "without_selective_modes": without_selective_modes,
 }

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError, ScheduleError
 from torchckpt.modules import is_compiled
@@ -18,6 +17,7 @@ from torchckpt.regions.flags import is_checkpointing
 from torchckpt.regions.private import hooks_in_force
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.regions.wrap.module import is_checkpointed
+from torchckpt.tensors import nodes_behind, tensors_in
 
 __all__ = [
     "GIVEN_SHAPES",
@@ -137,7 +137,7 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
         return
     if inside:
         received, works = f"stage {stage}, with {inside[0]} inside of compiled code", _COMPILE
-    elif any(_is_reentrant(leaf) for leaf in pytree.tree_leaves(outputs)):
+    elif any("CheckpointFunction" in node.name() for node in nodes_behind(tensors_in(outputs))):  # reentrant
         received = f"stage {stage}, with regions of torch.utils.checkpoint(use_reentrant=True)"
         works = _WORKS
     elif traced := list(traced_faults(stage, module)):
@@ -149,20 +149,6 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
             f"recompute_ahead(schedule, exempt={{({stage}, micro_batch), ...}})"
         )
     raise RegionError(f"a stage that is to be recomputed has no region\n  received: {received}\n  works:    {works}")
-
-
-def _is_reentrant(output: object) -> bool:
-    """Whether the graph of ``output`` has a node of the reentrant checkpoint."""
-    todo, seen = [getattr(output, "grad_fn", None)], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "CheckpointFunction" in node.name():
-            return True
-        todo += [before for before, _ in node.next_functions]
-    return False
 
 
 # a step that failed ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
@@ -31,6 +32,7 @@ __all__ = [
     "alive",
     "apply_of",
     "batch_norm_layer",
+    "bytes_now",
     "caching_mode",
     "compiler_of",
     "compiler_stance",
@@ -49,10 +51,12 @@ __all__ = [
     "look_through",
     "modes_are_active",
     "mutation_is_allowed",
+    "negated",
     "newest_node",
     "norm_layer",
     "number_of",
     "only_hooks",
+    "packed_by",
     "pop_hooks",
     "profiler_is_on",
     "push_hooks",
@@ -60,8 +64,10 @@ __all__ = [
     "running_node",
     "set_grad_enabled",
     "set_version",
+    "settings_of_torch",
     "storage_key",
     "take_from_modes",
+    "use_count",
     "use_stance",
     "without_selective_modes",
 ]
@@ -71,7 +77,12 @@ try:
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
-    from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+    from torch._C import (
+        _get_dispatch_stack_at,
+        _pop_torch_dispatch_stack,
+        _push_on_torch_dispatch_stack,
+        _storage_Use_Count,
+    )
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -86,6 +97,7 @@ try:
     from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
     from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # public in all but its module
+    from torch.utils.checkpoint import _checkpoint_debug_enabled  # noqa: F401  # see settings_of_torch
 except ImportError as missing:
     raise CheckpointError(
         f"torchckpt needs something of torchckpt/regions/private.py that this torch does not have\n"
@@ -135,6 +147,15 @@ def number_of(node: Node) -> int:
     return int(node._sequence_nr())
 
 
+def packed_by(node: Node) -> Iterator[object]:
+    """What is saved for ``node``: what hooks have packed, or tensors; None if it is released. No public form."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with suppress(AttributeError, RuntimeError):
+                raw = getattr(node, name)
+                yield from [saved.data for saved in (raw if isinstance(raw, tuple) else (raw,)) if saved is not None]
+
+
 def apply_of(function: type[Function]) -> Callable[..., Any]:
     """``function.apply`` without its check for functorch transforms (torch/autograd/function.py), which regions refuse
     when they are entered."""
@@ -147,6 +168,25 @@ def storage_key(tensor: Tensor) -> int | None:
     has no storage. A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) compares the same address, but takes four
     times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def use_count(tensor: Tensor) -> int:
+    """How many tensors hold the storage of ``tensor``. No public form: torch counts so for its graphs of CUDA
+    (torch/_inductor/cudagraph_trees.py), and counts its own look, too."""
+    return int(_storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A view of ``tensor`` that is read as its negative, as the imaginary part of a conjugated tensor is. No public
+    form makes it of a real tensor."""
+    view: Tensor = torch._neg_view(tensor)
+    return view
+
+
+def bytes_now(storage: StorageWeakRef) -> int | None:
+    """The size of a storage, which may have been resized as FSDP2 does it; None if it was freed. No public form."""
+    alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if alive is None else alive.nbytes()
 
 
 def is_exporting() -> bool:
@@ -173,6 +213,11 @@ def compiler_stance() -> Any:
     stance and cannot read it (torch/_dynamo/eval_frame.py)."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return None if dynamo is None else getattr(dynamo, "_stance", None)
+
+
+settings_of_torch: Mapping[str, Any] = vars(torch.utils.checkpoint)
+"""Its ``"_checkpoint_debug_enabled"`` is what ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` has set. Public
+code can set it and cannot read it. A dictionary, since to read it is no call."""
 
 
 def use_stance(stance: Any) -> AbstractContextManager[None]:

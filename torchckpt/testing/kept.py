@@ -2,36 +2,23 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.regions.private import kept_by_policies, look_through, newest_node, number_of, running_node
+from torchckpt.regions.places import Place, operation_of, place_of
+from torchckpt.regions.private import kept_by_policies, look_through, number_of, running_node
 from torchckpt.regions.saved import SavedBytes, storage_of
+from torchckpt.tensors import nodes_behind
 
-__all__ = ["KeptStorages", "Place", "storages_alive"]
-
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_REGIONS = f"{_LIBRARIES[1]}regions{os.sep}", torch.utils.checkpoint.__file__
-"""The code that saves the inputs of regions, which have no node yet."""
-_INPUT = -1
-_CALL = nn.Module.__call__.__code__
-_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
-"""Through it, regions of torch 2.11 save their inputs (torch/utils/checkpoint.py). No Python code in torch 2.15."""
-
-Place: TypeAlias = tuple[str, str, int, int]
-"""Where a tensor is saved: the path of the innermost module, file and line outside of torch, the number of the node."""
-
+__all__ = ["KeptStorages", "storages_alive"]
 
 class _SavedTensor:
     """What autograd holds in place of a saved tensor, as long as it holds it."""
@@ -60,8 +47,8 @@ class KeptStorages(SavedBytes):
         self._storages.clear()
         self._changes: list[tuple[StorageWeakRef, int]] = []  # 1 where a saved tensor comes, -1 where it goes
         self._places: dict[StorageWeakRef, Place] = {}
-        self.names = {_INPUT: "checkpoint"}
-        """The names of autograd nodes by their numbers."""
+        self.operations: dict[int, str] = {}
+        """Operations by the numbers of their autograd nodes."""
 
     @property
     def before_bytes(self) -> int:
@@ -90,45 +77,25 @@ class KeptStorages(SavedBytes):
 
     def learn(self, node: Node | None) -> None:
         """Note the names of ``node`` and of all nodes behind it."""
-        stack = [node]
-        while stack:
-            node = stack.pop()
-            if node is not None and number_of(node) not in self.names:
-                self.names[number_of(node)] = node.name()
-                stack.extend(parent for parent, _ in node.next_functions)
+        for new in nodes_behind([node], lambda node: number_of(node) not in self.operations):
+            self.operations[number_of(new)] = operation_of(new.name())
 
     def _pack(self, tensor: Tensor) -> Any:
         self.learn(tensor.grad_fn)
-        caller: FrameType | None = sys._getframe(1)
-        if caller is not None and caller.f_code is _APPLY:
-            caller = caller.f_back
-        return self._saved(tensor, caller is not None and caller.f_code.co_filename.startswith(_REGIONS))
+        return self._saved(tensor, sys._getframe(1))
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         self.learn(running_node())
         return saved.tensor
 
-    def _saved(self, tensor: Tensor, is_input: bool = False) -> _SavedTensor:
+    def _saved(self, tensor: Tensor, caller: FrameType | None = None) -> _SavedTensor:
         if self._before is None:
             self._before = storages_alive(activations=False)
         saved = super()._pack(tensor)
         new = self._storages.keys() & storage_of(tensor).keys() - self._before
         for storage in new - self._places.keys():
-            self._places[storage] = self._place(_INPUT if is_input else newest_node())
+            self._places[storage] = place_of(caller or sys._getframe())
         return _SavedTensor(saved, self._changes, *new)
-
-    def _place(self, node: int) -> Place:
-        modules, lines = [], []
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is _CALL:
-                modules.append(frame.f_locals["self"])
-            elif not frame.f_code.co_filename.startswith(_LIBRARIES):
-                lines.append((frame.f_code.co_filename, frame.f_lineno or 0))
-            frame = frame.f_back
-        named = ((*named, root) for root in reversed(modules) for named in root.named_modules())
-        paths = (path or type(root).__name__ for path, module, root in named if module is modules[0])
-        return (next(paths, ""), *(lines[0] if lines else ("", 0)), node)
 
 
 look_through(KeptStorages._pack)
@@ -137,8 +104,8 @@ look_through(KeptStorages._pack)
 def storages_alive(activations: bool = True) -> set[StorageWeakRef]:
     """The storages of all tensors that the garbage collector tells of: none that ``gc.freeze()`` hides."""
     storages: set[StorageWeakRef] = set()
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor):
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), Tensor):
             with suppress(Exception):  # a parameter of a lazy layer has no storage yet
-                storages.update(storage_of(one) if activations or one.grad_fn is None else ())
+                storages.update(storage_of(tensor) if activations or tensor.grad_fn is None else ())
     return storages

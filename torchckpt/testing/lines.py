@@ -1,13 +1,11 @@
 """Lines: the bytes that autograd keeps, by module, operation and source line, as a table and as a picture."""
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -15,6 +13,7 @@ from torchckpt.errors import called
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import aligned, percent, units_of_bytes
 from torchckpt.planning.figures import Drawn
+from torchckpt.regions.places import shown_line
 from torchckpt.tensors import tensors_in
 from torchckpt.testing.counts import check_step
 from torchckpt.testing.kept import KeptStorages, storages_alive
@@ -40,8 +39,7 @@ class SavedLine:
     @property
     def place(self) -> str:
         """``model.py:23``, from the current folder on; or with the file's own folder."""
-        path = Path(self.file)
-        return f"{os.path.relpath(path) if path.is_relative_to(os.getcwd()) else Path(*path.parts[-2:])}:{self.line}"
+        return shown_line(self.file, self.line)
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,9 @@ def saved_by_line(step: Callable[[], object]) -> SavedByLine:
 def lines_of(kept: KeptStorages) -> SavedByLine:
     """What was kept, by line."""
     rows = []
-    for (module, file, line, node), size in kept.at_peak():
-        operation = re.sub(r"Backward\d*$", "", kept.names.get(node, "?"))
-        rows.append(SavedLine(module, operation, file, line, size, 1))
+    for place, size in kept.at_peak():
+        operation = place.operation or kept.operations.get(place.node, "?")
+        rows.append(SavedLine(place.module, operation, place.file, place.line, size, 1))
     return SavedByLine(tuple(_summed(rows, str)), kept.before_bytes)
 
 

@@ -86,8 +86,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_stages_on_one_device_and_stream_are_linked_all_the_same(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Place.of(CPU)
-    monkeypatch.setattr(Place, "of", staticmethod(lambda device: one))
+    place = Place.of(CPU)
+    monkeypatch.setattr(Place, "of", staticmethod(lambda device: place))
     two_stages(events, chunks=1, checkpointed=1).backward()
     assert events == [
         "forward 0",  # the input is here already

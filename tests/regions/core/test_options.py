@@ -120,9 +120,9 @@ def test_what_was_received_is_cut_to_a_line():
 
 def test_all_faults_of_a_call_are_listed():
     text = error_of(
-        checkpoint, 3, x, preserve_rng_state=1, generators=2, determinism_check="3", context_fn=4, early_stop=5
+        checkpoint, 3, x, preserve_rng_state=1, generators=2, determinism_check="3", context_fn=4, early_stop=5, debug=6
     )
-    assert text.startswith("checkpoint: 6 faults\n")
+    assert text.startswith("checkpoint: 7 faults\n")
     assert sorted(text.split("\n")[1:]) == sorted(
         [
             "the function is not callable",
@@ -143,15 +143,10 @@ def test_all_faults_of_a_call_are_listed():
             "early_stop is not a bool",
             "  received: 5 (int)",
             "  works:    early_stop=False",
+            "debug is not a bool",
+            "  received: 6 (int)",
+            "  works:    debug=False",
         ]
-    )
-
-
-def test_debug_says_what_serves_its_purpose():
-    assert error_of(checkpoint, torch.sin, x, debug=True) == (
-        "checkpoint: debug is not False; errors name the tensor that differs without a trace of operators\n"
-        "  received: debug=True\n"
-        '  works:    checkpoint(function, x, determinism_check="values")'
     )
 
 

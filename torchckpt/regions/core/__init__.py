@@ -7,7 +7,8 @@
     nodes             autograd Functions: those at the ends of a region, and those that make an edge of the graph
     frame             what forward and replay share: filled once, whoever asks first
     call              the function, its arguments and its state, to be run again
-    slots             places of saved tensors; the errors of a replay that differs
+    slots             places of saved tensors
+    difference        a replay that differs: its operation and line, and those of the forward; the likely causes
     options           what users set
     outside_graph     how a region runs outside the graph that Dynamo traces
 """

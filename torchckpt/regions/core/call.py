@@ -155,8 +155,8 @@ class Call:
         self.named = named
         return random_state(generators_of(self.devices, named))
 
-    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> None:
-        """Run the function again under the hooks, to its end or until ``pack`` raises Stop."""
+    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
+        """Run the function again under the hooks, until ``pack`` raises Stop, or to its end. Return what it returns."""
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
@@ -172,11 +172,10 @@ class Call:
         run = partial(function, *args, **kwargs)
         if self.devices and random and random[0][0] is torch.default_generator:
             with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
-                self._run_again(run, random, pack, unpack)
-        else:
-            self._run_again(run, random, pack, unpack)
+                return self._run_again(run, random, pack, unpack)
+        return self._run_again(run, random, pack, unpack)
 
-    def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> None:
+    def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
         replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
@@ -188,12 +187,12 @@ class Call:
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
-                run()
+                return run()
             finally:
                 if replay.ran:
                     norms.take_back(replay)
         except Stop:
-            pass
+            return None
         finally:
             thread.flags, thread.scope = before, scope
             set_grad_enabled(graded)

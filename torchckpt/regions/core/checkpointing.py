@@ -26,13 +26,6 @@ from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
 __all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
 
-_DEBUG = Fault(
-    "debug is not False; errors name the tensor that differs without a trace of operators",
-    "debug=True",
-    'checkpoint(function, x, determinism_check="values")',
-)
-
-
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """Run ``function(*args, **kwargs)`` as a region."""
     if is_exporting():  # an exported graph has no backward, and torch.export supports no regions
@@ -128,7 +121,10 @@ def checkpoint(
         context_fn: returns two context managers, one for the forward, one for the replay, as
             :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them. Each is entered once, so a
             backward whose replay raised cannot be run again.
-        debug: False; accepted for code written for torch's function. Use ``determinism_check="values"`` instead.
+        debug: note in the forward the module, the operation and the line of each saved tensor, for the error of a
+            replay that differs. Without it that error has those of the replay, and of the forward the operation, if a
+            backward has started the replay. ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` sets it for all
+            regions, those of modules and of ``Pipe``, too.
         early_stop: end the replay after the last tensor that the backward needs. False runs the function to its end.
         respect_saved_tensors_hooks: True lets saved-tensor hooks around the call see what torch's selective contexts
             keep, too; from torch 2.15 on. Without such a ``context_fn`` it changes nothing.
@@ -147,10 +143,9 @@ def checkpoint(
     options = DEFAULT
     if respect_saved_tensors_hooks is not None:
         context_fn = heeding(context_fn, respect_saved_tensors_hooks)
-    if not (preserve_rng_state is early_stop is True and determinism_check == "default") or generators or context_fn:
-        options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    if debug:
-        check_options(function, options, [_DEBUG], "checkpoint")
+    is_plain = preserve_rng_state is early_stop is True and determinism_check == "default"
+    if not is_plain or generators or context_fn or debug:
+        options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop, debug)
     if use_reentrant and not torch.compiler.is_dynamo_compiling():
         _warn_of_reentrant()
     if function is None and not args:

@@ -18,23 +18,27 @@ from torch import Tensor
 
 from torchckpt.modules import name_of
 from torchckpt.regions.core.call import Call, Stop, comes_of_stop, ends_with
+from torchckpt.regions.core.difference import Difference, compiled_anew, differs
 from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.core.slots import Slot, compiled_anew, describe, differs
+from torchckpt.regions.core.slots import PlacedSlot, Slot
 from torchckpt.regions.devices import SyncPoint
 from torchckpt.regions.flags import thread
+from torchckpt.regions.places import holders_behind, place_of
 from torchckpt.regions.private import (
     dispatch_modes_are_active,
     hooks_entered,
     keep_from_dynamo,
     look_through,
     mutation_is_allowed,
+    newest_node,
+    settings_of_torch,
 )
-from torchckpt.regions.saved import storage_of
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
 from torchckpt.regions.state.reached import DYNAMO, compilations, is_settled
+from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
 __all__ = ["Around", "Frame", "SavedTensors", "observers"]
@@ -64,6 +68,8 @@ class Frame:
         self._values = options.determinism_check == "values"
         """Whether slots have checksums."""
         self._call: Call | None = None
+        of_all = settings_of_torch["_checkpoint_debug_enabled"]
+        self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
         self._slots: list[Slot] = []
         self._in_norm = False
         """Whether a norm layer that is known has saved what came last. A tensor that is no vector ends that."""
@@ -78,16 +84,19 @@ class Frame:
         """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
         self.kept: KeptCalls | None = None
         """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
-        self.noted: dict[Any, int] | None = None
-        """Where the forward notes the storages that it saves and drops, and their bytes; None: nowhere."""
+        self.note: Callable[[Tensor], None] | None = None
+        """Called with each tensor that the forward saves and drops; None: nothing is."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
             self._values = True
         self._compilations = compilations.total or compilations.look()
+        last = newest_node() if self._slot is PlacedSlot else 0
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
         self._returned = True
+        if self._slot is PlacedSlot:
+            _name_operations(outputs, last)
         if call.named:
             _tell_outer_regions(self.ambient[0][1])
         if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
@@ -165,9 +174,9 @@ class Frame:
         total = compilations.total or (DYNAMO in sys.modules and compilations.look())
         if total != self._compilations and self.checks:
             self._values = True
-        if self.noted is not None:
-            self.noted.update(storage_of(tensor))
-        slot = Slot(tensor, self._values)
+        if self.note is not None:
+            self.note(tensor)
+        slot = self._slot(tensor, self._values)
         self._slots.append(slot)
         return slot
 
@@ -195,9 +204,13 @@ class Frame:
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
         fresh: SavedTensors = []
-        different: list[str] = []  # what the replay saved instead, if anything: an exception would hold this list
+        different: list[Difference] = []  # at most one, which is raised when its operation is known, or at the end
 
         def pack(tensor: Tensor) -> Tensor:
+            if different:
+                if different[0].is_named_by([tensor]):
+                    raise Stop
+                return tensor.detach()
             place = len(fresh)
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
@@ -206,31 +219,42 @@ class Frame:
                 if compiles and not self._values:
                     raise compiled_anew(call.function)
                 if checked and not slots[place].accepts(tensor, by_values or compiles):
-                    different.append(slots[place].compare(tensor))
-                    raise differs(call.function, slots, place, different[0])
+                    different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
+                    return saved
                 fresh.append((saved, saved._version))
                 if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
                     return saved
             elif checked and not stops:
-                different.append(describe(tensor))
-                raise differs(call.function, slots, place, different[0])
+                different.append(Difference(None, tensor, place_of(sys._getframe(1))))
+                return tensor.detach()
             raise Stop
 
         look_through(pack)
         if self.kept is not None:
             self.kept.begin(fresh)
+        outputs = None
         try:
-            call.replay(self.ambient[0], pack, self._unpack_in_replay)
+            outputs = call.replay(self.ambient[0], pack, self._unpack_in_replay)
         except Exception as error:
-            if different or len(fresh) < total or not stops or not comes_of_stop(error):
+            if not different and (len(fresh) < total or not stops or not comes_of_stop(error)):
                 if self.kept is not None:
                     self.kept.begin(None)
                 raise
         if self.kept is not None and not different:
             self.kept.end(call.function, checked)
-        if different or len(fresh) < total:  # the function caught the error, or ended before its time
-            raise differs(call.function, slots, len(fresh), different[0] if different else "")
+        if not different and len(fresh) < total:  # the function ended before its time
+            different.append(Difference(slots[len(fresh)]))
+        if different:
+            different[0].is_named_by(tensors_in(outputs))
+            raise differs(call.function, slots, len(fresh), different[0])
         return fresh
+
+
+def _name_operations(outputs: Any, last: int) -> None:
+    """Note the operations of the slots that nodes behind ``outputs`` hold, of those made after node ``last``."""
+    for packed, operation in holders_behind(tensors_in(outputs), last + 1):
+        if isinstance(packed, PlacedSlot):
+            packed.operation = operation
 
 
 def _tell_outer_regions(states: RandomState) -> None:

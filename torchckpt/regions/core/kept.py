@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import contents_of, name_of
-from torchckpt.regions.core.slots import keeps_differently
+from torchckpt.regions.core.difference import keeps_differently
 from torchckpt.regions.devices import SyncPoint, accelerators_among
 from torchckpt.regions.private import alive, apply_of, set_version
 from torchckpt.regions.state.ambient import Generator, drawn_since, random_state, restore_states

@@ -21,6 +21,7 @@ class Options(NamedTuple):
     determinism_check: DeterminismCheck = "default"
     context_fn: ContextFunction | None = None
     early_stop: bool = True
+    debug: bool = False
 
 
 DEFAULT = Options()
@@ -41,8 +42,9 @@ def _faults(function: object, options: Options) -> Iterator[Fault]:
     if not callable(function):
         works = "checkpoint(block, x), not checkpoint(block(x))"
         yield Fault("the function is not callable", shown(function), works)
-    for name, value in (("preserve_rng_state", options.preserve_rng_state), ("early_stop", options.early_stop)):
-        if not isinstance(value, bool):
+    preserve, stop, debug = options.preserve_rng_state, options.early_stop, options.debug
+    for name, value in (("preserve_rng_state", preserve), ("early_stop", stop), ("debug", debug)):
+        if value is not True and value is not False:  # isinstance() would be three calls for each region
             yield Fault(f"{name} is not a bool", shown(value), f"{name}=False")
     generators: object = options.generators
     if not isinstance(generators, Sequence) or not all(isinstance(each, torch.Generator) for each in generators):

@@ -1,18 +1,17 @@
-"""Slots: the placeholders that graph nodes hold in place of saved tensors, and the errors of a replay that differs."""
+"""Slots: the placeholders that graph nodes hold in place of saved tensors."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 
 import torch
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
-from torchckpt.modules import name_of
+from torchckpt.regions.places import Place, place_of
 from torchckpt.regions.state.ambient import is_made_here
 from torchckpt.regions.state.norms import is_statistic
-from torchckpt.typing import Function
 
-__all__ = ["Slot", "compiled_anew", "describe", "differs", "fingerprint", "keeps_differently"]
+__all__ = ["PlacedSlot", "Slot", "describe", "fingerprint"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
@@ -25,6 +24,8 @@ class Slot:
     """
 
     __slots__ = ("device", "dtype", "fingerprint", "shape", "tensor", "version")
+    place: Place | None = None
+    operation = ""
 
     def __init__(self, tensor: Tensor, values: bool) -> None:
         self.tensor: Tensor | None = None
@@ -64,12 +65,23 @@ class Slot:
         words = describe(tensor)
         if words != describe(self):
             return words
-        if tensor._version == self.version:
-            return f"{words}, with other values"
+        if tensor._version <= self.version:
+            return f"{words}, {'with other values' if tensor._version == self.version else 'another tensor'}"
         return (
             f"{words}, modified by an inplace operation: it is at version {tensor._version}; expected version "
             f"{self.version}"
         )
+
+
+class PlacedSlot(Slot):
+    """A slot that knows where it was saved, and for which operation: the graph tells that when the forward is done."""
+
+    __slots__ = ("operation", "place")
+
+    def __init__(self, tensor: Tensor, values: bool) -> None:
+        super().__init__(tensor, values)
+        self.place = place_of(sys._getframe(2))  # the caller of the hook that makes the slot
+        self.operation = self.place.operation
 
 
 def describe(tensor: Tensor | Slot) -> str:
@@ -99,49 +111,3 @@ def fingerprint(tensor: Tensor) -> int | None:
             bits *= 0x7F51AFD7ED558CCD
         total += (bits ^ (bits >> 33)).sum()
     return int(total)
-
-
-# a replay that differs ------------------------------------------------------------------------------------------------
-
-_CAUSES = """\
-Likely causes, each with its fix:
-  - state that the function changes itself (a counter, a cache): change it under `if not torchckpt.is_recomputing():`
-  - random numbers of a generator that is not replayed: name it, checkpoint(function, x, generators=(generator,))
-  - a parameter, buffer or global that changed between forward and backward: change it after the backward
-  - a context that held around the forward only (sdpa_kernel, a tensor mode): enter it inside, or by context_fn
-  - a function that is free to choose: determinism_check="none", if every choice has the same gradients"""
-
-_WRITTEN = """
-  - a tensor from outside that the function itself writes (out=, clamp_): make it inside of the function, or a parameter
-    or buffer of a module, checkpoint(module, x)"""
-
-
-def differs(function: Function, slots: Sequence[Slot], place: int, replay: str) -> RecomputationError:
-    """The error for saved tensor ``place`` (from 0); ``replay`` describes what was saved for it, if anything was."""
-    nothing = "nothing, it had ended"
-    return RecomputationError(
-        f"the replay of region {name_of(function)} did not save what its forward saved\n"
-        f"  first to differ: saved tensor {place + 1} of {len(slots)}\n"
-        f"  forward saved:   {describe(slots[place]) if place < len(slots) else nothing}\n"
-        f"  replay saved:    {replay or nothing}\n{_CAUSES}{_WRITTEN if 'inplace operation' in replay else ''}"
-    )
-
-
-def compiled_anew(function: Function) -> RecomputationError:
-    """The error for a replay inside of which code was compiled, with nothing to compare what it saves with."""
-    return RecomputationError(
-        f"the replay of region {name_of(function)} compiled code that its forward found compiled: nothing tells "
-        "whether the new graph saves what the old one did\n"
-        "  received: a compilation inside of a replay, as after torch._dynamo.reset(), or where a guard fails there\n"
-        '  works:    the step again, from its forward; or checkpoint(function, x, determinism_check="values")'
-    )
-
-
-def keeps_differently(function: Function, number: int, forward: str, replay: str) -> RecomputationError:
-    """The error for call ``number`` (from 0) of ``keep``; ``forward`` and ``replay`` describe what each keeps."""
-    return RecomputationError(
-        f"the replay of region {name_of(function)} did not call torchckpt.keep as its forward did\n"
-        f"  first to differ: call {number + 1} of keep\n"
-        f"  forward kept:    {forward}\n"
-        f"  replay keeps:    {replay}\n{_CAUSES}"
-    )
