@@ -1,6 +1,8 @@
 """Scripts: examples and benchmarks, each run in a process of its own."""
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import multiprocessing
 import os
@@ -11,6 +13,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.fresh import Fresh
 
 __all__ = ["HOME", "ROOT", "home_without", "method_to_start", "printed_by", "run", "run_here", "run_script"]
 
@@ -31,10 +35,25 @@ def home_without(packages: Sequence[str], folder: Path) -> dict[str, str]:
 PRELOADED = ["pytest", "tests.distributed.stages", "torch.distributed.fsdp"]
 
 
-def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Python with ``arguments``, in ``HOME``."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=HOME, capture_output=True, text=True, timeout=timeout)
+def run(
+    *arguments: str, timeout: int = 300, cwd: Path | None = None, without: Sequence[str] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with ``arguments``, in ``HOME``: a fresh process, but for torch, which is imported already.
+
+    Args:
+        cwd: where. Default: the current folder.
+        without: packages that seem not to be installed.
+        environment: what its environment has besides.
+    """
+    return _fresh(tuple(without)).run(arguments, cwd or Path.cwd(), environment, timeout)
+
+
+@functools.cache
+def _fresh(without: tuple[str, ...]) -> Fresh:
+    folder = tempfile.TemporaryDirectory()
+    processes = Fresh(home_without(without, Path(folder.name)))
+    atexit.register(lambda: (processes.end(), folder.cleanup()))
+    return processes
 
 
 def printed_by(benchmark: str, *arguments: str, timeout: float = 300) -> Any:

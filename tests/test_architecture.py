@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchckpt
+from tests.scripts import run
 
 PACKAGE = Path(torchckpt.__file__).parent
 
@@ -276,8 +277,7 @@ def test_a_region_imports_no_compiler():
         "torchckpt.checkpoint_module(block); torchckpt.keep(block, torch.ones(2, 2)).sum().backward();"
         "print('torch._dynamo' in sys.modules)"
     )
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert made.stdout.strip() == "False"
+    assert run("-c", program).stdout.strip() == "False"
 
 
 def test_importing_the_version_does_not_import_torch():

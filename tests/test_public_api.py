@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
 import torchckpt
+from tests.scripts import run
 from torchckpt import distributed, errors, graph, pipe, testing, typing
 
 
@@ -117,7 +116,7 @@ def test_modules_are_there_when_they_are_first_asked_for():
         f"print([name for name in {names} if 'torchckpt.' + name in sys.modules])\n"
         f"print([name for name in {names} if getattr(torchckpt, name).__name__ == 'torchckpt.' + name])"
     )
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    made = run("-c", program)
     assert made.stdout.splitlines() == ["[]", str(names)]
     assert set(names) <= set(dir(torchckpt))
 

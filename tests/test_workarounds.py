@@ -5,8 +5,6 @@ A row of ``WORKAROUNDS`` fails on a release that has mended it. It then moves to
 """
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import reduce
 from importlib import import_module
 
@@ -18,6 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from tests.helpers import leaf
+from tests.scripts import run
 from torchckpt.features import TESTED, release_of
 
 UNTIL = {
@@ -115,8 +114,7 @@ def a_traced_dropout_rounds_its_scale_otherwise():
 
 def torch_compiler_imports_dynamo_to_disable_it():
     program = "import sys, torch; torch.compiler.disable(lambda: 0); print('torch._dynamo' in sys.modules)"
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert made.stdout == "True\n"
+    assert run("-c", program).stdout == "True\n"
 
 
 WORKAROUNDS = {

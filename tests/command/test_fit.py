@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command import lines
+from tests.scripts import HOME, run
 from torchckpt import graph
 from torchckpt.__main__ import main
 from torchckpt.command import fit
@@ -83,7 +83,6 @@ def fails():
 
 module = Scaled()
 """
-HOME = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 ERROR = "python -m torchckpt fit: error: "
 WORKS = "works: def gpt(): return model, tokens; or: return model, (tokens, mask)"
 PLACE = "works: a file such as picture{}, in a folder that is there"
@@ -204,8 +203,7 @@ def test_pictures_are_written(
 
 
 def test_modules_are_found_where_it_is_called(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "torchckpt", "fit", "my_model:mlp")
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=HOME)
+    process = run("-m", "torchckpt", "fit", "my_model:mlp", cwd=tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.endswith("\n\ngraph.rematerialize(model, example)\n")
 

@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.command.lines import printed, refused
+from tests.scripts import run
 from torchckpt.__main__ import main
 from torchckpt.command.shared import check_apart, in_options
 
@@ -141,8 +141,7 @@ def test_the_script_finds_modules_of_the_current_folder(tmp_path):
     path = f"sys.path.insert(0, {str(root)!r})"
     lines = ["import sys", path, "from torchckpt.__main__ import main", "sys.exit(main())"]
     script.write_text("\n".join(lines))
-    command = (sys.executable, str(script), "balance", "my_model:fails", "--stages", "1")
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    process = run(str(script), "balance", "my_model:fails", "--stages", "1", cwd=tmp_path)
     assert process.stderr == "torchckpt balance: error: cannot make my_model:fails: KeyError: 'mine'\n"
 
 

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
-from tests.scripts import ROOT, run, run_script
+from tests.scripts import HOME, ROOT, run, run_script
 
 EXAMPLE = "examples/fit_resnet.py"
 SMALL = ("--depth", "20", "--batch", "4")
@@ -14,7 +16,8 @@ SMALL = ("--depth", "20", "--batch", "4")
 @pytest.fixture(scope="module")
 def printed():
     # A fork has tensors from before, and torch's profiler writes to stderr where one of them is freed.
-    done = run(str(ROOT / EXAMPLE), *SMALL, "--steps", "3", "--budget", "3.5MB")
+    command = [sys.executable, str(ROOT / EXAMPLE), *SMALL, "--steps", "3", "--budget", "3.5MB"]
+    done = subprocess.run(command, env=HOME, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

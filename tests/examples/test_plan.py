@@ -2,14 +2,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from examples.plan_llama import Size, tiny
+from tests.scripts import ROOT, run
 from torchckpt.costs import pipeline_costs
-
-ROOT = Path(__file__).parents[2]
 
 PLAN = """
 import json, resource, sys
@@ -22,7 +18,7 @@ sys.exit(code)
 
 
 def test_a_llama_of_70_billion_parameters_in_under_two_gigabytes():
-    made = subprocess.run([sys.executable, "-c", PLAN], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    made = run("-c", PLAN, cwd=ROOT, timeout=600)
     assert made.returncode == 0, made.stderr
     text, resident_kilobytes = made.stdout.split("|")
     assert int(resident_kilobytes) < 2_000_000

@@ -1,14 +1,13 @@
 """The code of README and docs runs as pasted: a page from its top, and each snippet that is complete by itself alone.
 
 Each runs in a fresh process, with nothing made ready, and without the packages that only tests need, unless it says so.
+torch alone is imported before, once for all: that takes seconds.
 """
 from __future__ import annotations
 
 import builtins
 import re
-import subprocess
 import symtable
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.ranks import script_on_ranks
-from tests.scripts import HOME, ROOT, home_without
+from tests.scripts import ROOT, run
 from torchckpt.features import release_of
 
 DOCS = ROOT / "docs"
@@ -100,13 +99,6 @@ def only_for_tests() -> list[str]:
     return re.findall(r'^ +"([a-z]+)', extra, re.MULTILINE)
 
 
-def run(path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the file at ``path``, in its own folder."""
-    return subprocess.run(
-        [sys.executable, path.name], cwd=path.parent, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 def skip_without(need: str) -> None:
     """Skip where a package, such as ``lightning>=2.5``, is not there."""
     package, _, release = need.partition(">=")
@@ -121,7 +113,7 @@ def test_it_runs_as_pasted(program, tmp_path):
     for need in needs:
         skip_without(need)
     hidden = [] if needs else only_for_tests()  # packages of others need more than is said here
-    done = run(pasted(program, tmp_path), {**home_without(hidden, tmp_path), "HF_HUB_OFFLINE": "1"})
+    done = run(pasted(program, tmp_path).name, cwd=tmp_path, without=hidden, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -194,14 +186,12 @@ def test_packages_that_a_page_names_are_there_from_that_place_on():
 
 def test_an_error_points_to_the_line_of_the_page(tmp_path):
     page = PAGE.replace("needs two hosts", "x").replace("not run: x", "run")
-    done = run(pasted(blocks(page), tmp_path), HOME)
+    done = run(str(pasted(blocks(page), tmp_path)))
     assert done.returncode == 1
     assert re.search(r'pasted.py", line 8, .*NameError', done.stderr, re.DOTALL)
 
 
-def test_packages_that_only_tests_need_are_not_there(tmp_path):
+def test_packages_that_only_tests_need_are_not_there():
     names = only_for_tests()
     assert {"pytest", "numpy", "ortools"} <= set(names)
-    path = tmp_path / "pasted.py"
-    path.write_text("import numpy")
-    assert "no numpy here" in run(path, home_without(names, tmp_path)).stderr
+    assert "no numpy here" in run("-c", "import numpy", without=names).stderr

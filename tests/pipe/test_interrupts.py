@@ -1,6 +1,7 @@
 """An interrupt, at whatever line of ``pipe/`` it comes, leaves gradients and statistics as before the call."""
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,14 @@ from torchckpt.regions.private import hooks_in_force
 PACKAGE = str(Path(torchckpt.__file__).parent)
 
 
+@functools.cache
+def signals_come(path: str, line: int) -> bool:
+    """Not at the line of a "with": at its end Python would leave it without __exit__, as a signal does not. Not at
+    the first line of a "finally": Python looks for signals at calls, of which there is none right before it."""
+    above, here = (linecache.getline(path, line - n).strip() for n in (1, 0))
+    return not here.startswith("with ") and above != "finally:"
+
+
 class Interrupts:
     """Counts the lines of ``pipe/`` that run, and raises ``KeyboardInterrupt`` at one of them."""
 
@@ -34,10 +43,7 @@ class Interrupts:
         return self._line if frame.f_code.co_filename.startswith(PACKAGE + "/pipe/") else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        # Not at the line of a "with": at its end Python would leave it without __exit__, as a signal does not. Not at
-        # the first line of a "finally": Python looks for signals at calls, of which there is none right before it.
-        above, here = (linecache.getline(frame.f_code.co_filename, frame.f_lineno - n).strip() for n in (1, 0))
-        if event == "line" and not here.startswith("with ") and above != "finally:":
+        if event == "line" and signals_come(frame.f_code.co_filename, frame.f_lineno):
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"

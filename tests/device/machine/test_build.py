@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.device import BuildError, NoCompilerError, NotSupportedError, build, why_not
+from tests.scripts import run
 
 COMPILER = """#!{python}
 import pathlib, sys, time
@@ -46,9 +46,13 @@ def test_a_library_is_built_once(log, tmp_path, capsys):
 
 
 def test_two_processes_build_it_once(log):
-    program = "from tests.device import build; build.library()"
-    processes = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
+    program = (
+        "import os; from tests.device import build\n"
+        "other = os.fork(); build.library()\n"
+        "if other: print(os.waitpid(other, 0)[1])"
+    )
+    done = run("-c", program, CXX=os.environ["CXX"], TORCHCKPT_CACHE=os.environ["TORCHCKPT_CACHE"])
+    assert (done.returncode, done.stdout) == (0, "0\n")
     assert log.read_text().split() == ONE_BUILD
 
 
@@ -128,19 +132,19 @@ def test_a_torch_that_is_supported(version):
 LOAD = "import torch; from tests.device import load; load"
 
 
-def run(program):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+def run_strictly(program):
+    done = run("-c", f"import warnings; warnings.simplefilter('error')\n{program}")
     return done.returncode, done.stdout.strip(), done.stderr.strip().splitlines()[-1:]
 
 
 def test_load_comes_before_the_first_backward(simulator):
-    code, _, error = run(f"import torch; torch.ones(1, requires_grad=True).sum().backward(); {LOAD}()")
+    code, _, error = run_strictly(f"import torch; torch.ones(1, requires_grad=True).sum().backward(); {LOAD}()")
     assert code == 1
     assert error[0].startswith("tests.device.errors.NotSupportedError: autograd has no threads for the simulated ")
 
 
 def test_the_number_of_devices_is_set_once(simulator):
-    code, output, error = run(f"{LOAD}(8); load(4)\nprint(torch.zeros(1, device='sim:7').device)\nload(9)")
+    code, output, error = run_strictly(f"{LOAD}(8); load(4)\nprint(torch.zeros(1, device='sim:7').device)\nload(9)")
     assert (code, output) == (1, "sim:7")
     assert error == ["tests.device.errors.DeviceError: this process has 8 simulated devices, and not 9: load(9) first"]
 
@@ -150,7 +154,7 @@ def test_a_process_ends_with_work_in_its_streams(simulator):
         f"{LOAD}()\nx = torch.ones(100, 100, device='sim')\n"
         "torch.sim._sleep(200_000_000)\nfor _ in range(100): x = x @ x"
     )
-    assert run(program) == (0, "", [])
+    assert run_strictly(program) == (0, "", [])
 
 
 def test_a_forked_process_is_told_that_it_cannot_use_the_devices(simulator):
@@ -162,5 +166,5 @@ def test_a_forked_process_is_told_that_it_cannot_use_the_devices(simulator):
         "    os._exit(0)\n"
         "os.wait()"
     )
-    code, output, _ = run(program)
+    code, output, _ = run_strictly(program)
     assert (code, output) == (0, "sim: a device was used before  True")

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
+
+from tests.scripts import run
 
 
 @pytest.fixture
@@ -272,5 +272,4 @@ def test_freed_memory_is_closed_too(sim, device):
 def test_a_fault_that_is_no_devices_ends_the_process_as_ever():
     load = "import ctypes, torch; from tests.device import load; load(); torch.ones(1, device='sim')"
     program = f"{load}; ctypes.string_at(16, 4)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert done.returncode == -11
+    assert run("-c", program).returncode == -11

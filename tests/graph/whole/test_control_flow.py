@@ -21,7 +21,7 @@ A_LOSS_BYTES = 16
 
 
 class Branches(nn.Module):
-    """A wide branch and a narrow one, three times over."""
+    """A wide branch and a narrow one, twice over."""
 
     def __init__(self):
         super().__init__()
@@ -29,18 +29,18 @@ class Branches(nn.Module):
         self.narrow, self.before = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x):
-        for _ in range(3):
+        for _ in range(2):
             x = self.before(x).sin()
             x = torch.cond(x[0, 0] > 0, lambda x: self.wide(x).exp(), lambda x: self.narrow(x).sin(), (x,))
         return x.sum()
 
 
-@pytest.mark.parametrize("share", [None, "90%"])
+@pytest.mark.parametrize("share", [None, "95%"])
 def test_bits_and_bytes_of_both_branches(share):
     torch.manual_seed(0)
     model = Branches()
     options = {} if share is None else {"budget": share}
-    inputs = [torch.randn(64, 16) for _ in range(6)]
+    inputs = [torch.randn(64, 16) for _ in range(4)]
     step = graph.rematerialize(model, inputs[0], **options)
     measured = []
     for x in inputs:
