@@ -238,6 +238,29 @@ def test_a_layer_that_is_left_out_at_random(model, x):
             recomputes(model, x)
 
 
+def test_a_layer_that_is_called_a_different_number_of_times_in_each_step(x):
+    """Each number has its plan, from the second time on that it comes."""
+    class Repeated(Model):
+        times = 1
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(self.times):
+                x = self.layers[0](x)
+            return self.head(x)
+
+    model = Repeated([Wide(16, 32)])
+    with torchckpt.checkpoint_layers(model, "layers.0", budget="1GiB"):
+        for times in (2, 3, 4, 3, 2, 4, 2, 3):
+            model.times = times
+            recomputes(model, x)
+        counts = []
+        for times in (2, 3, 4):
+            model.times = times
+            counts.append(recomputes(model, x))
+        assert counts == [0, 0, 0]
+
+
 def test_a_model_that_is_never_trained_holds_nothing(model, x):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="60%") as handle:
         outputs = [weakref.ref(model(x)) for _ in range(3)]

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +74,8 @@ class Counter:
         """Those in which forwards have communicated."""
         if looks and not self._live.allocator:
             put_under_modes(self._watch)
-        weakref.finalize(self, self._watch.stop)
+        self.stop = self._watch.stop
+        weakref.finalize(self, self.stop)
         self._watch.live = self._live
         self._live.include(gathered)
         parameters = [] if self._live.allocator else [*model.parameters()]
@@ -83,10 +83,6 @@ class Counter:
         self._model, self._sharded = model, parameters if is_sharded else []
         self._live.begin()
         self._note(Kind.STEP)
-
-    def stop(self) -> None:
-        """Watch no more."""
-        self._watch.stop()
 
     def noted(self, call: int) -> dict[Any, int]:
         """Where the frame of a call is to note the storages that it drops."""
@@ -102,6 +98,7 @@ class Counter:
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
+        self._watch.in_backward = self._settle
         begun, self._is_broken = _begun_collectives(), True
         yield
         self._is_broken = False
@@ -149,7 +146,10 @@ class Counter:
         self._moments.append(Moment(kind, call, highest, self._live.now(), self._clock.stamp()))
 
     def _settle(self) -> None:
-        """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes."""
+        """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes.
+
+        Where operators are not watched, what is behind the last call has let go of its outputs by then, so they count.
+        """
         for call in [call for call in self._noted if call not in self._inner]:
             dead = (size for storage, size in self._noted[call].items() if storage.expired())
             self._inner[call] = sum(dead)
@@ -193,7 +193,7 @@ def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundar
         (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
         backward, done = part(Kind.BACKWARD, number)
         alike = groups.setdefault((*shapes, inner.get(number)), [])
-        alike.append(replayed.seconds - replay.seconds)
+        alike.append(min(replayed.seconds - replay.seconds, end.seconds - start.seconds))  # which both run it
         rises = replayed.highest_bytes - replay.left_bytes
         calls.append(Call(
             layer,
@@ -211,7 +211,7 @@ def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundar
         ))
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
-    timed = (call._replace(replay_seconds=median(alike)) for call, alike in zip(calls, shared))
+    timed = (call._replace(replay_seconds=min(alike)) for call, alike in zip(calls, shared))  # others were disturbed
     return Took(tuple(timed), tuple(_between(moments, replays)))
 
 
