@@ -635,6 +635,37 @@ def test_calls_that_are_foreseen_and_come_otherwise(x):
         assert [recomputes(model, x) for _ in range(10)][-1] == 0
 
 
+def test_a_step_of_direct_calls_that_fails_is_over(x):
+    class Failing(Wide):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += not torchckpt.is_recomputing()
+            if self.calls == 22:  # the fourth of the fourth step
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    layer = Failing(16, 64)
+    model = Model([layer])
+
+    def step():
+        y = x
+        for _ in range(6):
+            y = layer(y)
+        y.square().mean().backward()
+
+    with torchckpt.checkpoint_layers(model, "layers.0", budget="70%") as handle:
+        for _ in range(3):
+            step()
+        with pytest.raises(ZeroDivisionError):
+            step()
+        for _ in range(2):
+            with count_recomputes() as counted:
+                step()
+            assert counted.total == 6 - len(handle.plan.kept)
+        assert 0 < len(handle.plan.kept) < 6
+
+
 def test_sizes_that_are_near_each_other_foretell_nothing(model):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
         counts = [recomputes(model, torch.randn(8, length, 16)) for length in (16, 17, 20, 24)]
