@@ -12,9 +12,9 @@ __all__ = ["Stock"]
 class Stock(nn.Module):
     """``module`` as a region of ``torch.utils.checkpoint``."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.options = module, options
 
     def forward(self, *inputs: Any) -> Any:
-        return checkpoint(self.module, *inputs, use_reentrant=False)
+        return checkpoint(self.module, *inputs, use_reentrant=False, **self.options)

@@ -15,6 +15,7 @@ from tests.scripts import ROOT
 pytestmark = pytest.mark.accelerator
 RUN = [sys.executable, str(ROOT / "benchmarks/run.py"), "--rehearse"]
 FOUND = {  # a part of what each writes
+    "layers": {"beside"},
     "graph": {"frontier", "policies", "ResNet-200", "exactness"},
     "overhead": {"overhead", "bytes kept"},
     "pipe": {"one device", "all devices"},
@@ -29,7 +30,7 @@ def rehearse(folder, *arguments):
 
 
 @pytest.mark.parametrize("name", [
-    "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("graph", "overhead", "pipe"))
+    "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("graph", "layers", "overhead", "pipe"))
 ])
 def test_a_benchmark_runs_to_its_end(tmp_path, name):
     done = rehearse(tmp_path, "--only", name)

@@ -8,14 +8,14 @@ itself is not in it: scratch pads of oneDNN, buffers of MKL, Python's objects.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["live_bytes", "measured_peak"]
+__all__ = ["live_bytes", "measured_peak", "workspace_bytes"]
 
 
 def measured_peak(function: Callable[[], object]) -> int:
@@ -37,6 +37,20 @@ def live_bytes(function: Callable[[], object]) -> list[int]:
     return list(accumulate(_changes(profiler)))
 
 
+def workspace_bytes(function: Callable[[], object], operations: Sequence[str]) -> int:
+    """The most bytes that one of these ``operations`` takes within ``function()`` beside what it leaves."""
+    with _collector_off(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        function()
+    roots, most = profiler.profiler.kineto_results.experimental_event_tree()[::-1], 0
+    while roots:
+        event = roots.pop()
+        if event.name in operations:
+            taken = list(accumulate((part.alloc_size for part in _allocations([event])), initial=0))
+            most = max(most, max(taken) - max(taken[-1], 0))
+        roots.extend(event.children[::-1])
+    return most
+
+
 def _changes(profiler: profile) -> Iterator[int]:
     """The size of each allocation, and its negative where it is freed.
 
@@ -44,7 +58,7 @@ def _changes(profiler: profile) -> Iterator[int]:
     that were freed, and used again, when nobody watched.
     """
     sizes: dict[int, int] = {}
-    for event in _allocations(profiler):
+    for event in _allocations(profiler.profiler.kineto_results.experimental_event_tree()):
         if event.alloc_size > 0:
             sizes[event.ptr] = event.alloc_size
             yield event.alloc_size
@@ -52,9 +66,9 @@ def _changes(profiler: profile) -> Iterator[int]:
             yield -sizes.pop(event.ptr)
 
 
-def _allocations(profiler: profile) -> list[Any]:
+def _allocations(tree: Sequence[Any]) -> list[Any]:
     """The CPU allocator's events, in the order of time; the tree has those of one nanosecond in theirs."""
-    events, left = [], profiler.profiler.kineto_results.experimental_event_tree()[::-1]
+    events, left = [], tree[::-1]
     while left:
         event = left.pop()
         left.extend(event.children[::-1])

@@ -96,7 +96,7 @@ def of_gathered(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, x = Model([Wide(64, 256) for _ in range(6)], 64), torch.randn(4, 32, 64)
+    model, x = Model([Wide(64, 256) for _ in range(6)], 64, head=1024), torch.randn(4, 32, 64)
     handle, mesh = torchckpt.checkpoint_layers(model, "layers.*", budget="80%"), init_device_mesh("cpu", (2,))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)

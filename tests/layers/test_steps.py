@@ -238,6 +238,29 @@ def test_a_layer_that_is_left_out_at_random(model, x):
             recomputes(model, x)
 
 
+def test_a_layer_that_is_called_a_different_number_of_times_in_each_step(x):
+    """Each number has its plan, from the second time on that it comes."""
+    class Repeated(Model):
+        times = 1
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(self.times):
+                x = self.layers[0](x)
+            return self.head(x)
+
+    model = Repeated([Wide(16, 32)])
+    with torchckpt.checkpoint_layers(model, "layers.0", budget="1GiB"):
+        for times in (2, 3, 4, 3, 2, 4, 2, 3):
+            model.times = times
+            recomputes(model, x)
+        counts = []
+        for times in (2, 3, 4):
+            model.times = times
+            counts.append(recomputes(model, x))
+        assert counts == [0, 0, 0]
+
+
 def test_a_model_that_is_never_trained_holds_nothing(model, x):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="60%") as handle:
         outputs = [weakref.ref(model(x)) for _ in range(3)]
@@ -611,6 +634,37 @@ def test_calls_that_are_foreseen_and_come_otherwise(x):
                 model(x)
         model.does = None
         assert [recomputes(model, x) for _ in range(10)][-1] == 0
+
+
+def test_a_step_of_direct_calls_that_fails_is_over(x):
+    class Failing(Wide):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += not torchckpt.is_recomputing()
+            if self.calls == 22:  # the fourth of the fourth step
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    layer = Failing(16, 64)
+    model = Model([layer])
+
+    def step():
+        y = x
+        for _ in range(6):
+            y = layer(y)
+        y.square().mean().backward()
+
+    with torchckpt.checkpoint_layers(model, "layers.0", budget="70%") as handle:
+        for _ in range(3):
+            step()
+        with pytest.raises(ZeroDivisionError):
+            step()
+        for _ in range(2):
+            with count_recomputes() as counted:
+                step()
+            assert counted.total == 6 - len(handle.plan.kept)
+        assert 0 < len(handle.plan.kept) < 6
 
 
 def test_sizes_that_are_near_each_other_foretell_nothing(model):

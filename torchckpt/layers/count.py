@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +109,7 @@ class Counter:
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
+        self._watch.in_backward = self._settle
         begun, self._is_broken = _begun_collectives(), True
         yield
         self._is_broken = False
@@ -157,7 +157,10 @@ class Counter:
         self._moments.append(Moment(kind, call, highest, self._live.now(), self._clock.stamp()))
 
     def _settle(self) -> None:
-        """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes."""
+        """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes.
+
+        Where operators are not watched, what is behind the last call has let go of its outputs by then, so they count.
+        """
         for call in [call for call in self._noted if call not in self._inner]:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
             going = (size for storage, size in dead.items() if storage in self._going)
@@ -204,7 +207,7 @@ def _took(
         (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
         backward, done = part(Kind.BACKWARD, number)
         alike = groups.setdefault((*shapes, inner.get(number)), [])
-        alike.append(replayed.seconds - replay.seconds)
+        alike.append(min(replayed.seconds - replay.seconds, end.seconds - start.seconds))  # which both run it
         rises = replayed.highest_bytes - replay.left_bytes
         calls.append(Call(
             layer,
@@ -223,7 +226,7 @@ def _took(
         ))
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
-    timed = (call._replace(replay_seconds=median(alike)) for call, alike in zip(calls, shared))
+    timed = (call._replace(replay_seconds=min(alike)) for call, alike in zip(calls, shared))  # others were disturbed
     return Took(tuple(timed), tuple(_between(moments, replays)))
 
 

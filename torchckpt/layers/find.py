@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -13,7 +13,7 @@ __all__ = ["repeated"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_LISTS, nn.Sequential)
-_Group: TypeAlias = "dict[str, nn.Module]"
+_Blocks: TypeAlias = "dict[str, nn.Module]"
 
 
 def repeated(model: nn.Module) -> list[str]:
@@ -27,7 +27,7 @@ def repeated(model: nn.Module) -> list[str]:
     Raises:
         ArgumentError: there are none.
     """
-    groups = list(_groups("", model, _shapes)) or list(_groups("", model, type))
+    groups = _groups(model, _shapes) or _groups(model, type)
     if not groups:
         inner = [name for name, child in model.named_modules() if name and _is_block(child)]
         received = f"a {type(model).__name__} with no list of like blocks"
@@ -39,39 +39,35 @@ def repeated(model: nn.Module) -> list[str]:
     taken = [group for group in groups if len(group) * 2 >= len(longest) or first & set(map(type, group.values()))]
     blocks = {path: block for group in taken for path, block in group.items()}
     classes = {type(block) for block in blocks.values() if not type(block).__module__.startswith("torch.nn.")}
-    return list(_outermost("", model, blocks, classes))
+    names: list[str] = []
+    for listed in _lists(model):
+        like = [path for path, block in listed.items() if path in blocks or type(block) in classes]
+        names += [path for path in like if not _is_inside(path, names)]
+    return names
 
 
-def _outermost(name: str, module: nn.Module, blocks: _Group, classes: set[type[nn.Module]]) -> Iterator[str]:
-    """The names of ``blocks``, and of what else is of ``classes`` in a list; none is inside of another."""
-    for place, child in module.named_children():
-        path = f"{name}.{place}".strip(".")
-        is_like = isinstance(module, _CONTAINERS) and type(child) in classes and _is_block(child)
-        if path in blocks or is_like:
-            yield path
-        else:
-            yield from _outermost(path, child, blocks, classes)
+def _groups(model: nn.Module, like: Callable[[nn.Module], Any]) -> list[_Blocks]:
+    """Of each list, the blocks of the class of which it has most alike, if two are; none is inside of another."""
+    groups: list[_Blocks] = []
+    for listed in _lists(model):
+        counts = Counter(map(like, listed.values()))
+        best = max(listed.values(), key=lambda block: counts[like(block)])
+        if counts[like(best)] > 1 and not any(_is_inside(next(iter(listed)), group) for group in groups):
+            groups.append({path: block for path, block in listed.items() if type(block) is type(best)})
+    return groups
 
 
-def _groups(name: str, module: nn.Module, like: Callable[[nn.Module], Any]) -> Iterator[_Group]:
-    """The lists of like modules, from outside; none is inside of another."""
-    group = _alike(name, module, like) if isinstance(module, _CONTAINERS) else {}
-    if group:
-        yield group
-    for place, child in module.named_children():
-        path = f"{name}.{place}".strip(".")
-        if path not in group:
-            yield from _groups(path, child, like)
+def _lists(model: nn.Module) -> Iterator[_Blocks]:
+    """The blocks of each list that has some, from outside."""
+    for name, module in model.named_modules():
+        children = module.named_children() if isinstance(module, _CONTAINERS) else ()
+        blocks = {f"{name}.{place}".strip("."): child for place, child in children if _is_block(child)}
+        if blocks:
+            yield blocks
 
 
-def _alike(name: str, container: nn.Module, like: Callable[[nn.Module], Any]) -> _Group:
-    """The blocks in ``container`` of the class of which it has most alike; nothing if no two are."""
-    blocks = {f"{name}.{place}".strip("."): child for place, child in container.named_children() if _is_block(child)}
-    counts = Counter(like(block) for block in blocks.values())
-    best = max(blocks.values(), key=lambda block: counts[like(block)], default=None)
-    if best is None or counts[like(best)] < 2:
-        return {}
-    return {path: block for path, block in blocks.items() if type(block) is type(best)}
+def _is_inside(path: str, names: Iterable[str]) -> bool:
+    return any(path.startswith(f"{name}.") for name in names)
 
 
 def _shapes(module: nn.Module) -> Any:

@@ -81,12 +81,6 @@ class Foreseen(NamedTuple):
     """That of its first tensor."""
     is_kept: bool
 
-    @classmethod
-    def of(cls, call: Shapes, is_kept: bool) -> Foreseen:
-        """What ``call`` of a key has of it."""
-        _, layer, _, shapes = call
-        return cls(layer, next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None), is_kept)
-
 
 @dataclass(kw_only=True)
 class KnownStep(Followed[LayersPlan]):

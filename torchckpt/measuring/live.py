@@ -1,7 +1,7 @@
 """Live: the bytes that are alive in each action of a step, and what watches operators meanwhile."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torchckpt.planning import Action
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions.live import LiveStorages
-from torchckpt.regions.private import DispatchMode, take_from_modes
+from torchckpt.regions.private import DispatchMode, running_node, take_from_modes
 
 __all__ = ["LiveBytes", "Watch"]
 
@@ -23,6 +23,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.live: LiveStorages | None = None
+        self.in_backward: Callable[[], None] | None = None
+        """Called once, before the next operator of a backward."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -30,6 +32,9 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.in_backward is not None and running_node() is not None:
+            call, self.in_backward = self.in_backward, None
+            call()
         outputs = func(*args, **(kwargs or {}))
         if self.live is not None:
             self.live.note(outputs, (args, kwargs))

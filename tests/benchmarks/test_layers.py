@@ -1,0 +1,48 @@
+"""The benchmark of budgets over layers, its short version: bytes, FLOPs and bits, no seconds."""
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.layers import beside
+from benchmarks.turns import Spread
+from tests.scripts import printed_by
+
+
+@pytest.fixture(scope="module")
+def found():
+    return printed_by("layers/short.py", timeout=900)
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["GPT", "ResNet", "U-Net"])
+def model(request, found):
+    return found[request.param]
+
+
+def test_gradients_are_eagers_to_the_bit(model):
+    assert {key: row["gradients"] for key, row in model["rows"].items() if row["gradients"] != "equal"} == {}
+
+
+def test_no_step_takes_more_than_its_budget_nor_recomputes_more_than_the_best_of_every_kth_that_fits(model):
+    assert model["verdict"]["budgets"] >= 3
+    assert model["verdict"]["over budget"] == model["verdict"]["more FLOPs"] == []
+
+
+def test_where_everything_fits_nothing_is_recomputed(model):
+    row = model["rows"]["budget=, everything fits"]
+    assert row["flops"] == 0
+    assert row["peak bytes"] == model["eager bytes"]
+
+
+def test_each_way_has_a_row(model):
+    starts = ("budget=, bytes of every=", "rematerialize, bytes of every=", "every=", "SAC, ")
+    assert [start for start in starts if not any(key.startswith(start) for key in model["rows"])] == []
+
+
+def test_the_picture_has_a_chart_of_each_model(found, tmp_path):
+    for model in found:
+        for row in model["rows"].values():
+            row["step"] = Spread(1.0, 1.0 + row["flops"], 1.5)
+    beside.draw(found, tmp_path / "beside.svg")
+    text = (tmp_path / "beside.svg").read_text()
+    assert text.count("bytes and extra time, by layers and otherwise") >= len(found)
+    assert [tool for tool in ("every=k", "rematerialize", "selective policies") if tool not in text] == []
