@@ -137,11 +137,11 @@ def test_random_operators_of_a_larger_model(name: str) -> None:
     assert faults_of(trial, numbers, 1) == []
 
 
-# steps that measure, and that plan -------------------------------------------------------------------------------------
+# steps that measure, and that plan ------------------------------------------------------------------------------------
 
 
 def problem_while_measuring(name: str, steps: int, share: float, error: type[BaseException]) -> str:
-    """As ``Trial.problems``, in the step after so many: a training of its own, and all that follow until it is planned."""
+    """As ``Trial.problems``, in the step after so many of a new training. All that follow up to the plan are equal."""
     torch.manual_seed(0)
     training, never = TOOLS[name].make(2), TOOLS[name].make(2)
     never.load(training.state())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import torchckpt
-from tests.faults.gpt import Block, Gpt, batch, loss_of
+from tests.faults.gpt import TOKENS, WIDTH, WORDS, Block, Gpt, batch, loss_of
 from torchckpt.distributed import recompute_ahead
 
 __all__ = ["TOOLS", "Tool", "Training", "same"]
@@ -152,8 +152,8 @@ def schedule(depth: int, name: str = "ScheduleInterleaved1F1B", **options: Any) 
     parts = [nn.Sequential(*layers[: 1 + depth // 2]), nn.Sequential(*layers[1 + depth // 2 :])]
     torchckpt.checkpoint_layers(nn.ModuleList(parts), Block)
     tokens, target = batch(2)
-    row, hidden, logits = tokens[:1], torch.zeros(1, 6, 8, requires_grad=True), torch.zeros(1, 6, 11, requires_grad=True)
-    ends = [(row, hidden), (hidden, logits)]
+    hidden, logits = (torch.zeros(1, TOKENS, size, requires_grad=True) for size in (WIDTH, WORDS))
+    ends = [(tokens[:1], hidden), (hidden, logits)]
     stages = [
         PipelineStage(part, index, 2, torch.device("cpu"), input_args=given, output_args=returned)
         for index, (part, (given, returned)) in enumerate(zip(parts, ends))

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import first_cause, raise_without_regions
-from torchckpt.distributed.meeting import all_gather, check_the_same
+from torchckpt.distributed.meeting import all_gather, check_the_same, together
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
@@ -218,7 +218,7 @@ class RecomputeWithin(RecomputeAhead):
         if self._live_bytes is not None:
             self._phase.count(self.schedule, self._live_bytes.levels)
             self._live_bytes = None
-        if isinstance(self._phase, Measuring) and self._steps == FIRST_STEPS:
+        if isinstance(self._phase, Measuring) and self._steps >= FIRST_STEPS:  # again, where an interrupt has come
             try:
                 self._phase, self._steps = self._planned(self._phase), 0  # [1]
             except CheckpointError as error:
@@ -233,13 +233,12 @@ class RecomputeWithin(RecomputeAhead):
             seconds = replays.get(stage, {})
             blocks = (replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks))
             self._counted[stage] = replace(counted, blocks=tuple(blocks))
-        measured = self._gathered(None)
-        with self._record.device_current():
-            return phase.planned(measured, self._any_tied, self.pairs)
+        with together("make a plan of the measured steps"), self._record.device_current():
+            return phase.planned(self._gathered(None), self._any_tied, self.pairs)
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""
-        with self._record.device_current():
+        with together("begin a step"), self._record.device_current():
             processes = all_gather((self._told(), self._is_tied()))
         check_the_same(SAME, [told for told, _ in processes])
         self._any_tied = any(tied for _, tied in processes)
