@@ -8,7 +8,7 @@ SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 named        = sed -u 's/^/$(1) | /'
 
-.PHONY: demo test docs dist lint test-plans test-runs slow mutations faults soak compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
+.PHONY: demo test docs dist lint test-plans test-runs slow mutations faults soak peers compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
 
 # torch warns where NumPy is missing, which nothing here needs.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
@@ -77,6 +77,25 @@ $(THERE)/.test: pyproject.toml constraints.txt
 	test -x $(THERE)/bin/python || $(PYTHON) -m venv $(THERE)
 	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(THERE)/constraints.txt
 	$(THERE)/bin/python -m pip install -q -c $(THERE)/constraints.txt torch==$(TORCH) -e '.[test]'
+	touch $@
+
+# Models of other libraries, plainly and in regions, to the bit; and the recipes that need these libraries. Its environment
+# is in COMPAT, and so are the results, a line for each family: a family that has one is not run again.
+PEERS := $(COMPAT)/peers
+RUN   := OMP_NUM_THREADS=1 $(PEERS)/bin/python benchmarks/peers
+
+peers: $(PEERS)/.ready
+	$(RUN)/run.py --out $(PEERS)/peers.jsonl
+	$(RUN)/run.py --budget --every 3 --out $(PEERS)/peers-budget.jsonl
+	$(PEERS)/bin/python benchmarks/peers/table.py --file $(PEERS)/peers.jsonl --budget $(PEERS)/peers-budget.jsonl
+	status=0; $(PEERS)/bin/python -m pytest tests/pages/test_docs.py -k recipes --junitxml=$(PEERS)/results.xml || status=$$?; \
+	$(PEERS)/bin/python -m tests.results $(PEERS)/results.xml; exit $$status
+
+# The last five without what they ask for: torchvision, for pictures on disk, and other releases of what stands here.
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt -e '.[test,peers]'
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt --no-deps --no-build-isolation timm diffusers litgpt peft deepspeed
 	touch $@
 
 # What needs no torch, on a Python that has pytest and typing_extensions: make pure PYTHON=python3.10

@@ -77,6 +77,11 @@ def prefetched(function, *args, **kwargs):
     return outputs
 
 
+def replays(call, number: int) -> int:
+    """How often backwards replay where regions of ``checkpoint`` are replayed so often; nothing is for other calls."""
+    return number if call.__name__ in ("checkpoint", "by_hand") else 0
+
+
 def doing() -> str:
     """What this thread does, in words."""
     return _WORDS[is_checkpointing(), is_recomputing()]

@@ -32,6 +32,9 @@ def test_names():
         "is_checkpointing",
         "is_recomputing",
         "keep",
+        "offload",
+        "offload_layers",
+        "offload_module",
         "testing",
     ]
 
@@ -130,11 +133,17 @@ SIGNATURES = {
         f"{OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True, "
         "respect_saved_tensors_hooks: 'bool | None' = None, **kwargs: 'Any') -> 'Any'"
     ),
-    "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'CheckpointHandle'",
+    "checkpoint_module": f"(module: 'nn.Module', *, {OPTIONS}early_stop: 'bool' = True) -> 'RegionHandle'",
+    "offload": "(function: 'Function', /, *args: 'Any', min_bytes: 'int' = 1048576, **kwargs: 'Any') -> 'Any'",
+    "offload_module": "(module: 'nn.Module', *, min_bytes: 'int' = 1048576) -> 'RegionHandle'",
+    "offload_layers": (
+        "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector]', *, every: 'int' = 1, "
+        "min_bytes: 'int' = 1048576) -> 'LayersHandle'"
+    ),
     "checkpoint_layers": (
         "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector] | None' = None, *, "
         "every: 'int' = 1, budget: 'Budget | None' = None, device_memory: 'Budget | None' = None, "
-        f"{OPTIONS}early_stop: 'bool' = True) -> 'PlannedLayers'"
+        f"host: 'Budget | None' = None, {OPTIONS}early_stop: 'bool' = True) -> 'PlannedLayers'"
     ),
     "Checkpointing": (
         f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"
@@ -163,7 +172,7 @@ SIGNATURES = {
     "distributed.recompute_ahead": (
         "(schedule: 'Live', segments: 'int | None' = None, exempt: 'str | Collection[Visit]' = 'auto', "
         "costs: 'Stages | str | None' = None, link: 'Links | None' = None, *, "
-        "budget: 'Bytes | None' = None, plan: 'Plan | None' = None) -> 'RecomputeAhead'"
+        "budget: 'Bytes | None' = None, host: 'Bytes | None' = None, plan: 'Plan | None' = None) -> 'RecomputeAhead'"
     ),
     "distributed.schedule_of": "(live: 'Live') -> 'Schedule'",
     "distributed.RecomputeAhead.timeline": "(self) -> 'Timeline'",
@@ -239,9 +248,9 @@ def test_a_schedule_that_recomputes_ahead_adds_these_members_for_its_users_and_t
 
 
 def test_handle_of_a_module_has_these_members_and_no_other():
-    from torchckpt.regions.wrap.module import CheckpointHandle
+    from torchckpt.regions.wrap.module import RegionHandle
 
-    assert [name for name in vars(CheckpointHandle) if not name.startswith("_")] == ["remove"]
+    assert [name for name in vars(RegionHandle) if not name.startswith("_")] == ["remove"]
 
 
 def test_handle_of_layers_has_these_members_and_no_other():

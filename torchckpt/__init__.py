@@ -27,6 +27,9 @@ if TYPE_CHECKING:
         is_checkpointing,
         is_recomputing,
         keep,
+        offload,
+        offload_layers,
+        offload_module,
     )
 
 __all__ = [
@@ -49,6 +52,9 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "keep",
+    "offload",
+    "offload_layers",
+    "offload_module",
     "testing",
 ]
 

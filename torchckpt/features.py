@@ -37,6 +37,7 @@ _REGIONS = (
     "torch._C:_current_autograd_node",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
+    "torch._C:_storage_Use_Count",
     "torch._C._autograd:_push_saved_tensors_default_hooks",
     "torch._C._autograd:_top_saved_tensors_default_hooks",
     "torch._C._autograd:_unsafe_set_version_counter",

@@ -11,6 +11,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.machine import machine
-from benchmarks.peers.bits import WAYS, Left, differing, train
+from benchmarks.peers.bits import WAYS, Left, Regions, differing, train
 
 LAYERS = {"LayerNorm and dropout": nn.LayerNorm, "BatchNorm and dropout": nn.BatchNorm1d}
 STEPS = 2
@@ -51,6 +52,12 @@ def built(norm: type[nn.Module], makes_regions: bool, is_compiled: bool = False)
         torch._dynamo.reset()
         model = torch.compile(model, backend="aot_eager_decomp_partition")
     return model, torch.randn(16, 8)
+
+
+@contextmanager
+def _switch(_: nn.Module, function: Regions) -> Iterator[None]:
+    with mock.patch.object(torch.utils.checkpoint, "checkpoint", lambda *args, **named: function(*args, **named)):
+        yield
 
 
 def ways() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -94,7 +101,7 @@ class Found(NamedTuple):
 def found(norm: type[nn.Module]) -> dict[str, Found]:
     """Of each way, after ``STEPS``."""
     plain = train(partial(built, norm, False), None, STEPS)
-    made = {name: train(partial(built, norm, True), way, STEPS) for name, way in ways()}
+    made = {name: train(partial(built, norm, True), way, STEPS, _switch) for name, way in ways()}
     with mock.patch("torch._functorch.config.activation_memory_budget", 0.0):
         made[BUDGET] = train(partial(built, norm, False, is_compiled=True), None, STEPS)
     return {name: Found(differing(plain, left), _counted(left)) for name, left in made.items()}

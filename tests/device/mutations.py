@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("torchckpt/regions", "torchckpt/pipe")
 SIMULATED, ACCELERATOR = ("-m", "not slow"), ("-m", "accelerator and not slow")
 TESTS = (
-    (*SIMULATED, "tests/device/library/test_waits.py"),
+    (*SIMULATED, "tests/device/library/test_waits.py", "tests/device/library/test_moved.py"),
     (*SIMULATED, "tests/device/library/test_pipe.py"),
     (
         *ACCELERATOR, "tests/regions/test_streams.py", "tests/regions/core/test_recompute.py",
@@ -93,6 +93,7 @@ CALLS: dict[str, tuple[str, _Without]] = {
     "synchronize": ("wait", _always("None")),
     "SyncPoint": ("event", _always("None")),
     "record_event": ("event", _event),
+    "_mark": ("event", _always("None")),
     "record": ("event", lambda call: "None" if isinstance(call.func, ast.Attribute) else None),
     "record_stream": ("record_stream", _always("None")),
     "_record": ("record_stream", _always("None")),

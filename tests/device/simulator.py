@@ -17,6 +17,8 @@ class Counts(NamedTuple):
 
     queued: int
     synchronous: dict[str, int]  # by name: those that could not be queued, and were waited for
+    waits: int  # of the host, for a stream, an event or a device
+    pins: int  # allocations of pinned memory
 
 
 class Ran(NamedTuple):

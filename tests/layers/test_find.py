@@ -1,7 +1,9 @@
 """The repeated blocks of models, by what they are."""
 from __future__ import annotations
 
+import json
 import logging
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import torchckpt
 from tests.layers.models import Model, Wide, gradients
+from tests.scripts import run
 from torchckpt.layers.find import repeated
 
 
@@ -83,12 +86,86 @@ def test_one_line_says_what_was_taken(caplog):
     assert handle.plan is not None
 
 
-@pytest.mark.parametrize(("package", "make", "count"), [
-    ("transformers", lambda t: t.GPT2LMHeadModel(t.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20)), 3),
-    ("transformers", lambda t: t.BertModel(t.BertConfig(
-        num_hidden_layers=3, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=20)), 3),
-    ("transformers", lambda t: t.T5Model(t.T5Config(
-        num_layers=3, d_model=16, num_heads=2, d_kv=8, d_ff=16, vocab_size=20)), 6),
-])
-def test_models_of_others(package, make, count):
-    assert len(repeated(make(pytest.importorskip(package)))) == count
+def test_what_is_of_the_same_class_in_other_lists():
+    """A list whose two blocks differ in shape, as where a stage halves its picture, and one with a single block."""
+    stages = [[(8, 8)] * 4, [(8, 16), (8, 32)], [(8, 64)]]
+    model = nn.Sequential(*(nn.Sequential(*(Wide(*sizes) for sizes in stage)) for stage in stages))
+    assert repeated(model) == ["0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "2.0"]
+
+
+def test_blocks_of_one_class_and_no_common_shape():
+    """As in DenseNet, where each block has more inputs than the one before."""
+    model = nn.ModuleDict({f"block{at}": Wide(8 * at, 8) for at in range(1, 4)})
+    assert repeated(model) == ["block1", "block2", "block3"]
+
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(("make", "count"), [
+    (lambda t: t.GPT2LMHeadModel(t.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20)), 3),
+    (lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_hidden_layers=3, vocab_size=20)), 3),
+    (lambda t: t.MixtralForCausalLM(
+        t.MixtralConfig(**SMALL, num_hidden_layers=3, num_key_value_heads=2, vocab_size=20)), 3),
+    (lambda t: t.BertModel(t.BertConfig(**SMALL, num_hidden_layers=3, vocab_size=20)), 3),
+    (lambda t: t.ViTModel(t.ViTConfig(**SMALL, num_hidden_layers=3, image_size=32)), 3),
+    (lambda t: t.T5Model(t.T5Config(num_layers=3, d_model=16, num_heads=2, d_kv=8, d_ff=16, vocab_size=20)), 6),
+], ids=["GPT-2", "Llama", "Mixtral", "BERT", "ViT", "T5"])
+def test_models_of_transformers(make, count):
+    assert len(repeated(make(pytest.importorskip("transformers")))) == count
+
+
+FOUND = {
+    "timm": {
+        "test_vit": ["blocks.0", 6], "test_convnext": ["stages.0.blocks.0", 9], "test_efficientnet": ["blocks.0", 5],
+        "densenet121": ["features.denseblock1.denselayer1", 58],
+        "swin_tiny_patch4_window7_224": ["layers.0.blocks.0", 12], "maxvit_tiny_tf_224": ["stages.0.blocks.0", 11],
+        "test_resnet": None, "regnety_004": None,
+    },
+    "diffusers": {
+        "UNet2DModel": ["down_blocks.0.resnets.0", 18], "UNet2DConditionModel": ["down_blocks.0.attentions.0", 18],
+        "DiTTransformer2DModel": ["transformer_blocks.0", 4], "FluxTransformer2DModel": ["transformer_blocks.0", 6],
+    },
+    "torchtitan": {"llama3": ["layers.0", 6], "qwen3": ["layers.0", 8]},
+}
+"""The first block and their number; None: it is refused, as it has no list of like blocks."""
+
+
+@pytest.mark.parametrize("package", FOUND)
+def test_models_of_others(package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    done = run("-m", "tests.layers.others", package)
+    if "ModuleNotFoundError" in done.stderr:
+        pytest.skip(f"{package} lacks a package: {done.stderr.splitlines()[-1]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    names = {model: [of["found"][0], len(of["found"])] if "found" in of else None for model, of in told.items()}
+    assert names == FOUND[package]
+    steps = [of["trained"] for of in told.values() if of.get("trained")]
+    assert [step for step in steps if step[0] == 0 or not step[1]] == []
+
+
+def test_a_model_built_as_torchtitan_builds_one():
+    """Blocks in a ``ModuleDict`` of a class of its own, by number, in a model between an embedding and a head."""
+    class Named(nn.ModuleDict):
+        pass
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok_embeddings = nn.Embedding(8, 16)
+            self.layers = Named({str(at): Wide(16, 32) for at in range(4)})
+            self.norm, self.output = nn.RMSNorm(16), nn.Linear(16, 8)
+
+        def forward(self, tokens):
+            x = self.tok_embeddings(tokens)
+            for layer in self.layers.values():
+                x = layer(x)
+            return self.output(self.norm(x))
+
+    model, tokens = Decoder(), torch.randint(8, (4, 16))
+    with torchckpt.checkpoint_layers(model, budget="1GiB") as handle:
+        assert handle.names == ("layers.0", "layers.1", "layers.2", "layers.3")
+        for _ in range(2):
+            gradients(model, tokens)
+        assert len(handle.plan.kept) == 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -245,7 +247,8 @@ def test_a_model_that_is_never_trained_holds_nothing(model, x):
 
 
 def test_a_graph_that_is_held_for_ever(model, x, monkeypatch):
-    monkeypatch.setattr("torchckpt.layers.follow._CALLS", 20)
+    for module in ("follow", "step"):
+        monkeypatch.setattr(f"torchckpt.layers.{module}.MOST_CALLS", 20)
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
         held = model(x)
         counts = [recomputes(model, x) for _ in range(6)]
@@ -304,6 +307,21 @@ def test_copies_recompute_every_call(model, x):
             with count_recomputes() as counted:
                 gradients(copied, x)
             assert counted.total == 6
+        assert recomputes(model, x) == 0
+
+
+def test_a_copy_can_have_a_budget_of_its_own(model, x):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        copied = copy.deepcopy(model)
+        with torchckpt.checkpoint_layers(copied, "layers.*", budget="70%") as handle:
+            assert [recomputes(copied, x) for _ in range(2)] == [6, 6 - len(handle.plan.kept)]
+            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
+        assert recomputes(copied, x) == 0
+        again = copy.deepcopy(model)
+        torchckpt.checkpoint_layers(again, "layers.*")
+        assert recomputes(again, x) == 6
+        with pytest.raises(torchckpt.ArgumentError, match="checkpointed already"):
+            torchckpt.checkpoint_layers(again, "layers.*")
 
 
 def test_frozen_layers_in_front(model, x):
@@ -373,6 +391,11 @@ def test_what_is_shown(model, x, tmp_path):
         text = handle.draw(tmp_path / "plan.svg")
     assert text == (tmp_path / "plan.svg").read_text()
     assert "Peak memory" in text
+    assert ">device<" in text
+    assert "rank" not in text
+    share = handle.plan.recompute_seconds / handle.plan.plain_seconds
+    assert f"{len(handle.plan.kept)} of 6 calls are kept; recomputing the others adds {share:.1%}"[:-1] in table
+    assert " % to the time of all" in table
 
 
 # other shapes ---------------------------------------------------------------------------------------------------------
@@ -413,7 +436,7 @@ def test_a_size_far_off_is_counted(model):
 
 
 def test_steps_that_are_foretold_are_forgotten_too(monkeypatch):
-    monkeypatch.setattr("torchckpt.layers.known._MOST", 4)
+    monkeypatch.setattr("torchckpt.measuring.known._MOST", 4)
     model = Model([Wide(16, 32) for _ in range(2)])
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
         counts = [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, *range(17, 32))]
@@ -504,3 +527,93 @@ def test_steps_that_begin_alike_and_go_on_otherwise_are_learned():
             model.cut = cut
             counts.append(recomputes(model, x))
     assert counts == [4, 0, 2, 4, 0, 0]
+
+
+# what a call costs ----------------------------------------------------------------------------------------------------
+
+
+def python_calls(model, x):
+    """How many calls of Python functions of this package a forward makes."""
+    counts = Counter()
+
+    def note(frame, event, _):
+        counts["torchckpt" in frame.f_code.co_filename and event == "call"] += 1
+
+    sys.setprofile(note)
+    outputs = model(x)
+    sys.setprofile(None)
+    outputs.sum().backward()
+    return counts[True]
+
+
+def of_one_more_layer(budget, x):
+    """The Python functions of this package that a forward calls for one layer more, in steps of a plan."""
+    calls = []
+    for count in (6, 10):
+        model = Model([Wide(16, 32) for _ in range(count)])
+        with torchckpt.checkpoint_layers(model, "layers.*", **budget):
+            for _ in range(4):
+                gradients(model, x)
+            calls.append(python_calls(model, x))
+    return (calls[1] - calls[0]) / 4
+
+
+def test_a_kept_call_is_the_plain_call_behind_a_look_at_its_shape(x):
+    """The mixin, what it calls for a checkpointed module, the way in of a planned layer, and the step."""
+    assert of_one_more_layer({"budget": "1GiB"}, x) == 4
+
+
+def test_a_recomputed_call_is_a_region_and_little_more(x, monkeypatch):
+    region = of_one_more_layer({}, x)
+    monkeypatch.setattr("torchckpt.layers.known.chosen", lambda wishes: frozenset())
+    assert of_one_more_layer({"budget": "1GiB"}, x) <= region + 1
+
+
+def test_calls_that_are_foreseen_and_come_otherwise(x):
+    """Inside of a model that is called with the same shapes: other lengths, no gradients, a region, an error."""
+    class Other(Model):
+        does = None
+
+        def forward(self, x):
+            x = self.first(x)
+            for at, layer in enumerate(self.layers):
+                if at == 2 and self.does == "cuts":
+                    x = x[:, :8]
+                if at == 2 and self.does == "looks":
+                    with torch.no_grad():
+                        layer(x)
+                if at == 2 and self.does == "skips":
+                    continue
+                inside = torchckpt.checkpoint if at == 2 and self.does == "has a region" else lambda call, x: call(x)
+                x = inside(layer, x)
+                if at == 2 and self.does == "fails":
+                    raise ZeroDivisionError
+            return self.head(x)
+
+    model = Other([Wide(16, 16 * (1 + at % 3)) for at in range(6)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        assert [recomputes(model, x) for _ in range(4)] == [6, 0, 0, 0]
+        model.does = "looks"
+        assert recomputes(model, x) == 0
+        model.does = "cuts"
+        assert recomputes(model, x) == 4
+        model.does = None
+        assert [recomputes(model, x) for _ in range(10)][-1] == 0
+        model.does = "skips"
+        assert recomputes(model, x) == 3
+        model.does = None
+        assert [recomputes(model, x) for _ in range(10)][-1] == 0
+        model.does = "has a region"
+        assert recomputes(model, x) == 1 + 1 + 3
+        model.does = "fails"
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+        model.does = None
+        assert [recomputes(model, x) for _ in range(10)][-1] == 0
+
+
+def test_sizes_that_are_near_each_other_foretell_nothing(model):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        counts = [recomputes(model, torch.randn(8, length, 16)) for length in (16, 17, 20, 24)]
+        assert counts == [6, 6, 6, 0]

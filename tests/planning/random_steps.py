@@ -1,12 +1,16 @@
 """Random schedules that can run, by construction, and random costs."""
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
-from torchckpt.planning.work.block import Block, Link, Stage
+from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.host import Host
+from torchckpt.planning.work.move import Boundary, Move
 
 F, B, I, W, R = Kind  # noqa: E741  # the letters of the notation
 
@@ -96,3 +100,35 @@ def _block(random):
     boundary = random.randint(0, 10)
     seconds = [random.choice([0.0, random.random(), 3 * random.random()]) for _ in range(4)]
     return Block(*seconds, boundary + random.randint(0, 100), boundary, random.randint(0, 5))
+
+
+def random_moves(seed: int) -> Step:
+    """The random step with parts before and after its blocks, of which blocks that were kept are away, and a host."""
+    random = Random(seed)
+    _, schedule, stages, links, choices = random_step(seed)
+    stages = tuple(replace(stage, before=_part(random), after=_part(random)) for stage in stages)
+    away, moves = {}, []
+    for order in schedule.ranks:
+        at = [(index, block) for index, action in enumerate(order) for block in _boundaries(stages, action)]
+        for stage, i in {action.visit for action in order}:
+            choice = choices.get((stage, i), Choice(tuple(range(len(stages[stage].blocks)))))
+            gone = tuple(block for block in choice.kept if random.random() < 0.6)
+            away[stage, i] = replace(choice, kept=tuple(b for b in choice.kept if b not in gone), away=gone)
+            forward = order.index((stage, F, i))
+            backward = next(order.index((stage, kind, i)) for kind in (B, I) if (stage, kind, i) in order)
+            for block in gone:
+                places = at[at.index((forward, block)) + 1 : at.index((backward, block)) + 1]
+                release, issue = sorted(random.choices(range(len(places)), k=2))
+                moves.append(Move(stage, i, block, Boundary(*places[release]), Boundary(*places[issue])))
+    rates = [random.choice([5.0, 50.0, 500.0]) for _ in range(2)]
+    host = Host(1e9, *rates, half_duplex=random.random() < 0.5, drag=random.choice([0.0, 0.25]))
+    return Step(schedule, stages, tuple(links), away, tuple(moves), host)
+
+
+def _boundaries(stages, action):
+    n = len(stages[action.stage].blocks)
+    return {F: range(n + 1), R: range(1), W: range(1)}.get(action.kind, range(n, -1, -1))
+
+
+def _part(random):
+    return fixed(*(random.choice([0.0, random.random()]) for _ in range(3)), random.randint(0, 20))

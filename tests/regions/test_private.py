@@ -141,6 +141,38 @@ def storage_key():
     assert private.storage_key(torch.eye(2).to_sparse()) is None
 
 
+def bytes_now():
+    tensor = torch.ones(3)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    assert private.bytes_now(storage) == tensor.untyped_storage().nbytes() == 12
+    tensor.untyped_storage().resize_(40)
+    assert private.bytes_now(storage) == 40
+    del tensor
+    assert private.bytes_now(storage) is None
+
+
+def use_count():
+    x = torch.zeros(3)
+    assert private.use_count(x) == 1
+    aliases = [x[1:], x.detach(), x.view(1, 3)]
+    storage = x.untyped_storage()  # does not count
+    assert private.use_count(x) == 1 + len(aliases)
+    reference = StorageWeakRef(storage)
+    del aliases
+    assert private.use_count(x) == 1
+    del x, storage
+    assert reference.expired()
+
+
+def negated():
+    imaginary = torch.tensor([1 + 2j]).conj().imag
+    x = torch.tensor([2.0])
+    view = private.negated(x)
+    assert view.is_neg() == imaginary.is_neg() is True
+    assert torch.equal(view, imaginary)
+    assert view.data_ptr() == x.data_ptr()
+
+
 def modes_are_active():
     assert not private.modes_are_active()
     with torch.device("meta"):
@@ -462,6 +494,7 @@ COUNTERPARTS = {
     "alive": alive,
     "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
+    "bytes_now": bytes_now,
     "caching_mode": selective_forward,
     "compiler_of": compiler_of,
     "compiler_stance": compiler_stance,
@@ -480,6 +513,7 @@ COUNTERPARTS = {
     "look_through": look_through,
     "modes_are_active": modes_are_active,
     "mutation_is_allowed": mutation_is_allowed,
+    "negated": negated,
     "newest_node": newest_node,
     "norm_layer": norm_layer,
     "number_of": newest_node,
@@ -495,6 +529,7 @@ COUNTERPARTS = {
     "settings_of_torch": settings_of_torch,
     "storage_key": storage_key,
     "take_from_modes": put_under_modes,
+    "use_count": use_count,
     "use_stance": compiler_stance,
     "without_selective_modes": without_selective_modes,
 }

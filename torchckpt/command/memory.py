@@ -21,8 +21,8 @@ __all__ = ["add", "run", "run_script", "split"]
 _EXAMPLES = """\
 The script runs as "python train.py" runs it, and is ended when so many backward passes are done. Of each pass, what
 autograd keeps is told at the moment when it is most, since the pass before. A script that fails, as for want of memory,
-is told of up to there. Not seen is what the script does in other threads and processes, which lines of compiled code
-(CompiledFunction) save what, and what regions (checkpoint) keep while they are recomputed.
+or exits before its first pass, is told of up to there. Not seen is what the script does in other threads and processes,
+which lines of compiled code (CompiledFunction) save what, and what regions (checkpoint) keep while they are recomputed.
 
 examples:
   python -m torchckpt memory train.py
@@ -69,7 +69,8 @@ def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -
     """Run ``python arguments`` in this process until it ends, or until there are so many backward ``passes``.
 
     A pass begins where the one before ended. Calls inside of a pass, calls of other threads, and those that make a
-    graph of gradients (``create_graph``) are none. Of a script that fails, the last pass is what was kept until then.
+    graph of gradients (``create_graph``) are none. Of a script that fails, or exits before its first pass, the last one
+    is what was kept until then.
     """
     from unittest.mock import patch  # late, as torch is: other commands do not need them
 
@@ -101,6 +102,7 @@ def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -
         try:
             with kept.entered(), suppress(_Enough):
                 runpy.run_path(arguments[0], run_name="__main__")
-        except Exception:
-            passes += [rest] if (rest := lines_of(kept)).rows else []
+        except (Exception, SystemExit) as error:
+            rest = [lines_of(kept)] if isinstance(error, Exception) or not passes else []
+            passes += [lines for lines in rest if lines.rows]
             raise

@@ -4,6 +4,7 @@
     within, phases    a schedule that meets a byte budget: the first steps are measured, the others follow a plan
     ahead             a schedule of torch's that recomputes before gradients arrive
     runtime           torch's runtime, with recomputes among its actions
+    moving            blocks that go to the host and come back, at the boundaries that a plan names
     record            when actions ran, on all ranks; the step that was measured
     counting          bytes that a stage saves, and bytes that are alive
     meeting, message  what ranks tell each other, and when

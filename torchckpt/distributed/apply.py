@@ -26,6 +26,7 @@ from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.work.block import Links, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import exempt as exempted
 from torchckpt.planning.work.choice import free_to_keep, no_such_visit, visit_faults
+from torchckpt.regions.moved.copies import goes_from
 
 __all__ = ["recompute_ahead", "schedule_of"]
 
@@ -65,11 +66,12 @@ def recompute_ahead(
     link: Links | None = None,
     *,
     budget: None = None,
+    host: None = None,
     plan: None = None,
 ) -> RecomputeAhead: ...
 @overload
 def recompute_ahead(
-    schedule: Live, *, budget: Bytes | None = None, plan: Plan | None = None
+    schedule: Live, *, budget: Bytes | None = None, host: Bytes | None = None, plan: Plan | None = None
 ) -> RecomputeWithin: ...
 @called("recompute_ahead()")
 def recompute_ahead(
@@ -80,6 +82,7 @@ def recompute_ahead(
     link: Links | None = None,
     *,
     budget: Bytes | None = None,
+    host: Bytes | None = None,
     plan: Plan | None = None,
 ) -> RecomputeAhead:
     """Have ``schedule`` recompute before gradients arrive. Call it on every rank, with the same arguments.
@@ -111,6 +114,8 @@ def recompute_ahead(
             when everything is kept. The first four steps recompute everything and are measured; of them a plan is made,
             which the others follow: what is kept, recomputed early or late, by region, stage and micro-batch.
             Weight gradients that are split off are moved. All processes of the job must be stepping.
+        host: with ``budget``: bytes of each rank in the memory of its host, or a list with one for each. Then regions
+            may also be sent there and back; the first steps measure what each can send, and how fast. Default: none.
         plan: one that was made before, by :func:`~torchckpt.planning.plan.plan_pipeline` or in another run
             (``schedule.plan.to_json()``); JSON, or the path of a file with that, too. Its blocks are the regions.
 
@@ -136,13 +141,14 @@ def recompute_ahead(
         *_exempt_faults(exempt, plain),
         *_cost_faults(segments, costs, link, plain),
         *(_plan_faults(budget, plan, segments, exempt, costs, link) if is_planned else ()),
+        *_host_faults(schedule, budget, host),
     ))
     finds_free = exempt == "auto" and segments is None and not is_planned
     kept = free_to_keep(plain) if finds_free else frozenset(() if isinstance(exempt, str) else exempt)
     check(_traced_faults(schedule, plain, kept))
     _warn_of_statistics(schedule)
     if budget is not None:
-        return RecomputeWithin(schedule, plain, budget)
+        return RecomputeWithin(schedule, plain, budget, host)
     if plan is not None:
         return RecomputeWithin(schedule, plain, plan_for(plan, plain))
     placed = plain if segments == 0 else _placed(plain, kept, None if isinstance(costs, str) else costs, link or 0.0)
@@ -247,6 +253,18 @@ def _cost_faults(segments: object, costs: object, link: object, schedule: Schedu
     if costs is not None and segments == 0:
         received = f"costs={costs!r}, segments=0"
         yield Fault("costs are given, but no segments to recompute early", received, "segments=1, or no costs")
+
+
+def _host_faults(live: Live, budget: object, host: object) -> Iterator[Fault]:
+    if host is None:
+        return
+    if budget is None:
+        rule = "a host is given without a budget, and with no limit on the device nothing has to leave it"
+        yield Fault(rule, f"host={host!r}", 'budget="60GiB", host="200GiB"')
+    for stage in stages_of(live)[:1]:
+        if not goes_from(torch.device(stage.device)):
+            rule = "there is nothing to send to a host: what the stage saves is there already"
+            yield Fault(rule, f"host={host!r}, and a stage on {stage.device}", 'budget="60GiB" alone')
 
 
 def _plan_faults(

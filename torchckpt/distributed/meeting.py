@@ -1,33 +1,24 @@
 """Meeting: what ranks tell each other, and a collective call that a rank does not make.
 
-A collective that one rank alone enters ends with the timeout of its group, and names nothing. So ranks first say in the
-store of the group which call they make. They take turns, numbered on each rank; a turn is decided once, by whoever is
-first: "met" by the rank that sees all others, "missed" by one that has waited too long. Late ranks pass over a missed
-turn, and so meet in the next one::
-
-    rank 0   turn/0 = 1   1/0 = report()   waits ... 1/verdict = missed: error    turn/0 = 2   2/0 = report()   met
-    rank 1                                           (passes over turn 1)   turn/1 = 2   2/1 = report()         met
-
-The last rank to leave a turn clears it. Nothing of this is in a step.
+A collective that one rank alone enters ends with the timeout of its group, and names nothing. So ranks first say in
+turns which call they make. Nothing of this is in a step.
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchckpt.distributed.message import read, written
-from torchckpt.distributed.private import store_of, timeout_of
 from torchckpt.errors import CheckpointError, ScheduleError
+from torchckpt.ranks.turns import Absent, told_by_all
 
 __all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "together"]
+
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values ``mine`` of all processes, in the order of ranks. Collective: all processes must call it.
@@ -70,10 +61,6 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """The device of the collectives of ``group``: the CPU if they can run there, else the current accelerator."""
     devices = [backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in devices else devices[0])
-
-
-_WARNED_AFTER = timedelta(seconds=10)
-_MET, _MISSED = "met", "missed"
 
 
 @contextmanager
@@ -133,71 +120,12 @@ def check_the_same(what: str, told: Sequence[tuple[str, str]]) -> None:
 
 
 def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    store, patience = store_of(group), timeout_of(group, device) / 2
-    if store is None:
-        return
-    turns = _Turns(PrefixStore("torchckpt/meeting", store), group.rank(), group.size())
-    turn = turns.entered(call)
-    warned = min(_WARNED_AFTER, patience / 2)
-    if not turns.wait(turn, warned):
-        text = f"schedule.{call} waits for {_ranks(turns.absent(turn))}: it is collective, every rank is to call it"
-        warnings.warn(text, stacklevel=6)
-        turns.wait(turn, patience - warned)
-    absent = turns.absent(turn)
-    if turns.decided(turn, _MISSED if absent else _MET) == _MISSED:
-        late = f"no such call on {_ranks(absent)}" if absent else "the last call after another rank had given up"
-        raise _refusal(call, f"{call} on rank {group.rank()}, {late} within {patience.total_seconds():g} s")
-    calls = turns.left(turn)
-    if len(set(calls)) > 1:
+    try:
+        calls = told_by_all(call, "meeting", group, device, f"schedule.{call} is collective: it waits for", 7)
+    except Absent as absent:
+        raise _refusal(call, f"{call} on rank {group.rank()}, {absent}") from None
+    if calls is not None and len(set(calls)) > 1:
         raise _refusal(call, ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(calls)))
-
-
-class _Turns:
-    """The turns of one rank, in the ``store`` of its group."""
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-
-    def entered(self, call: str) -> int:
-        """The number of the turn; the first that is not missed."""
-        while True:
-            turn: int = self._store.add(f"turn/{self._rank}", 1)
-            if not self._store.check([f"{turn}/verdict"]):
-                self._store.set(f"{turn}/{self._rank}", call)
-                return turn
-
-    def wait(self, turn: int, time: timedelta) -> bool:
-        """Whether all ranks came, after at most so much time."""
-        try:
-            self._store.wait(self._keys(turn), time)
-        except RuntimeError:  # the time is over; a store that is lost raises again
-            return not self.absent(turn)
-        return True
-
-    def absent(self, turn: int) -> list[int]:
-        return [rank for rank, key in enumerate(self._keys(turn)) if not self._store.check([key])]
-
-    def decided(self, turn: int, verdict: str) -> str:
-        """The verdict that came first."""
-        first: bytes = self._store.compare_set(f"{turn}/verdict", "", verdict)
-        return first.decode()
-
-    def left(self, turn: int) -> list[str]:
-        """Leave a turn; the call that each rank made in it."""
-        calls = [self._store.get(key).decode() for key in self._keys(turn)]
-        is_last = self._store.add(f"{turn}/left", 1) == self._size
-        while is_last and self._store.check([f"{turn}/verdict"]):  # nobody reads this turn, or one before it, again
-            for key in (*self._keys(turn), f"{turn}/left", f"{turn}/verdict"):
-                self._store.delete_key(key)
-            turn -= 1
-        return calls
-
-    def _keys(self, turn: int) -> list[str]:
-        return [f"{turn}/{rank}" for rank in range(self._size)]
-
-
-def _ranks(listed: Sequence[int]) -> str:
-    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"
 
 
 def _refusal(call: str, received: str) -> ScheduleError:

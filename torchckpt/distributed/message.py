@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
+from torchckpt.measuring.link import MeasuredLink
 from torchckpt.planning import Action, Block, Kind, Stage
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
@@ -15,7 +16,10 @@ from torchckpt.planning.step.memory import Level
 
 __all__ = ["read", "written"]
 
-_OBJECTS = (Action, ArgumentError, Block, BudgetInfeasible, Kind, Level, ScheduleError, Span, Stage, WholeStep)
+_OBJECTS = (
+    Action, ArgumentError, Block, BudgetInfeasible, CheckpointError, Kind, Level, MeasuredLink, ScheduleError, Span,
+    Stage, WholeStep,
+)
 _MAKERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in _OBJECTS},
     "dict": lambda *pairs: dict(pairs),

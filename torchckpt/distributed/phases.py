@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault
+from torchckpt.measuring.link import MeasuredLink
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
 from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.order.schedule import Visit
@@ -27,6 +28,7 @@ from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
 from torchckpt.planning.plan.run.order import done_whole, summed_as_given
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.placement import recomputed_early
+from torchckpt.planning.work.host import Host
 
 __all__ = ["FIRST_STEPS", "Following", "Measuring", "Plan", "digest_of", "plan_for"]
 
@@ -57,9 +59,13 @@ class Measuring:
         ArgumentError: ``budget`` is not a valid budget for the ranks of ``schedule``.
     """
 
-    def __init__(self, schedule: Schedule, budget: Bytes) -> None:
+    def __init__(self, schedule: Schedule, budget: Bytes, host: Bytes | None = None) -> None:
         self._budget, self._plain, ranks = budget, schedule, len(schedule.ranks)
-        self._key = str([bytes_per_rank(budget, ranks, peak) for peak in (1.0, 2.0)])  # a share differs in the two
+        self.host_bytes = None if host is None else Host(host, out=1.0).bytes_of(ranks)
+        """The host memory of each rank; the link to it is measured."""
+        limits = [bytes_per_rank(budget, ranks, peak) for peak in (1.0, 2.0)]  # a share differs in the two
+        self._key = str([*limits, *([] if host is None else [self.host_bytes])])
+        self._host = host
         self._counted: list[tuple[Schedule, _Levels]] = []
         """For each step in which bytes were counted, its order, and the levels of this rank's actions: the bytes beyond
         those allocated before the step. The first had whole backwards."""
@@ -71,7 +77,7 @@ class Measuring:
 
     def told(self) -> tuple[str, str]:
         """A key that is equal on all ranks that mean the same, however they write it, and its name in an error."""
-        return self._key, f"budget={self._budget!r}"
+        return self._key, f"budget={self._budget!r}" + ("" if self._host is None else f", host={self._host!r}")
 
     def agreed(self, tied: bool) -> Measuring:
         """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""
@@ -92,19 +98,24 @@ class Measuring:
         """Note the levels of a step in which bytes were counted."""
         self._counted.append((order, levels))
 
-    def planned(self, measured: Gathered, tied: bool, pairs: Collection[tuple[Action, Action]]) -> Following:
+    def planned(
+        self, measured: Gathered, tied: bool, pairs: Collection[tuple[Action, Action]], link: MeasuredLink | None = None
+    ) -> Following:
         """Make the plan. Collective: all processes of the job must call it, and all get the same plan.
 
         Args:
             measured: the combined records of steps that recomputed all regions.
             tied: whether stages of some process share parameters.
             pairs: actions that torch runs as one where the second follows the first.
+            link: of this rank to its host, if it has one.
 
         Raises:
             ArgumentError, BudgetInfeasible, ScheduleError: on every rank.
         """
         levels_of_processes = all_gather([levels for _, levels in self._counted])
-        outcome = broadcast(None if dist.get_rank() else self._outcome(measured, levels_of_processes, tied, pairs))
+        host = self._measured_host(link)
+        is_first = dist.get_rank() == 0
+        outcome = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
         if isinstance(outcome, CheckpointError):
             raise outcome
         text, whole_step = outcome
@@ -112,12 +123,21 @@ class Measuring:
         check_the_same("plan", [(digest, digest) for digest in all_gather(digest_of(plan))])
         return Following(Fitted(replace(plan, whole_step=whole_step), *whole_step))
 
+    def _measured_host(self, link: MeasuredLink | None) -> Host | None:
+        """The host with the slowest of the links that were measured. Collective."""
+        if self.host_bytes is None:
+            return None
+        links = [each for each in all_gather(link) if each is not None]
+        rates = (min(each.out for each in links), min(each.back for each in links))
+        return Host(list(self.host_bytes), *rates, drag=max(each.drag for each in links))
+
     def _outcome(
         self,
         measured: Gathered,
         levels_of_processes: Sequence[Sequence[_Levels]],
         tied: bool,
         pairs: Collection[tuple[Action, Action]],
+        host: Host | None,
     ) -> tuple[str, WholeStep] | CheckpointError:
         """What rank 0 sends to the others, which wait for it: the plan as JSON and its bytes, or why there is none."""
         stages, links = measured.step.stages, measured.step.links
@@ -126,7 +146,7 @@ class Measuring:
             steps = [_measured_step(*step) for step in zip(orders, zip(*levels_of_processes))]
             with called(_CALLER):
                 check([] if any(stage.blocks for stage in stages) else [_NO_REGIONS])
-                fit = fitted(self._plain, stages, links, self._budget, steps, tied, pairs)
+                fit = fitted(self._plain, stages, links, self._budget, steps, tied, pairs, host)
         except CheckpointError as error:
             return error
         except Exception as error:

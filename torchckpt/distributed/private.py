@@ -1,14 +1,11 @@
-"""Private: the private names of torch's that this folder uses: of pipeline schedules, of FSDP2, of process groups."""
+"""Private: the private names of torch's that this folder uses: of pipeline schedules, and of FSDP2."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -36,8 +33,6 @@ __all__ = [
     "raise_unless_supported",
     "sends_objects",
     "stages_of",
-    "store_of",
-    "timeout_of",
 ]
 
 Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
@@ -124,23 +119,3 @@ def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     finally:
         for state, training_state in zip(states, before):
             state._training_state = training_state
-
-
-def store_of(group: dist.ProcessGroup) -> Store | None:
-    """The store in which the ranks of ``group`` met to make it; None of a backend that needs none. Ends when the oldest
-    release that is supported has ``get_group_store``."""
-    get = getattr(group, "get_group_store", None)
-    try:
-        store: Store | None = dist.distributed_c10d._get_process_group_store(group) if get is None else get()
-    except (AttributeError, KeyError, RuntimeError):
-        return None
-    return store
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective on ``device`` may take. Ends when ``torch.distributed`` has a public name for it."""
-    try:
-        timeout: timedelta = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return dist.default_pg_timeout
-    return timeout

@@ -18,9 +18,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -28,10 +30,12 @@ from torch.utils import _pytree as pytree
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import first_cause, raise_without_regions
 from torchckpt.distributed.meeting import all_gather, check_the_same, together
+from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError
+from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
@@ -42,6 +46,7 @@ from torchckpt.planning.plan.run.fit_measured import PlannedStep, with_levels
 from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
+from torchckpt.regions.moved.copies import copies_of
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import tensors_in
 
@@ -53,19 +58,24 @@ class RecomputeWithin(RecomputeAhead):
 
     Args:
         plan: what is known already: the budget, or a plan.
+        host: with a budget, the bytes of each rank on its host. Default: none.
     """
 
     _remedy = "; if its shapes have changed, recompute_ahead(schedule, budget=...) anew, as a plan is for one shape"
 
-    def __init__(self, live: Live, plain: Schedule, plan: Bytes | PipelinePlan) -> None:
+    def __init__(self, live: Live, plain: Schedule, plan: Bytes | PipelinePlan, host: Bytes | None = None) -> None:
         self._phase: Measuring | Following
-        self._phase = Following.of(plan) if isinstance(plan, PipelinePlan) else Measuring(plain, plan)
+        self._phase = Following.of(plan) if isinstance(plan, PipelinePlan) else Measuring(plain, plan, host)
         self._steps = 0  # of this phase
         self._any_tied = False
         self._live_bytes: LiveBytes | None = None  # of a step in which bytes are counted
         self._input_shapes: tuple[Any, ...] = ()  # of what the forward of a stage was called with
         self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._refusal: CheckpointError | None = None
+        self._boundaries: Boundaries | None = None
+        """Those of a step in which something goes to the host."""
+        self._going: dict[int, Going] = {}
+        """By stage, what its regions can send to the host."""
         super().__init__(live, plain, None, frozenset(), is_measuring=False)
         self._run(self._phase.order(FIRST_STEPS))
 
@@ -98,7 +108,17 @@ class RecomputeWithin(RecomputeAhead):
         fitted, steps = self._phase.fitted, tuple(map(_seconds_of, measured.spans))
         timeline, is_counted = self._planned_timeline(self._phase, measured)
         peaks = timeline.peak_bytes if is_counted else None
-        return PlannedStep(fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, peaks)
+        copied = self._copied() if fitted.plan.moves else ((), ())
+        return PlannedStep(fitted.plan, timeline, steps, fitted.budget_bytes, fitted.peak_bytes, peaks, *copied)
+
+    def _copied(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of each rank, the seconds that it waited for copies in the last step, and its peak on the host. Collective.
+        """
+        copies = copies_of(self._record.device)
+        with self._record.device_current():
+            by_rank = dict(all_gather((self.rank, (copies.waited_seconds(), copies.arena.peak_bytes)), self._group))
+        waited, peaks = zip(*(by_rank[rank] for rank in range(self.pp_group_size)))
+        return waited, peaks
 
     def _planned_timeline(self, phase: Following, measured: Gathered) -> tuple[Timeline, bool]:
         """The last step, and whether its memory is what a step was measured to take. Collective."""
@@ -129,8 +149,15 @@ class RecomputeWithin(RecomputeAhead):
         if self.is_training:
             self._end_step()
 
+    def reaches(self, action: str) -> None:
+        super().reaches(action)
+        if self._boundaries is not None:
+            self._boundaries.begins(action)
+
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
+        if self._boundaries is not None:
+            self._boundaries.begins(str(action))  # the second of two that torch runs as one
         if self._live_bytes:
             self._live_bytes.reaches(action)
         is_forward = action.kind is Kind.FORWARD and self.is_training
@@ -149,6 +176,18 @@ class RecomputeWithin(RecomputeAhead):
 
     def _choice(self, visit: Visit) -> Choice | State:
         return self._phase.choice(visit)  # [2]
+
+    def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
+        if self._has_host and visit[0] not in self._going:
+            return AllMoved()
+        if isinstance(choice, Choice) and self._boundaries is not None:
+            return self._boundaries.scope(choice, self._going[visit[0]], partial(self._replaying, visit), visit)
+        return super()._scope(visit, choice, module)
+
+    @property
+    def _has_host(self) -> bool:
+        is_measured = isinstance(self._phase, Measuring) and self._phase.host_bytes is not None
+        return is_measured or self._boundaries is not None
 
     def _counts(self, visit: Visit) -> bool:
         is_counted = isinstance(self._phase, Measuring) and self._live_bytes is not None
@@ -170,6 +209,8 @@ class RecomputeWithin(RecomputeAhead):
 
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
+        if isinstance(scope, AllMoved):
+            self._going[stage] = scope.sent()
         if not scope.regions:
             raise_without_regions(stage, self._stage_by_index[stage].submod, outputs, is_planned=True)
         seen = scope.regions, self._input_shapes, *map(_shape_of, tensors_in(outputs))
@@ -199,6 +240,11 @@ class RecomputeWithin(RecomputeAhead):
         order = self._phase.order(self._steps)
         if order is not self._order:
             self._run(order)
+        self._boundaries = None
+        if self.plan is not None and self.plan.moves:
+            self._boundaries = Boundaries(self.plan, self.rank)
+            copies = copies_of(self._record.device)
+            copies.waits, copies.arena.peak_bytes = [], copies.arena.used_bytes
         if self._phase.counts(self._steps):
             # A step that begins without gradients makes them; one of a plan is shown as it was.
             made_bytes = self._bytes_of_gradients() if isinstance(self._phase, Measuring) else 0.0
@@ -230,11 +276,36 @@ class RecomputeWithin(RecomputeAhead):
         """The phase of the plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
         for stage, counted in self._counted.items():
-            seconds = replays.get(stage, {})
-            blocks = (replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks))
+            seconds, going = replays.get(stage, {}), self._going.get(stage)
+            blocks = [replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks)]
+            if going is not None:
+                sent = [float(sum(each.values())) for each in going]
+                blocks = [replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(blocks, sent)]
             self._counted[stage] = replace(counted, blocks=tuple(blocks))
         with together("make a plan of the measured steps"), self._record.device_current():
-            return phase.planned(self._gathered(None), self._any_tied, self.pairs)
+            measured = self._gathered(None)
+            link = None if phase.host_bytes is None else self._measured_link()
+            following = phase.planned(measured, self._any_tied, self.pairs, link)
+            self._reserve_host(following.plan)
+        return following
+
+    def _measured_link(self) -> MeasuredLink:
+        """The link of this rank to its host, with all ranks copying. Collective."""
+        regions = (region for going in self._going.values() for region in going)
+        largest = max((sum(region.values()) for region in regions), default=0)
+        return measured_link(self._record.device, largest, dist.barrier)
+
+    def _reserve_host(self, plan: PipelinePlan) -> None:
+        """Have the host memory of ``plan`` before its first step. Collective, so that no rank waits for one without."""
+        outcome: CheckpointError | None = None
+        if plan.moves:
+            try:
+                copies_of(self._record.device).arena.reserve(int(plan.host_peak_bytes[self.rank]))
+            except CheckpointError as error:
+                outcome = error
+            errors = [each for each in all_gather(outcome) if each is not None]
+            if errors:
+                raise errors[0]
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""

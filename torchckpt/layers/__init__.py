@@ -3,9 +3,12 @@
     apply             what users call: ``checkpoint_layers``, and the handle that it returns
     find              the repeated blocks of a model
     follow            at each call, which step it is of, and whether it is kept
+    step              the step that is running
+    agree             the calls that all ranks keep, where they communicate inside of layers
     known             the steps that were counted, and the plan of each
     count             a step that is counted while it runs
     plan              the calls that are kept, for the least time within a budget
+    away              which calls go to a host, when they leave and come back
     took              what a step took, call by call; the same at another size
 """
 from torchckpt.layers.apply import PlannedLayers, checkpoint_layers

@@ -33,7 +33,7 @@ class PlannedLayers(LayersHandle, Drawn):
     """Undoes one :func:`checkpoint_layers`, and shows the plan that is made for a budget."""
 
     def __init__(self, layers: Layers, undo: ExitStack, steps: Steps | None = None) -> None:
-        super().__init__(layers, undo)
+        super().__init__(layers, undo, _CALLER)
         self._steps = steps
 
     @property
@@ -67,6 +67,7 @@ def checkpoint_layers(
     every: int = 1,
     budget: Budget | None = None,
     device_memory: Budget | None = None,
+    host: Budget | None = None,
     preserve_rng_state: bool = True,
     generators: Sequence[torch.Generator] = (),
     determinism_check: DeterminismCheck = "default",
@@ -104,6 +105,8 @@ def checkpoint_layers(
             inputs. If everything fits, no call is a region.
         device_memory: in place of ``budget``, the bytes of the whole device, such as ``"80GB"``. What is allocated
             before a step is taken off. For devices that count what is allocated.
+        host: with a budget: bytes in the memory of the host that calls may be sent to and come back from, if that takes
+            less time than recomputing them. When the second step begins, it is measured how fast. Default: none.
         preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
 
     Returns:
@@ -117,14 +120,14 @@ def checkpoint_layers(
             call. It says how much that is.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-    if budget is None and device_memory is None and layers is not None:
+    if budget is None and device_memory is None and host is None and layers is not None:
         return PlannedLayers(*wrap_layers(model, layers, every, options))
-    faults = list(_budget_faults(model, every, budget, device_memory))
+    faults = list(_budget_faults(model, every, budget, device_memory, host))
     if layers is None and isinstance(model, nn.Module) and not faults:
         layers = repeated(model)
         _LOGGER.info("%s takes %d repeated blocks: %s to %s", _CALLER, len(layers), layers[0], layers[-1])
     chosen, undo = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
-    steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory)))
+    steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory, host)))
     for number, layer in enumerate(chosen.values()):
         layer.__dict__[ENTER] = Enter(steps, number)
         undo.callback(layer.__dict__.pop, ENTER, None)
@@ -134,16 +137,22 @@ def checkpoint_layers(
     return PlannedLayers(chosen, undo, steps)
 
 
-def _budget_faults(model: object, every: object, budget: object, device_memory: object) -> Iterator[Fault]:
+def _budget_faults(
+    model: object, every: object, budget: object, device_memory: object, host: object
+) -> Iterator[Fault]:
     if budget is None and device_memory is None:
-        yield Fault("neither layers nor a budget is given", "checkpoint_layers(model)", _WORKS)
+        if host is None:
+            yield Fault("neither layers nor a budget is given", "checkpoint_layers(model)", _WORKS)
+        else:
+            rule = "a host is given without a budget, and with no limit on the device nothing has to leave it"
+            yield Fault(rule, f"host={host!r}", 'budget="60GiB", host="200GiB"')
     if budget is not None and device_memory is not None:
         received = f"budget={budget!r}, device_memory={device_memory!r}"
         yield Fault("both a budget and the memory of the device are given", received, "the one or the other")
     if every != 1:
         received = f"every={every!r} and a budget"
         yield Fault("every is given with a budget, which decides what is recomputed", received, _WORKS)
-    for name, given in (("budget", budget), ("device_memory", device_memory)):
+    for name, given in (("budget", budget), ("device_memory", device_memory), ("host", host)):
         amount = read(given)
         most = sys.float_info.max if amount is None or not amount.is_share else 1 if name == "budget" else 0
         if given is not None and (amount is None or amount.number > most):
@@ -154,6 +163,6 @@ def _budget_faults(model: object, every: object, budget: object, device_memory: 
         if is_compiled(model):
             works = "for layer in model.layers: layer.compile(); or graph.backend(budget=...)"
             yield Fault("the model is compiled as a whole, so no call of a layer is seen", type(model).__name__, works)
-        if any(ENTER in module.__dict__ for module in model.modules()):
+        if any(module.__dict__.get(ENTER) is not None for module in model.modules()):
             rule = "layers of the model have a budget already"
             yield Fault(rule, f"a second {_CALLER}(..., budget=...)", "handle.remove() first")

@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchckpt.layers.took import Call, Key, Took
+from torchckpt.measuring.live import Watch
 from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
-from torchckpt.regions.private import after_backward, put_under_modes, take_from_modes
+from torchckpt.regions.moved.region import LEAST_BYTES
+from torchckpt.regions.moved.slot import stays
+from torchckpt.regions.private import after_backward, put_under_modes
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import tensors_in
 
@@ -49,76 +52,68 @@ class Moment(NamedTuple):
     seconds: float
 
 
-class _Watch(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
-    """Watches operators until it is told not to; it may stay entered for longer."""
-
-    is_on = True
-    is_in_call = sees_collectives = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Dynamo compiles under it: what it runs as it is under a mode, it never compiles again."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_in_call and getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            self.sees_collectives = True
-        if not self.is_on or self.allocator:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _leave(watch: _Watch) -> None:
-    watch.is_on = False
-    take_from_modes(watch)
-
-
 class Counter:
     """Counts one step, from now on.
 
     Args:
         looks: whether operators may be watched. If not, and the device has no allocator that counts, only what autograd
             keeps of the calls counts.
+        gathered: parameters that count, though they are there already.
     """
 
-    def __init__(self, device: torch.device, looks: bool) -> None:
-        self._live, self._clock = _Watch(device, looks), Clock(device)
+    def __init__(
+        self, device: torch.device, looks: bool, model: nn.Module, gathered: Sequence[nn.Parameter] = ()
+    ) -> None:
+        self._live, self._clock, self._watch = LiveStorages(device, looks), Clock(device), Watch()
         self._is_blind = not looks and not self._live.allocator
         self._moments: list[Moment] = []
         self._noted: dict[int, dict[Any, int]] = {}
         """By call, the storages that its forward saved, and their bytes."""
-        self._inner: dict[int, int] = {}
+        self._going: set[Any] = set()
+        """Those that a region could send to a host."""
+        self._inner: dict[int, tuple[int, int]] = {}
+        """By call, the bytes that it holds if it is kept, and those of them that can go."""
         self._boundary: dict[int, int] = {}
         self._claimed: set[Any] = set()
         self._is_in_backward = self._is_broken = False
-        may_communicate = dist.is_available() and dist.is_initialized()
-        if looks and (may_communicate or not self._live.allocator):
-            put_under_modes(self._live)
-        weakref.finalize(self, _leave, self._live)
+        self.groups: set[dist.ProcessGroup] = set()
+        """Those in which forwards have communicated."""
+        if looks and not self._live.allocator:
+            put_under_modes(self._watch)
+        weakref.finalize(self, self._watch.stop)
+        self._watch.live = self._live
+        self._live.include(gathered)
+        parameters = [] if self._live.allocator else [*model.parameters()]
+        is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        self._model, self._sharded = model, parameters if is_sharded else []
         self._live.begin()
         self._note(Kind.STEP)
 
     def stop(self) -> None:
         """Watch no more."""
-        _leave(self._live)
+        self._watch.stop()
 
-    def noted(self, call: int) -> dict[Any, int]:
-        """Where the frame of a call is to note the storages that it drops."""
-        return self._noted.setdefault(call, {})
+    def note(self, call: int, tensor: Tensor) -> None:
+        """Note the storages of a tensor that the frame of a call drops."""
+        storages = storage_of(tensor)
+        self._noted.setdefault(call, {}).update(storages)
+        if not stays(tensor, LEAST_BYTES):
+            self._going.update(storages)
 
     @contextmanager
     def forward(self, call: int, arguments: Any) -> Iterator[None]:
         """A context around the forward of a call."""
-        self._live.is_on = True
+        self._watch.live = self._live
         sizes = {key: size for tensor in tensors_in(arguments) for key, size in storage_of(tensor).items()}
         self._boundary[call] = sum(size for key, size in sizes.items() if key not in self._claimed)
         self._claimed.update(sizes)
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
-        self._is_broken = self._live.is_in_call = True
+        begun, self._is_broken = _begun_collectives(), True
         yield
-        self._is_broken = self._live.is_in_call = False
+        self._is_broken = False
+        self.groups |= {group for group, number in _begun_collectives().items() if number != begun.get(group, 0)}
         self._note(Kind.AFTER, call)
 
     @contextmanager
@@ -138,11 +133,6 @@ class Counter:
         self._note(Kind.BACKWARD, call)
 
     @property
-    def sees_collectives(self) -> bool:
-        """Whether a call has communicated."""
-        return self._live.sees_collectives
-
-    @property
     def is_complete(self) -> bool:
         """Whether no call has failed, and the last backward pass has ended."""
         return self._moments[-1].kind is Kind.END and not self._is_broken
@@ -160,6 +150,8 @@ class Counter:
         return _took(moments, key, self._inner, self._boundary)
 
     def _note(self, kind: Kind, call: int = -1) -> None:
+        parameters = zip(self._sharded, self._model.parameters())
+        self._live.note([now for before, now in parameters if now is not before])  # gathered where nobody sees it
         highest = self._live.highest()
         self._live.begin()
         self._moments.append(Moment(kind, call, highest, self._live.now(), self._clock.stamp()))
@@ -167,25 +159,36 @@ class Counter:
     def _settle(self) -> None:
         """When a backward begins: what a forward has saved, and nothing else holds, is what keeping the call takes."""
         for call in [call for call in self._noted if call not in self._inner]:
-            dead = (size for storage, size in self._noted[call].items() if storage.expired())
-            self._inner[call] = sum(dead)
+            dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
+            going = (size for storage, size in dead.items() if storage in self._going)
+            self._inner[call] = sum(dead.values()), sum(going)
 
     def _in_backward(self) -> None:
         if not self._is_in_backward:
-            self._is_in_backward = self._live.is_on = True
+            self._is_in_backward, self._watch.live = True, self._live
             after_backward(self._ended)
 
     def _ended(self) -> None:
         self._is_in_backward = False
         self._note(Kind.END)
-        self._live.is_on = False
+        self._watch.live = None
+
+
+def _begun_collectives() -> dict[dist.ProcessGroup, int]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    from torchckpt.ranks.private import begun_collectives  # which not every build of torch can import
+
+    return begun_collectives()
 
 
 _NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
 """In place of a call that was never replayed."""
 
 
-def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundary: Mapping[int, int]) -> Took:
+def _took(
+    moments: Sequence[Moment], key: Key, inner: Mapping[int, tuple[int, int]], boundary: Mapping[int, int]
+) -> Took:
     """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
     places = {(moment.kind, moment.call): place for place, moment in reversed(list(enumerate(moments)))}
     ends = [*moments[1:], _NOTHING]  # of what begins at a moment
@@ -209,13 +212,14 @@ def _took(moments: Sequence[Moment], key: Key, inner: Mapping[int, int], boundar
             0.0,
             done.seconds - backward.seconds,
             boundary.get(number, 0),
-            inner.get(number, 0),
+            inner.get(number, (0, 0))[0],
             end.highest_bytes,
             max(end.highest_bytes, end.left_bytes + rises),
             end.left_bytes,
             replayed.highest_bytes,
             done.highest_bytes,
             done.left_bytes,
+            inner.get(number, (0, 0))[1],
         ))
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]

@@ -3,29 +3,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from hashlib import sha256
 from itertools import combinations
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from torchckpt.errors import BudgetInfeasible, Fault, called, raise_fault
+from torchckpt.layers.away import HostLink, best_away
 from torchckpt.layers.count import Counter
-from torchckpt.layers.plan import LayersPlan, frontier
+from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
 from torchckpt.layers.took import Key, Took, of_another_size
+from torchckpt.measuring.known import LESS, NEAR, Followed, Remembered
+from torchckpt.measuring.link import measured_link
+from torchckpt.measuring.shapes import Settings, Shapes
 from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
+from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.saved import bytes_of
 
-__all__ = ["KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
+__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
 
 _CALLER = "checkpoint_layers"
-_MOST = 64
-"""At most so many steps are remembered."""
-_LESS = 0.9
-"""After the device was out of memory, the share of its budget that a plan may use."""
-_NEAR = 1.01
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,11 @@ class Limit:
 
     budget: Budget | None
     device_memory: Budget | None
+    host: Budget | None = None
+    """What may be on the host of the device."""
 
-    def before_bytes(self, device: torch.device) -> float:
-        """What is allocated on the ``device``, if that is taken off."""
+    def before_bytes(self, device: torch.device, settings: Settings) -> float:
+        """What was allocated on the ``device`` before the step that begins, if that is taken off."""
         if self.device_memory is None:
             return 0.0
         allocator = allocator_of(device)
@@ -44,7 +48,7 @@ class Limit:
             rule = "device_memory is given for a device that does not count what is allocated"
             with called(_CALLER):
                 raise_fault(Fault(rule, str(device), 'budget="60GiB"'))
-        return float(allocator.memory_allocated(device))
+        return float(allocator.memory_allocated(device) - bytes_of(settings.gathered))
 
     def bytes(self, took: Took, before_bytes: float) -> float:
         """The bytes that the step may take."""
@@ -52,23 +56,40 @@ class Limit:
             return budget_bytes(self.device_memory, 0) - before_bytes
         return budget_bytes(self.budget or "", math.ceil(took.peak_bytes(range(len(took.calls)))))
 
-    def too_small(self, plan: LayersPlan) -> BudgetInfeasible:
+    def too_small(self, plan: LayersPlan, rank: int | None = None) -> BudgetInfeasible:
         """The error for a limit that is below what ``plan`` takes, which recomputes everything."""
         least, name = plan.peak_bytes, "budget" if self.device_memory is None else "device_memory"
         given = plan.budget_bytes if self.device_memory is None else budget_bytes(self.device_memory, 0)
+        where = "" if rank is None else f" on rank {rank}"
         error = BudgetInfeasible(
-            f"the budget is too small: a step takes {enough(least)} bytes even if it recomputes every chosen layer\n"
-            f"  received: {whole(max(plan.budget_bytes, 0.0))} bytes for it\n"
+            f"the budget is too small: a step takes {enough(least)} bytes{where} even if it recomputes every chosen "
+            f"layer\n  received: {whole(max(plan.budget_bytes, 0.0))} bytes for it\n"
             f"  works:    {name}={enough(least + given - plan.budget_bytes)} or more, more layers, or smaller batches",
             least,
             plan,
+            rank,
         )
         error.caller = _CALLER
         return error
 
 
-@dataclass
-class KnownStep:
+class Foreseen(NamedTuple):
+    """A call that comes if the step is the one that is known."""
+
+    layer: int
+    shape: tuple[int, ...] | None
+    """That of its first tensor."""
+    is_kept: bool
+
+    @classmethod
+    def of(cls, call: Shapes, is_kept: bool) -> Foreseen:
+        """What ``call`` of a key has of it."""
+        _, layer, _, shapes = call
+        return cls(layer, next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None), is_kept)
+
+
+@dataclass(kw_only=True)
+class KnownStep(Followed[LayersPlan]):
     """A step that is known, by its calls."""
 
     key: Key
@@ -79,81 +100,148 @@ class KnownStep:
     """Whether there were gradients before it when it was counted. A step that makes them takes more."""
     is_foretold: bool = False
     """Whether it was calculated from steps of two other sizes."""
-    plan: LayersPlan | None = None
+    limit_bytes: float = 0.0
+    """What a plan may take."""
     before_bytes: float = 0.0
     """With a limit for the whole device, what was there when the plan was made."""
     ooms: int = 0
     """How often the device had been out of memory then."""
-    share: float = 1.0
-    """The share of the budget that a plan may use."""
-    steps: int = 0
-    """How many steps have followed the plan."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text that other steps do not have."""
+        return sha256(repr(self.key).encode()).hexdigest()[:16]
+
+    @cached_property
+    def script(self) -> list[Foreseen | None]:
+        """What is foreseen of each call; None for the first and the last one of each call of the model."""
+        kept = frozenset() if self.plan is None else self.plan.kept
+        starts = [bool(call[0]) for call in self.key]
+        if self.plan is not None and self.plan.away:
+            return []
+        inside = [not (start or end) for start, end in zip(starts, [*starts[1:], True])]
+        return [Foreseen.of(call, place in kept) if inside[place] else None for place, call in enumerate(self.key)]
+
+    def follow(self, plan: LayersPlan) -> None:
+        super().follow(plan)
+        self.__dict__.pop("script", None)
 
 
 class KnownSteps:
-    """The steps of one model."""
+    """The steps of one model, whose chosen layers have these ``names``."""
 
     def __init__(self, names: tuple[str, ...], limit: Limit) -> None:
-        self._names, self._limit = names, limit
-        self._steps: OrderedDict[Key, KnownStep] = OrderedDict()
+        self.names, self._limit = names, limit
+        self._steps: Remembered[Key, KnownStep] = Remembered()
         self._warned: set[str] = set()
+        self._link: HostLink | None = None
+        self._device: torch.device | None = None
 
-    def beginning(self, first: tuple[Any, ...], device: torch.device, has_gradients: bool) -> list[KnownStep]:
-        """The steps whose first call begins with ``first``, each with a plan; no steps that take less because they had
-        gradients that this one has not."""
-        before_bytes = self._limit.before_bytes(device)
-        fit = [step for step in self._steps.values() if has_gradients or not step.has_gradients]
-        found = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
-        for step in found:
+    def beginning(self, first: Shapes, device: torch.device, settings: Settings) -> list[KnownStep]:
+        """The steps whose first call begins with ``first``; no steps that take less because they had gradients that
+        this one has not."""
+        before_bytes, self._device = self._limit.before_bytes(device, settings), device
+        fit = [step for step in self._steps.values() if not step.has_gradients]
+        if len(fit) < len(self._steps) and settings.has_gradients:
+            fit = [*self._steps.values()]
+        steps = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
+        for step in steps:
             self._steps.move_to_end(step.key)
-            if step.plan is None or before_bytes > _NEAR * step.before_bytes:
-                step.before_bytes, step.ooms, step.steps = before_bytes, _ooms(device), 0
-                step.plan = self._plan(step)
+            if step.plan is None or before_bytes > NEAR * step.before_bytes:
+                step.before_bytes, step.ooms, step.plan = before_bytes, _ooms(device), None
+                step.limit_bytes = self._limit.bytes(step.took, before_bytes) * step.share
+        return steps
+
+    def plan(
+        self, steps: Sequence[KnownStep], agree: Callable[[Wish | None], frozenset[int]] | None
+    ) -> frozenset[int] | None:
+        """Have a plan for each of these, of which one begins.
+
+        Args:
+            agree: returns the calls that all ranks keep. None: this rank decides alone.
+
+        Returns:
+            What ``agree`` has returned.
+
+        Raises:
+            BudgetInfeasible: the budget is too small.
+        """
+        is_clear = len(steps) == 1 and not steps[0].unfit
+        agreed = None if agree is None else agree(_wish(steps[0]) if is_clear else None)
+        for step in steps:
+            if step.plan is None or (agreed is not None and agreed != step.plan.kept):
+                step.follow(self._planned(step, agreed))
             step.steps += 1
-        return found
+        return agreed
+
+    def too_small(self, rank: int, wish: Wish, kept: frozenset[int]) -> BudgetInfeasible:
+        """The error for the budget of ``rank``, which is too small."""
+        return self._limit.too_small(LayersPlan(wish.took, self.names, wish.limit_bytes, kept), rank)
 
     def learn(self, key: Key, counter: Counter, unfit: str, has_gradients: bool) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known."""
         is_new = key not in self._steps
-        self._remember(KnownStep(key, counter.took(key), unfit, has_gradients))
+        self._steps[key] = KnownStep(key=key, took=counter.took(key), unfit=unfit, has_gradients=has_gradients)
         return is_new
 
-    def _remember(self, step: KnownStep) -> None:
-        self._steps[step.key] = step
-        while len(self._steps) > _MOST:
-            self._steps.popitem(last=False)
+    def warn(self, unfit: str) -> None:
+        """Say why no call is kept, once."""
+        if unfit not in self._warned:
+            warnings.warn(f"{_CALLER}: {unfit}", stacklevel=2)
+        self._warned.add(unfit)
 
-    def _foretold(self, steps: Iterable[KnownStep], first: tuple[Any, ...]) -> list[KnownStep]:
+    def _foretold(self, steps: Iterable[KnownStep], first: Shapes) -> list[KnownStep]:
         """The step of a size of which two others were counted, if bytes are linear in it."""
         counted = [step for step in steps if not step.is_foretold]
         for one, two in combinations(reversed(counted), 2):
             is_alike = one.has_gradients == two.has_gradients
-            found = of_another_size((one.key, one.took), (two.key, two.took), first) if is_alike else None
-            if found:
-                step = KnownStep(*found, one.unfit, one.has_gradients, is_foretold=True)
+            foretold = of_another_size((one.key, one.took), (two.key, two.took), first) if is_alike else None
+            if foretold:
+                key, took = foretold
+                step = KnownStep(key=key, took=took, unfit=one.unfit, has_gradients=one.has_gradients, is_foretold=True)
                 for used in (one, two):
                     self._steps.move_to_end(used.key)
-                self._remember(step)
+                self._steps[key] = step
                 return [step]
         return []
 
-    def _plan(self, step: KnownStep) -> LayersPlan:
-        limit = self._limit.bytes(step.took, step.before_bytes) * step.share
-        options = frontier(step.took)
-        fitting = [option for option in options if option[0] <= limit]
+    def _planned(self, step: KnownStep, agreed: frozenset[int] | None) -> LayersPlan:
+        kept: frozenset[int] = frozenset()
         if step.unfit:
-            fitting = fitting[:1]
-            self._warn(step.unfit)
-        kept = (fitting or options)[-1 if fitting else 0][2]
-        plan = LayersPlan(step.took, self._names, limit, frozenset(at for at in range(len(step.key)) if kept >> at & 1))
-        if not fitting and step.share == 1.0:
+            self.warn(step.unfit)
+        elif agreed is not None:
+            kept = agreed
+        else:
+            kept = chosen([_wish(step)])
+        plan = LayersPlan(step.took, self.names, step.limit_bytes, kept)
+        if not step.unfit and agreed is None:
+            plan = self._with_host(plan)
+        if plan.peak_bytes > step.limit_bytes and step.share == 1.0 and agreed is None:
             raise self._limit.too_small(plan)
         return plan
 
-    def _warn(self, unfit: str) -> None:
-        if unfit not in self._warned:
-            warnings.warn(f"{_CALLER}: {unfit}", stacklevel=2)
-        self._warned.add(unfit)
+
+    def _with_host(self, plan: LayersPlan) -> LayersPlan:
+        """``plan``, or a shorter step that sends calls to the host."""
+        largest = max((call.moved_bytes for call in plan.took.calls), default=0.0)
+        if self._limit.host is None or self._device is None or not largest or len(plan.kept) == len(plan.took.calls):
+            return plan
+        if self._link is None:
+            out, back, _ = measured_link(self._device, int(largest), _no_barrier)
+            self._link = HostLink(budget_bytes(self._limit.host, 0), out, back)
+        best = best_away(plan.took, self._link, partial(kept_within, plan.budget_bytes))
+        if best is None:
+            return plan
+        copies_of(self._device).arena.reserve(int(sum(plan.took.calls[each.call].moved_bytes for each in best[1])))
+        return replace(plan, kept=best[0], away=best[1])
+
+
+def _no_barrier() -> None:
+    """One device copies by itself."""
+
+
+def _wish(step: KnownStep) -> Wish:
+    return Wish(step.digest, step.took, step.limit_bytes, step.share < 1.0)
 
 
 def measured(step: KnownStep, peak_bytes: float) -> None:
@@ -161,8 +249,8 @@ def measured(step: KnownStep, peak_bytes: float) -> None:
     if step.plan is None:
         return
     step.plan = replace(step.plan, measured_peak_bytes=peak_bytes)
-    if peak_bytes > _NEAR * step.plan.budget_bytes and step.plan.kept:
-        step.share, step.plan = step.share * step.plan.budget_bytes / peak_bytes, None
+    if step.plan.kept:
+        step.took_bytes([peak_bytes], [step.plan.budget_bytes])
 
 
 def ran_out(steps: Iterable[KnownStep]) -> str:
@@ -176,12 +264,12 @@ def ran_out(steps: Iterable[KnownStep]) -> str:
         return "the step recomputes every chosen layer\n  works:    smaller batches, or more layers"
     least = min(step.plan.budget_bytes for step in planned if step.plan)
     for step in planned:
-        step.share, step.plan = step.share * _LESS, None
+        step.plan_less(LESS)
     warnings.warn(
-        f"{_CALLER}: the device was out of memory in a planned step, so the next plan takes {_LESS:.0%} of its budget",
+        f"{_CALLER}: the device was out of memory in a planned step, so the next plan takes {LESS:.0%} of its budget",
         stacklevel=2,
     )
-    return f"a planned step takes more than the device has left\n  works:    budget={whole(least * _LESS)} or less"
+    return f"a planned step takes more than the device has left\n  works:    budget={whole(least * LESS)} or less"
 
 
 def has_run_out(steps: Iterable[KnownStep], device: torch.device) -> bool:

@@ -11,13 +11,14 @@ The frontier does not depend on the budget, so more budget is never slower.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from torchckpt.layers.took import Call, Took
+from torchckpt.layers.away import Away, with_away
+from torchckpt.layers.took import Call, Took, most_of
 from torchckpt.planning import Action, Block, Choice, Kind, Link, Schedule, Stage, Step, Timeline
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent, units_of_bytes
@@ -25,7 +26,7 @@ from torchckpt.planning.figures import Drawn
 from torchckpt.planning.plan.run.fit_measured import with_levels
 from torchckpt.planning.step.memory import Level
 
-__all__ = ["LayersPlan", "Option", "frontier"]
+__all__ = ["LayersPlan", "Option", "Wish", "chosen", "frontier", "kept_within"]
 
 _OPTIONS, _FEWEST = 24_000, 150
 """The options of all calls together that a frontier keeps, and the fewest of one call."""
@@ -34,20 +35,49 @@ Option: TypeAlias = tuple[float, float, int]
 """One way to keep and recompute calls: the peak bytes, the seconds of the replays, the calls that are kept, as bits."""
 
 
-def frontier(took: Took) -> list[Option]:
-    """The options of a step, from the least peak to the fewest seconds. Exact unless there are very many."""
+def frontier(took: Took, must: Collection[int] = ()) -> list[Option]:
+    """The options of a step, from the least peak to the fewest seconds. Exact unless there are very many.
+
+    Args:
+        must: calls that are kept in any case.
+    """
     most = max(_FEWEST, _OPTIONS // max(1, len(took.calls)))
     options: list[Option] = [(took.between_most[-1], 0.0, 0)]
     for place in reversed(range(len(took.calls))):
         call, before = took.calls[place], took.between_most[place]
         seconds, inner, bit = call.replay_seconds, call.inner_bytes, 1 << place
         own = max(call.forward_most, call.replay_most, call.backward_most, before)
-        found = [(max(own, peak), rest + seconds, kept) for peak, rest, kept in options]
-        if seconds:
+        found = [] if place in must else [(max(own, peak), rest + seconds, kept) for peak, rest, kept in options]
+        if seconds or place in must:
             own = max(call.kept_most, call.backward_most, before)
             found += [(max(own, inner + peak), rest, kept | bit) for peak, rest, kept in options]
         options = _thinned(_best(sorted(found)), most)
     return options
+
+
+class Wish(NamedTuple):
+    """What a rank wishes for the step that begins."""
+
+    step: str
+    """A text that is another for each step that it knows."""
+    took: Took
+    limit_bytes: float
+    is_narrowed: bool
+    """Whether the limit is less than the budget, so that it may be too little."""
+
+
+def chosen(wishes: Sequence[Wish]) -> frozenset[int]:
+    """The calls that all ranks keep, for the least time within the limit of each; for the least bytes, if none fits."""
+    limits = [max(wish.limit_bytes, 1.0) for wish in wishes]
+    options = frontier(most_of([wish.took for wish in wishes], [limits[0] / limit for limit in limits]))
+    kept = next((kept for peak, _, kept in reversed(options) if peak <= limits[0]), options[0][2])
+    return frozenset(place for place in range(len(wishes[0].took.calls)) if kept >> place & 1)
+
+
+def kept_within(limit_bytes: float, took: Took, must: frozenset[int]) -> frozenset[int] | None:
+    """The calls that are kept for the least time within so many bytes, ``must`` among them; None if nothing fits."""
+    kept = next((kept for peak, _, kept in reversed(frontier(took, must)) if peak <= limit_bytes), None)
+    return None if kept is None else frozenset(place for place in range(len(took.calls)) if kept >> place & 1)
 
 
 def _best(options: Iterable[Option]) -> list[Option]:
@@ -81,17 +111,34 @@ class LayersPlan(Drawn):
     budget_bytes: float
     kept: frozenset[int]
     """The numbers of the calls that are kept, in the order of the step."""
+    away: tuple[Away, ...] = ()
+    """Those that go to the host and come back."""
     measured_peak_bytes: float | None = None
     """The peak of the second step of this plan, above what was there before it. None until then."""
 
     @cached_property
     def peak_bytes(self) -> float:
         """The planned peak, above what is there before the step."""
-        return self.took.peak_bytes(self.kept)
+        return self._took_with_away.peak_bytes(self.not_recomputed)
+
+    @cached_property
+    def not_recomputed(self) -> frozenset[int]:
+        """The calls that are kept or away."""
+        return self.kept.union(each.call for each in self.away)
 
     @property
     def recompute_seconds(self) -> float:
-        return sum(call.replay_seconds for place, call in enumerate(self.took.calls) if place not in self.kept)
+        calls = enumerate(self.took.calls)
+        return sum(call.replay_seconds for place, call in calls if place not in self.not_recomputed)
+
+    @property
+    def host_bytes(self) -> float:
+        """What of the away calls is on the host when the first backward begins."""
+        return sum(self.took.calls[each.call].moved_bytes for each in self.away)
+
+    @cached_property
+    def _took_with_away(self) -> Took:
+        return with_away(self.took, self.away)
 
     @property
     def plain_seconds(self) -> float:
@@ -114,6 +161,7 @@ class LayersPlan(Drawn):
             ("budget", units.of_memory(self.budget_bytes)),
             ("planned peak", units.of_memory(self.peak_bytes)),
             ("measured peak", "-" if measured is None else units.of_memory(measured)),
+            *([("on the host", units.of_memory(self.host_bytes))] if self.away else []),
             ("if everything is kept", units.of_memory(self.everything_kept_bytes)),
             ("if everything is recomputed", units.of_memory(self.everything_recomputed_bytes)),
         ]
@@ -135,7 +183,9 @@ class LayersPlan(Drawn):
         if len(self.kept) == calls:
             return f"all {calls} calls are kept: everything fits"
         share = percent(self.recompute_seconds / plain) if plain else "-"
-        return f"{len(self.kept)} of {calls} calls are kept; to recompute the others takes {share} of their own time"
+        away = f", {len(self.away)} are on the host meanwhile" if self.away else ""
+        kept = f"{len(self.kept)} of {calls} calls are kept{away}"
+        return f"{kept}; recomputing the others adds {share} to the time of all"
 
     def _svg(self) -> str:
         """The step that keeps everything, and the planned one: when each call runs, and the memory under the budget."""
@@ -159,10 +209,10 @@ class LayersPlan(Drawn):
         order = [*(Action(call, Kind.FORWARD, 0) for call in calls)]
         order += [Action(call, Kind.BACKWARD, 0) for call in reversed(calls)]
         schedule = Schedule("one device", (tuple(order),), (0,) * len(calls), 1)
-        choices = {(call, 0): Choice(late=(0,)) for call in calls if call not in self.kept}
+        choices = {(call, 0): Choice(late=(0,)) for call in calls if call not in self.not_recomputed}
         stages = tuple(Stage((_block(call),)) for call in self.took.calls)
         timeline = Step(schedule, stages, (Link(),) * (len(calls) - 1), choices).timeline
-        return with_levels(timeline, [dict(_levels(self.took, self.kept))])
+        return with_levels(timeline, [dict(_levels(self._took_with_away, self.not_recomputed))])
 
 
 def _block(call: Call) -> Block:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Call", "Key", "Took", "of_another_size"]
+__all__ = ["Call", "Key", "Took", "most_of", "of_another_size"]
 
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
 """The calls of a step, each as what the model was called with before it, the layer's number, its mode, and what it was
@@ -23,6 +23,8 @@ _BYTES = 4
 """Where the bytes of a call begin."""
 _FARTHEST = 2
 """Amounts are not foretold for sizes that are more than so many times those that were seen."""
+_NEAREST = Fraction(5, 4)
+"""Two sizes are so far apart at least. Between nearer ones a rounding of bytes is as much as the difference."""
 
 
 class Call(NamedTuple):
@@ -43,6 +45,8 @@ class Call(NamedTuple):
     replay_most: float
     backward_most: float
     backward_left: float
+    moved_bytes: float = 0.0
+    """What of ``inner_bytes`` can go to a host."""
 
 
 class Took(NamedTuple):
@@ -70,6 +74,18 @@ class Took(NamedTuple):
         return max(levels)
 
 
+def most_of(tooks: Sequence[Took], factors: Sequence[float]) -> Took:
+    """The most that any of several steps with the same layers took, each with its bytes times its factor."""
+    calls = []
+    for each in zip(*(took.calls for took in tooks)):
+        rows: list[list[float]] = []
+        for call, factor in zip(each, factors):
+            rows.append([*call[1:_BYTES], *(amount * factor for amount in call[_BYTES:])])
+        calls.append(Call(each[0].layer, *map(max, zip(*rows))))
+    between = [[amount * factor for amount in took.between_most] for took, factor in zip(tooks, factors)]
+    return Took(tuple(calls), tuple(map(max, zip(*between))))
+
+
 # another size ---------------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +97,9 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
     """
     (key, took), (other_key, other) = one, two
     apart, wanted = _ratio(key, other_key), _ratio(key[0][: len(first)], first)
-    if apart is None or wanted is None or wanted > _FARTHEST * max(Fraction(1), apart):
+    if apart is None or wanted is None or 1 / _NEAREST < apart < _NEAREST:
+        return None
+    if wanted > _FARTHEST * max(Fraction(1), apart):
         return None
     pairs = zip(_leaves(key), _leaves(other_key))
     found = _refilled(key, iter([size if size == other_size else wanted * size for size, other_size in pairs]))

@@ -1,16 +1,44 @@
-"""Live: the bytes that are alive in each action of a step."""
+"""Live: the bytes that are alive in each action of a step, and what watches operators meanwhile."""
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from torchckpt.planning import Action
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions.live import LiveStorages
+from torchckpt.regions.private import DispatchMode, take_from_modes
 
-__all__ = ["LiveBytes"]
+__all__ = ["LiveBytes", "Watch"]
+
+
+class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """Has the storages that operators make counted, while :attr:`live` is set. It may stay entered for longer."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.live: LiveStorages | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles under it: what it runs as it is under a mode, it never compiles again."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if self.live is not None:
+            self.live.note(outputs, (args, kwargs))
+        return outputs
+
+    def stop(self) -> None:
+        """Leave, if it is entered. Inside of a backward that is undone when the backward ends."""
+        self.live = None
+        take_from_modes(self)
 
 
 class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch

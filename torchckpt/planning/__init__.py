@@ -17,7 +17,7 @@ say what becomes of each block; a :class:`Step` is the three together, and a *ti
 >>> bound(plain, choices=choices).step_seconds
 70.0
 """
-from torchckpt.planning.figures import Event, Message
+from torchckpt.planning.figures import Copy, Event, Message
 from torchckpt.planning.order.csv_format import from_csv, to_csv
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.schedules import (
@@ -39,10 +39,13 @@ from torchckpt.planning.step.simulated import Step, simulate
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, State, ahead, arrival, exempt, first_blocks, none
+from torchckpt.planning.work.host import Host
+from torchckpt.planning.work.move import Boundary, Move
 
 __all__ = [
-    "NAMES", "Action", "Block", "Bound", "Choice", "Event", "Kind", "Link", "Message", "Schedule", "Stage", "State",
-    "Step", "Supply", "Timeline", "ahead", "arrival", "bound", "dualpipe_v", "eager_one_f_one_b", "exempt",
-    "first_blocks", "fixed", "from_csv", "gpipe", "interleaved_one_f_one_b", "looped_bfs", "named_schedule", "none",
-    "one_f_one_b", "quickest", "simulate", "to_csv", "with_recompute", "zbv", "zero_bubble",
+    "NAMES", "Action", "Block", "Bound", "Boundary", "Choice", "Copy", "Event", "Host", "Kind", "Link", "Message",
+    "Move", "Schedule", "Stage", "State", "Step", "Supply", "Timeline", "ahead", "arrival", "bound", "dualpipe_v",
+    "eager_one_f_one_b", "exempt", "first_blocks", "fixed", "from_csv", "gpipe", "interleaved_one_f_one_b",
+    "looped_bfs", "named_schedule", "none", "one_f_one_b", "quickest", "simulate", "to_csv", "with_recompute", "zbv",
+    "zero_bubble",
 ]

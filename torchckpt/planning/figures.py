@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchckpt.planning.order.schedule import Action, Schedule
 
-__all__ = ["Drawn", "Event", "Message", "Row", "TimelineFigures", "overhead"]
+__all__ = ["Copy", "Drawn", "Event", "Message", "Row", "TimelineFigures", "overhead"]
 
 
 def overhead(seconds: float, none_seconds: float) -> float:
@@ -55,6 +55,20 @@ class Message:
     arrived_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy of one block of one visit from ``rank`` to its host, or back."""
+
+    rank: int
+    stage: int
+    micro_batch: int
+    block: int
+    is_back: bool
+    start_seconds: float
+    end_seconds: float
+    bytes: float
+
+
 @dataclass(frozen=True)
 class TimelineFigures:
     """When everything of one step happened."""
@@ -67,6 +81,13 @@ class TimelineFigures:
     exposed_seconds: tuple[float, ...] = ()
     """The seconds by which the recomputation of each stage lengthens the step."""
     critical_path: tuple[Event | Message, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    """Those between ranks and their hosts, rank by rank in the order in which they were queued."""
+    host_memory: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """The curve of bytes of each rank that are on its host: from the start of a copy out to the end of the copy back.
+    Empty without copies."""
+    waited_seconds: tuple[float, ...] = ()
+    """The seconds that the compute of each rank waited for copies. They are part of its events."""
 
     @property
     def step_seconds(self) -> float:
@@ -84,6 +105,8 @@ class TimelineFigures:
         busy = [0.0] * len(self.schedule.ranks)
         for event in self.events:
             busy[event.rank] += event.end_seconds - event.start_seconds
+        for rank, waited in enumerate(self.waited_seconds):
+            busy[rank] -= waited
         return tuple(1 - seconds / step if step else 0.0 for seconds in busy)
 
 

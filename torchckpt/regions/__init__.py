@@ -55,6 +55,7 @@ parameters and buffers, ``ambient`` the same settings and random numbers, and ``
 statistics to update.
 
     wrap              modules of which every call is a region
+    moved             a region that is not run again: what it saves goes to the host
     core              a region: what users call, the frame, the nodes of the graph, what ``keep`` leaves
     state             what a replay must find again
     saved, live       bytes that autograd keeps; bytes that are alive
@@ -65,7 +66,9 @@ statistics to update.
 from torchckpt.regions.core.checkpointing import Checkpointing, checkpoint
 from torchckpt.regions.core.keep import keep
 from torchckpt.regions.flags import is_checkpointing, is_recomputing
+from torchckpt.regions.moved.region import offload
 from torchckpt.regions.wrap.module import checkpoint_module
+from torchckpt.regions.wrap.offload import offload_layers, offload_module
 
 __all__ = [
     "Checkpointing",
@@ -74,4 +77,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "keep",
+    "offload",
+    "offload_layers",
+    "offload_module",
 ]

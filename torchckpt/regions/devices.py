@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "accelerators_among",
     "accelerators_of",
     "current_accelerators",
+    "on",
 ]
 
 
@@ -50,6 +52,21 @@ def current_accelerators() -> tuple[torch.device, ...]:
 def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:
     """The accelerators of the tensors among the arguments. If there are none: the current one, if it is initialized."""
     return accelerators_of(args, kwargs) or current_accelerators()
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
+    """Inside the block, ``stream`` is current, and so is its device."""
+    return nullcontext() if stream is None else _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
+        yield
+
+
+def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
+    return torch.accelerator.device_index(stream.device_index)
 
 
 class SyncPoint:
@@ -88,8 +105,9 @@ class Clock:
         self._module: Any = module if hasattr(module, "Event") else None
         self._device = device
 
-    def stamp(self) -> Stamp:
-        return time.perf_counter() if self._module is None else self._event()
+    def stamp(self, stream: torch.Stream | None = None) -> Stamp:
+        """Note now, as ``stream`` comes to it. Default: the current one."""
+        return time.perf_counter() if self._module is None else self._event(stream)
 
     def reader(self) -> Callable[[Stamp], float]:
         """A function that turns the stamps made so far into seconds of ``time.perf_counter``. Waits for the device.
@@ -104,7 +122,7 @@ class Clock:
         last.synchronize()
         return lambda stamp: now - float(stamp.elapsed_time(last)) / 1e3
 
-    def _event(self) -> Any:
+    def _event(self, stream: torch.Stream | None = None) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
+        event.record(stream or self._module.current_stream(self._device))
         return event

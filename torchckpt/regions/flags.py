@@ -44,6 +44,7 @@ class _Thread(threading.local):
     scope: EntersRegions | None = None
     norms: list[nn.Module] | None = None
     """The norm layers found so far in the forward that it runs (norms.py)."""
+    order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)
     tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 
 

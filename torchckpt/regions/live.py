@@ -1,13 +1,15 @@
 """Live: the bytes that are alive, and the most of them since the last look: an allocator's, or of watched operators."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.regions.private import DispatchMode
-from torchckpt.regions.saved import storage_of
+from torchckpt.regions.private import DispatchMode, bytes_now
+from torchckpt.regions.saved import bytes_of, storage_of
 from torchckpt.tensors import tensors_in
 
 __all__ = ["LiveStorages"]
@@ -44,8 +46,15 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         """From now on :meth:`highest` is that of what follows."""
         if self.allocator:
             self.allocator.reset_peak_memory_stats(self._device)
-        self._forget_the_dead()
+        self._look()
         self._highest_bytes = self._sum_bytes
+
+    def include(self, tensors: Sequence[Tensor]) -> None:
+        """Count ``tensors`` as made here, though they were there before."""
+        if self.allocator:
+            self._before_bytes -= bytes_of(tensors)
+        else:
+            self.note(tensors)
 
     def now(self) -> int:
         """The bytes alive, beyond those before. Call it right after :meth:`begin`."""
@@ -57,6 +66,7 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         """The most bytes since :meth:`begin`."""
         if self.allocator:
             return int(self.allocator.max_memory_allocated(self._device)) - self._before_bytes
+        self._look()
         return self._highest_bytes
 
     def note(self, tree: Any, besides: Any = None) -> None:
@@ -68,8 +78,7 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
             self._made.update(fresh)
             self._sum_bytes += sum(fresh.values())
             if self._sum_bytes > self._highest_bytes:
-                self._forget_the_dead()
-                self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
+                self._look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -81,10 +90,11 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         sizes = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
         return {storage: size for storage, size in sizes.items() if storage not in self._made}
 
-    def _forget_the_dead(self) -> None:
-        alive = [storage for storage in self._made if not storage.expired()]  # type: ignore[no-untyped-call]  # likewise
-        self._made = {storage: self._made[storage] for storage in alive}
+    def _look(self) -> None:
+        sizes = {storage: bytes_now(storage) for storage in self._made}
+        self._made = {storage: size for storage, size in sizes.items() if size is not None}
         self._sum_bytes = sum(self._made.values())
+        self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
 
 
 _ASKED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")

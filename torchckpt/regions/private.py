@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import warn_of_newer_torch
@@ -31,6 +32,7 @@ __all__ = [
     "alive",
     "apply_of",
     "batch_norm_layer",
+    "bytes_now",
     "caching_mode",
     "compiler_of",
     "compiler_stance",
@@ -49,6 +51,7 @@ __all__ = [
     "look_through",
     "modes_are_active",
     "mutation_is_allowed",
+    "negated",
     "newest_node",
     "norm_layer",
     "number_of",
@@ -64,6 +67,7 @@ __all__ = [
     "settings_of_torch",
     "storage_key",
     "take_from_modes",
+    "use_count",
     "use_stance",
     "without_selective_modes",
 ]
@@ -73,7 +77,12 @@ try:
         _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
     )
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
-    from torch._C import _get_dispatch_stack_at, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+    from torch._C import (
+        _get_dispatch_stack_at,
+        _pop_torch_dispatch_stack,
+        _push_on_torch_dispatch_stack,
+        _storage_Use_Count,
+    )
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -159,6 +168,25 @@ def storage_key(tensor: Tensor) -> int | None:
     has no storage. A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) compares the same address, but takes four
     times as long to make."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def use_count(tensor: Tensor) -> int:
+    """How many tensors hold the storage of ``tensor``. No public form: torch counts so for its graphs of CUDA
+    (torch/_inductor/cudagraph_trees.py), and counts its own look, too."""
+    return int(_storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A view of ``tensor`` that is read as its negative, as the imaginary part of a conjugated tensor is. No public
+    form makes it of a real tensor."""
+    view: Tensor = torch._neg_view(tensor)
+    return view
+
+
+def bytes_now(storage: StorageWeakRef) -> int | None:
+    """The size of a storage, which may have been resized as FSDP2 does it; None if it was freed. No public form."""
+    alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if alive is None else alive.nbytes()
 
 
 def is_exporting() -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -93,7 +94,8 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
 
     Args:
         step: anything. The first step makes gradients and an optimizer's state, which later ones find.
-        device: where to count. Default: the current accelerator if this process has memory there, otherwise the CPU.
+        device: where to count. Default: the current accelerator if this process has memory there, otherwise the CPU. A
+            warning says so where the step then takes nothing.
 
     Raises:
         ArgumentError: ``step`` is not callable.
@@ -107,7 +109,11 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
     live.begin()
     with live if live.looks else nullcontext():
         step()
-    return live.highest()
+    highest = live.highest()
+    if device is None and where.type != "cpu" and not highest:
+        text = f"peak_bytes() has counted on {where}, where the step takes nothing; works: peak_bytes(step, 'cpu')"
+        warnings.warn(text, stacklevel=2)
+    return highest
 
 
 def check_step(step: object, function: str) -> None:

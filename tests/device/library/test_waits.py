@@ -397,6 +397,7 @@ class BodyThatKeepsABuffer(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("one", torch.zeros(8, device="sim:0"))
+        torch.accelerator.synchronize()
 
     def forward(self, x):
         torchckpt.keep(self.one.fill_, 1.0)
@@ -424,6 +425,7 @@ class Doubling(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.ones(8, device="sim"))
+        torch.accelerator.synchronize()
 
     def forward(self, x):
         y = (x * self.scale).exp()

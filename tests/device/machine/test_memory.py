@@ -160,6 +160,48 @@ def test_memory_is_freed_in_the_order_of_its_own_stream(sim, device):
     assert y.tolist() == [2, 2, 2]
 
 
+def address_of_three(stream):
+    """Where ``stream`` gets memory for three numbers, which are then freed."""
+    with stream:
+        return torch.empty(3, device=stream.device).data_ptr()
+
+
+def test_memory_is_handed_out_again_at_once_to_its_own_stream(sim, device):
+    first, second = torch.Stream(device), torch.Stream(device)
+    with sim.held(first):
+        address = address_of_three(first)  # the stream has not come to the end of it, which is no matter
+        assert address_of_three(first) == address
+        assert address_of_three(second) != address
+    first.synchronize()
+    assert address_of_three(second) != address
+
+
+def test_memory_that_was_recorded_on_a_stream_is_handed_out_when_that_has_passed(sim, device):
+    first, second = torch.Stream(device), torch.Stream(device)
+    x = ones_on(first)
+    address = x.data_ptr()
+    with sim.held(second):
+        x.record_stream(second)
+        del x
+        assert address_of_three(first) != address
+    second.synchronize()
+    assert address_of_three(first) == address
+
+
+def test_who_reads_what_is_freed_too_late_may_see_the_next_tensor(sim, device):
+    first, second = torch.Stream(device), torch.Stream(device)
+    x = ones_on(first)
+    with sim.held(second):
+        with second:
+            y = x + 1
+            del x
+        with first:
+            z = torch.full((3,), 5.0, device=device)
+        first.synchronize()
+    second.synchronize()
+    assert (y.tolist(), z.tolist()) == ([6, 6, 6], [5, 5, 5])
+
+
 def test_a_record_of_the_stream_that_made_it_changes_nothing(device):
     x = torch.ones(3, device=device)
     x.record_stream(torch.accelerator.current_stream(3))

@@ -4,6 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.device import Rates
+
 
 def test_a_copy_there_and_back(sim):
     x = torch.arange(12.0).view(3, 4)
@@ -87,17 +89,36 @@ def test_a_result_that_is_waited_for_is_right(sim):
 
 
 def test_a_target_of_the_host_is_nan_until_the_copy_has_run(sim):
-    x = torch.ones(3, device="sim:0")
-    y, pinned = torch.zeros(3), torch.zeros(3, pin_memory=True)
-    assert (y.is_pinned(), pinned.is_pinned(), pinned[1:].is_pinned()) == (False, True, True)
+    x, y = torch.ones(3, device="sim:0"), torch.zeros(3)
     sim.synchronize()
     with sim.held():
         y.copy_(x, non_blocking=True)
-        pinned.copy_(x, non_blocking=True)
         assert y.isnan().all()
-        assert pinned.isnan().all()
     torch.accelerator.synchronize(0)
-    assert (y.tolist(), pinned.tolist()) == ([1, 1, 1], [1, 1, 1])
+    assert y.tolist() == [1, 1, 1]
+
+
+def test_a_pinned_target_is_left_alone_until_the_copy_runs(sim):
+    x, pinned, late = torch.ones(3, device="sim:0"), torch.zeros(3, pin_memory=True), torch.Stream("sim:0")
+    assert (torch.zeros(3).is_pinned(), pinned.is_pinned(), pinned[1:].is_pinned()) == (False, True, True)
+    sim.synchronize()
+    with sim.held(late):
+        with late:
+            pinned.copy_(x, non_blocking=True)
+        assert pinned.to("sim:0").tolist() == [0, 0, 0]  # who reads it meanwhile reads what is there
+    late.synchronize()
+    assert pinned.tolist() == [1, 1, 1]
+
+
+def test_a_pinned_target_is_nan_while_the_copy_runs(sim):
+    x, pinned, late = torch.ones(3, device="sim:0"), torch.zeros(3, pin_memory=True), torch.Stream("sim:0")
+    sim.synchronize()
+    with sim.durations(Rates(seconds_per_copy=0.5)):
+        with late:
+            pinned.copy_(x, non_blocking=True)
+        while not pinned.isnan().all():
+            assert not late.query()
+    assert pinned.tolist() == [1, 1, 1]
 
 
 def test_a_source_of_the_host_that_changes_before_the_copy_runs_is_copied_as_it_is_then(sim):

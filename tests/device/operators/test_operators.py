@@ -89,7 +89,28 @@ def test_counts(sim):
     x = torch.ones(3, device="sim:0")  # empty, and fill_
     sim.reset_counts()
     (x + 1).exp().view(3, 1)
-    assert sim.counts() == Counts(2, {})
+    assert sim.counts() == Counts(queued=2, synchronous={}, waits=0, pins=0)
+
+
+def test_each_wait_of_the_host_counts(sim):
+    x = torch.ones(3, device="sim:0")
+    event = torch.accelerator.current_stream(0).record_event()
+    waits = [x.cpu, x[0].item, event.synchronize, torch.accelerator.current_stream(0).synchronize]
+    for wait in waits:
+        sim.reset_counts()
+        wait()
+        assert sim.counts().waits == 1, wait
+    sim.reset_counts()
+    torch.accelerator.synchronize(0)
+    x.to("cpu", non_blocking=True)
+    assert sim.counts().waits == 1
+
+
+def test_each_allocation_of_pinned_memory_counts(sim):
+    sim.reset_counts()
+    pinned = torch.empty(3, pin_memory=True)
+    pinned[1:].fill_(1)
+    assert sim.counts().pins == 1
 
 
 def test_strides_are_the_cpus(sim):

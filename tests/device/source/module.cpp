@@ -42,7 +42,7 @@ py::object generator(int device) {
 
 py::tuple counted() {
   auto now = sim::counts();
-  return py::make_tuple(now.queued, now.synchronous);
+  return py::make_tuple(now.queued, now.synchronous, now.waits, now.pins);
 }
 
 }  // namespace

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import Blocks, ahead, batch, step
-from torchckpt.distributed import meeting as module
 from torchckpt.distributed.meeting import meeting
 from torchckpt.distributed.phases import FIRST_STEPS
 from torchckpt.errors import ArgumentError, ScheduleError
+from torchckpt.ranks import turns as module
 
 CPU = torch.device("cpu")
 NAME = "Schedule1F1B"
@@ -86,9 +86,9 @@ def test_ranks_that_make_different_calls_are_all_told(patience):
 def test_a_rank_alone_is_warned_and_then_told_who_is_missing(patience):
     store = dist.HashStore()
     patience["seconds"] = 0.1
-    with pytest.warns(UserWarning, match=re.escape("schedule.report() waits for ranks 0, 2: it is collective")):
+    with pytest.warns(UserWarning, match=re.escape("schedule.report() is collective: it waits for ranks 0, 2")):
         found = said("report()", Group(1, 3, store))
-    assert found == refusal("report", "report() on rank 1, no such call on ranks 0, 2 within 0.05 s")
+    assert found == refusal("report", "report() on rank 1, nothing on ranks 0, 2 within 0.05 s")
 
 
 def test_late_ranks_pass_over_the_turns_that_were_missed(patience):
@@ -98,7 +98,7 @@ def test_late_ranks_pass_over_the_turns_that_were_missed(patience):
         warnings.simplefilter("ignore")
         alone = [said("report()", Group(rank, 2, store)) for rank in (0, 0, 1)]
     pairs = ((0, 1), (0, 1), (1, 0))
-    late = "report() on rank {}, no such call on rank {} within 0.01 s"
+    late = "report() on rank {}, nothing on rank {} within 0.01 s"
     assert alone == [refusal("report", late.format(*pair)) for pair in pairs]
     patience["seconds"] = 600.0
     assert together("timeline()", "timeline()", store=store) == ["met"] * 2
@@ -157,7 +157,7 @@ def called(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["ahead", "within"])
 def test_calls_of_a_schedule_on_some_ranks_alone_end_with_an_error_that_names_them(kind, called):
     first, second = (one[kind] for one in called)
-    assert refusal("report", "report() on rank 0, no such call on rank 1 within 1 s") in first[0]
+    assert refusal("report", "report() on rank 0, nothing on rank 1 within 1 s") in first[0]
     received = "report() on rank 0, timeline() on rank 1"
     assert refusal("report", received) in first[1]
     assert refusal("timeline", received) in second[1]

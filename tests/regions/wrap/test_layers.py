@@ -159,7 +159,7 @@ def test_a_copy_checkpoints_too_and_goes_its_own_way(model, copied):
 def test_options_are_those_of_checkpoint_module(model):
     checkpoint_layers(model, Block, determinism_check="values")
     handle = checkpoint_module(copy.deepcopy(model.head), determinism_check="values")
-    assert model.left.layers[0]._torchckpt_options == handle._options
+    assert model.left.layers[0]._torchckpt_options == handle._setting
 
 
 # the handle -----------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_handle_is_a_context_manager(model):
     with checkpoint_module(model) as handle:
         assert step(model)[1] == 1
     assert step(model)[1] == 0
-    assert type(handle).__name__ == "CheckpointHandle"
+    assert type(handle).__name__ == "RegionHandle"
     with pytest.raises(ValueError, match="the pump is off"), checkpoint_module(model):
         raise ValueError("the pump is off")
     assert type(model) is Model

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchckpt.measuring.live import LiveBytes
+from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.measuring.record import Record
 from torchckpt.measuring.saved import RegionBytes
 from torchckpt.modules import is_compiled
@@ -26,10 +26,10 @@ from torchckpt.planning.step.measured import Span, Spans
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.private import DispatchMode, after_backward, put_under_modes, take_from_modes
+from torchckpt.regions.private import after_backward, put_under_modes
 from torchckpt.typing import Function
 
-__all__ = ["Count", "Counted", "Watch"]
+__all__ = ["Count", "Counted"]
 
 _COUNTED = 0
 """The micro-batch whose visits are counted by region."""
@@ -68,33 +68,6 @@ class Counted(NamedTuple):
                 spans[-1].append(left[action].pop(0) if left[action] else Span(action, now, now, now))
                 now = spans[-1][-1].end_seconds
         return spans
-
-
-class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """Has the storages that operators make counted."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self.live: LiveBytes | None = None
-        """Of the rank whose action runs."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Dynamo compiles under it, where it is still entered after a backward."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        if self.live is not None:
-            self.live.note(outputs, (args, kwargs))
-        return outputs
-
-    def stop(self) -> None:
-        """Leave, if it is entered. Inside of a backward that is undone when the backward ends."""
-        self.live = None
-        take_from_modes(self)
 
 
 class Count:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError
+from torchckpt.measuring.known import LESS, SHOWN, Followed, Remembered
+from torchckpt.measuring.live import Watch
+from torchckpt.measuring.shapes import Settings, shapes_of
 from torchckpt.pipe.budget.blocks import parts_of
-from torchckpt.pipe.budget.count import Count, Counted, Watch
+from torchckpt.pipe.budget.count import Count, Counted
 from torchckpt.pipe.budget.following import Following
 from torchckpt.pipe.budget.plan import fit, graph_order, placement_of, planned_order, step_order
 from torchckpt.pipe.microbatch import MicroBatch
@@ -34,29 +36,16 @@ from torchckpt.regions.core.options import Options
 
 __all__ = ["Within"]
 
-_MOST = 64
-"""At most so many steps are remembered."""
-_NEAR = 1.01
-"""A plan may exceed its budget by this factor before it is made again."""
-_LESS = 0.9
-"""After a device was out of memory, the share of its budget that a plan may use."""
-_SHOWN = 2
-"""The step of a plan that is counted."""
 _TRIES = 3
 """So many steps that could not be counted are no reason to worry."""
 
 
 @dataclass
-class _Known:
+class _Known(Followed[Fitted]):
     """What is known of a step, by its shapes."""
 
     counted: Counted | None = None
     tries: int = 0
-    share: float = 1.0
-    """The share of the budget that a plan may use."""
-    fitted: Fitted | None = None
-    steps: int = 0
-    """How many steps have followed the plan."""
     shown: Counted | None = None
     """A counted step of the plan."""
 
@@ -65,26 +54,21 @@ class _Known:
         if self.counted is None:
             self.tries += 1
             return True
-        if self.fitted is None:
-            self.fitted, self.steps, self.shown = _fitted(self.counted, budget, self.share, order, lookahead), 0, None
+        if self.plan is None:
+            self.follow(_fitted(self.counted, budget, self.share, order, lookahead))
+            self.shown = None
         self.steps += 1
-        return self.shown is None and self.steps >= _SHOWN
+        return self.shown is None and self.steps >= SHOWN
 
     def learn(self, counted: Counted) -> None:
         """Take in a step that was counted."""
         self.tries = 0
         if counted.blocks:
             self.counted = counted
-        if counted.blocks or self.fitted is None:
-            return
-        self.shown = counted
-        excess = max(peak / limit for peak, limit in zip(counted.peak_bytes, self.fitted.budget_bytes))
-        if excess > _NEAR and self.fitted.plan.recomputed_share < 1.0:
-            self.plan_less(1 / excess)
-
-    def plan_less(self, share: float) -> None:
-        """Have the next plan take less than this one."""
-        self.share, self.fitted = self.share * share, None
+        elif self.plan is not None:
+            self.shown, fitted = counted, self.plan
+            if fitted.plan.recomputed_share < 1.0:
+                self.took_bytes(counted.peak_bytes, fitted.budget_bytes)
 
 
 class Within:
@@ -96,10 +80,11 @@ class Within:
 
     def __init__(self, budget: Bytes) -> None:
         self.budget = budget
-        self._known: OrderedDict[Any, _Known] = OrderedDict()
+        self._known: Remembered[Any, _Known] = Remembered()
         self._followed: _Known | None = None
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
         self._waiting: weakref.ref[_Mark] | None = None
+        self._settings: Settings | None = None
         self._watch = Watch()
         weakref.finalize(self, self._watch.stop)
         self._warned: set[str] = set()
@@ -115,16 +100,16 @@ class Within:
 
     @property
     def plan(self) -> PipelinePlan | None:
-        return None if self._followed is None or self._followed.fitted is None else self._followed.fitted.plan
+        return None if self._followed is None or self._followed.plan is None else self._followed.plan.plan
 
     def report(self) -> PlannedStep:
         known = self._followed
-        if known is None or known.fitted is None or known.shown is None:
+        if known is None or known.plan is None or known.shown is None:
             raise CheckpointError(
                 "Pipe: no step of a plan was counted yet: that is the third step of a shape\n"
                 "  received: report() or draw() before that\n  works:    print(pipe.report()) after three steps"
             )
-        fitted, shown, peaks = known.fitted, known.shown, None
+        fitted, shown, peaks = known.plan, known.shown, None
         timeline = measured_timeline(fitted.plan.step, shown.spans(fitted.plan.step.program.actions), in_bytes=True)
         if all(shown.levels):
             timeline, peaks = with_levels(timeline, shown.shown), tuple(shown.peak_bytes)
@@ -154,10 +139,10 @@ class Within:
         if in_graph and waiting is not None and not waiting.is_reached:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
             return Following(order, in_graph, blocks, plan, count, options)
-        known = self._followed = self._look_up((lookahead, _shapes(batches), _settings(pipe, stages)))
+        known = self._followed = self._look_up((lookahead, shapes_of(batches), self._now(pipe, stages)))
         is_counted = known.begins(self.budget, order.schedule, lookahead)
-        if known.fitted is not None:
-            plan = known.fitted.plan
+        if known.plan is not None:
+            plan = known.plan.plan
             order = planned_order(order, plan)
         if known.tries > _TRIES:
             self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
@@ -185,9 +170,9 @@ class Within:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             known, steps = self._followed, "the first step of a shape, which recomputes everything, takes"
-            if known is not None and known.fitted is not None:
-                known.plan_less(_LESS)
-                steps = f"the next plan takes {_LESS:.0%} of its budget, as a step of this one takes"
+            if known is not None and known.plan is not None:
+                known.plan_less(LESS)
+                steps = f"the next plan takes {LESS:.0%} of its budget, as a step of this one takes"
             raise torch.OutOfMemoryError(
                 f"{error}\nPipe: {steps} more than a device has left\n"
                 f"  works:    less than budget={self.budget!r}, or smaller micro-batches"
@@ -204,9 +189,14 @@ class Within:
     def _look_up(self, key: Any) -> _Known:
         known = self._known.setdefault(key, _Known())
         self._known.move_to_end(key)
-        while len(self._known) > _MOST:
-            self._known.popitem(last=False)
         return known
+
+    def _now(self, pipe: nn.Module, stages: Sequence[Stage]) -> Any:
+        """What else the bytes of a step depend on."""
+        if self._settings is None:
+            self._settings = Settings(pipe)
+        kinds = sorted({stage.device.type for stage in stages})
+        return self._settings.now(*kinds), *((stage.device, len(stage.layers)) for stage in stages)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -233,21 +223,3 @@ def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, look
             return replace(fit(order, counted, less, lookahead), budget_bytes=whole.budget_bytes)
         except BudgetInfeasible as error:  # then that rank recomputes everything
             less[error.rank or 0] = error.least_bytes
-
-
-def _shapes(tree: Any) -> Any:
-    """What the bytes of a step depend on, of its arguments."""
-    return tuple(
-        (*leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor)
-        else leaf if isinstance(leaf, bool) else type(leaf)
-        for leaf in pytree.tree_leaves(tree)
-    )
-
-
-def _settings(pipe: nn.Module, stages: Sequence[Stage]) -> Any:
-    """What else they depend on: what is trained, the modes of all modules, autocast."""
-    flags = hash((*(one.training for one in pipe.modules()), *(one.requires_grad for one in pipe.parameters())))
-    kinds = sorted({stage.device.type for stage in stages})
-    enabled = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    places = ((stage.device, len(stage.layers)) for stage in stages)
-    return flags, *places, *((kind, torch.get_autocast_dtype(kind)) for kind in enabled)

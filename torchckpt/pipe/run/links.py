@@ -5,61 +5,42 @@ stream that is current when it is called, and so does its backward.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from torchckpt.regions.devices import accelerator_type
+from torchckpt.regions.devices import accelerator_type, on
 
-__all__ = ["Place", "copy", "on", "wait"]
+__all__ = ["Place", "copy", "wait"]
+
+_Stream: TypeAlias = torch.Stream | None
 
 
 class Place(NamedTuple):
     """A device and its compute stream, which is None on a device without streams, such as the CPU."""
 
     device: torch.device
-    compute: torch.Stream | None
+    compute: _Stream
 
     @classmethod
     def of(cls, device: torch.device) -> Place:
         """``device`` with its current stream."""
         return cls(device, torch.accelerator.current_stream(device) if device.type == accelerator_type() else None)
 
-    def side_stream(self) -> torch.Stream | None:
+    def side_stream(self) -> _Stream:
         return None if self.compute is None else torch.Stream(self.device)
 
 
-def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
-    """Inside the block, ``stream`` is current, and so is its device."""
-    return nullcontext() if stream is None else _on(stream)
-
-
-@contextmanager
-def _on(stream: torch.Stream) -> Iterator[None]:
-    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
-        yield
-
-
-def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
-    return torch.accelerator.device_index(stream.device_index)
-
-
-def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def wait(before: _Stream, after: _Stream, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Make the stream ``after`` wait for ``before``, and return ``tensors`` as new tensors. In the backward, the engine
     makes the readers of their gradients wait for the stream that is current now."""
     return _as_tuple(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
 
 def copy(
-    source: Place,
-    source_stream: torch.Stream | None,
-    target: Place,
-    target_stream: torch.Stream | None,
-    tensors: tuple[Tensor, ...],
+    source: Place, source_stream: _Stream, target: Place, target_stream: _Stream, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Copy ``tensors`` to ``target``, on the two streams. The backward copies their gradients to ``source``."""
     outward, back = (source, source_stream, target, target_stream), (target, target_stream, source, source_stream)
@@ -77,8 +58,7 @@ def _outputs(ctx: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) 
     return outputs
 
 
-_Stream: TypeAlias = torch.Stream | None
-_Way: TypeAlias = tuple[Place, _Stream, Place, _Stream]
+_Route: TypeAlias = tuple[Place, _Stream, Place, _Stream]
 
 
 class Wait(Function):
@@ -95,8 +75,10 @@ class Wait(Function):
 
 
 class Copy(Function):
+    """The copy of tensors to another place. Its backward copies their gradients back."""
+
     @staticmethod
-    def forward(ctx: Any, outward: _Way, back: _Way, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, outward: _Route, back: _Route, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.back = back
         return _outputs(ctx, inputs, tuple(_moved(tensor, *outward) for tensor in inputs))
 
@@ -105,9 +87,7 @@ class Copy(Function):
         return None, None, *(None if grad is None else _moved(grad, *ctx.back) for grad in grads)
 
 
-def _moved(
-    tensor: Tensor, source: Place, source_stream: torch.Stream | None, target: Place, target_stream: torch.Stream | None
-) -> Tensor:
+def _moved(tensor: Tensor, source: Place, source_stream: _Stream, target: Place, target_stream: _Stream) -> Tensor:
     with on(source_stream), on(target_stream):
         moved = _transfer(tensor, target.device)
     # The allocator knows the streams that made these tensors; it must also know those that read them.
@@ -124,6 +104,6 @@ def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 
 
-def _record(tensor: Tensor, stream: torch.Stream | None) -> None:
+def _record(tensor: Tensor, stream: _Stream) -> None:
     if stream is not None and tensor.device == stream.device:
         tensor.record_stream(stream)

@@ -7,7 +7,8 @@
  │ [2] stage 0 │ boxes: F, R, B (or I and W); a tick above a row: a gradient │
  │     stage 1 │ has arrived there                                           │
  │     copies  │ if asked for: what leaves the stage, under its row          │
- │ [3] memory                                                                │
+ │     host    │ if there is one: what is copied to it, and below what back  │
+ │ [3] memory, of the ranks, then of their hosts                             │
  │ [4] time                                                                  │
  └───────────────────────────────────────────────────────────────────────────┘
  [5] legend
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import KIND_NAMES, Units, label, percent, row_name
@@ -35,11 +37,15 @@ _STYLE = STYLE + """
 .idle{fill:#eef0f3} .arrival{stroke:#111827;stroke-width:1.3} .curve{fill:none;stroke:#9ca3af;stroke-width:1}
 .moment{stroke:#111827;stroke-width:1.2;stroke-dasharray:4 3} .there{fill:#9fd3f2} .back{fill:#6b8fc9}
 .largest{fill:#cc79a7;fill-opacity:.28;stroke:#8f3b6c;stroke-width:1.4}
+.out{fill:#d55e00} .in{fill:#7a6fbf} .host{fill:#7a6fbf;fill-opacity:.2;stroke:#544a99;stroke-width:1.4}
 """
 _SHADES = dict.fromkeys("BIW", "light")  # of words on these kinds
 _TITLE, _TIMES = 32.0, 38.0
 _LINE = 16.0  # of text
 _LETTER = 0.6  # wide, in sizes of the font
+
+Curve: TypeAlias = "Sequence[tuple[float, float]]"
+"""Bytes over time, at each change."""
 
 
 def svg(
@@ -117,8 +123,8 @@ class _Layout:
         self.time = Axis(max(ends, default=0.0), _LEFT, _END)
         ranks = max((len(timeline.schedule.ranks) for timeline in timelines), default=1)
         self.row_height = min(24.0, max(5.0, 200.0 / max(ranks, 1)))
-        self.pitch = _ARRIVALS + self.row_height + (2 * _WIRE if show_copies else 0.0)
-        """The height from one rank to the next."""
+        on_hosts = [amount for timeline in timelines for curve in timeline.host_memory for _, amount in curve]
+        self.host_bytes = max(on_hosts, default=0.0) * 1.12
         self.show_labels = all(_most_labels_fit(timeline, self.time, self.row_height) for timeline in timelines)
         peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
         self.memory_bytes = max(*peaks, self.budget_bytes or 0.0, 0.0, 0.0) * 1.12
@@ -126,6 +132,10 @@ class _Layout:
         amounts = {amount for timeline in timelines for curve in timeline.memory for _, amount in curve if amount}
         has_line = bool(amounts and self.budget_bytes is not None)
         self.show_memory = not timelines or len(amounts) > 1 or has_line
+
+    def pitch(self, timeline: TimelineFigures) -> float:
+        """The height from one rank to the next."""
+        return _ARRIVALS + self.row_height + 2 * _WIRE * (self.show_copies + bool(timeline.copies))
 
 
 def _most_labels_fit(timeline: TimelineFigures, time: Axis, height: float) -> bool:
@@ -178,13 +188,15 @@ def _panel(
     canvas.words(_LEFT, top + 22, clipped(name, int(room / (15 * _LETTER))), class_="name")
     canvas.words(_END, top + 22, facts, class_="facts end")
     rows = top + _TITLE + len(lines) * _LINE
-    ends = rows + len(timeline.schedule.ranks) * layout.pitch
-    bottom = ends + _memory_height(timeline, layout)
+    ends = rows + len(timeline.schedule.ranks) * layout.pitch(timeline)
+    middle = ends + _memory_height(timeline, layout)
+    bottom = middle + len(timeline.host_memory) * (_SINGLE + _APART)
     for tick in layout.time.ticks(10, layout.units.seconds):
         canvas.line(layout.time(tick), rows, layout.time(tick), bottom, class_="grid")
     _rows(canvas, timeline, layout, rows)
     if layout.show_memory:
-        (_memory_of_each if layout.bytes_of_ranks else _memory)(canvas, timeline, layout, bottom)
+        (_memory_of_each if layout.bytes_of_ranks else _memory)(canvas, timeline, layout, middle)
+    _memory_of_each(canvas, timeline, layout, bottom, of_hosts=True)
     _moments(canvas, layout, lines, rows, ends)
     unit = layout.units.time
     canvas.words(_LEFT - 8, bottom + 17, f"time, {unit}" if unit else "time", class_="end")
@@ -204,8 +216,8 @@ def _moments(canvas: Canvas, layout: _Layout, lines: Mapping[str, float], top: f
 
 def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float) -> None:
     """[2]"""
-    pitch = layout.pitch
-    every = -(-(28 if layout.show_copies else 15) // int(pitch))  # rows from one name to the next, so that none touch
+    pitch, has_below = layout.pitch(timeline), layout.show_copies or bool(timeline.copies)
+    every = -(-(28 if has_below else 15) // int(pitch))  # rows from one name to the next, so that none touch
     for rank in range(len(timeline.schedule.ranks)):
         y = top + rank * pitch + _ARRIVALS
         canvas.rectangle(_LEFT, y, layout.time(timeline.step_seconds) - _LEFT, layout.row_height, class_="idle")
@@ -217,6 +229,8 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
             canvas.words(_LEFT - 8, y + layout.row_height + 1 + _WIRE, "copies", class_="end")
         if layout.show_copies:
             _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
+        if timeline.copies:
+            _moves(canvas, timeline, rank, layout, y + pitch - _ARRIVALS - 2 * _WIRE + 1, every == 1)
         arrived = [(layout.time(seconds), y - _ARRIVALS + 0.5) for to, seconds in _arrivals(timeline) if to == rank]
         if arrived:
             canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
@@ -244,9 +258,26 @@ def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layou
     sent = [message for message, sender, _ in _crossing(timeline) if sender == rank]
     for way, is_forward, top in (("there", True, y), ("back", False, y + _WIRE)):
         messages = [message for message in sent if (message.action.kind is Kind.FORWARD) == is_forward]
-        spans = [_box(layout.time, message.sent_seconds, message.arrived_seconds) for message in messages]
-        if spans:
-            canvas.boxes(((x, top, width, _WIRE - 2) for x, width in spans), class_=way)
+        _spans(canvas, layout, [(message.sent_seconds, message.arrived_seconds) for message in messages], top, way)
+
+
+def _moves(
+    canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float, is_named: bool
+) -> None:
+    """What is copied from ``rank`` to its host, and under it what is copied back."""
+    if is_named:
+        canvas.words(_LEFT - 8, y + _WIRE, "host", class_="end")
+    for is_back, way in enumerate(("out", "in")):
+        copies = [copy for copy in timeline.copies if copy.rank == rank and copy.is_back == is_back]
+        times = [(copy.start_seconds, copy.end_seconds) for copy in copies]
+        _spans(canvas, layout, times, y + is_back * _WIRE, way)
+
+
+def _spans(canvas: Canvas, layout: _Layout, times: Sequence[tuple[float, float]], top: float, style: str) -> None:
+    """A thin row of boxes, each with its start and its end."""
+    spans = [_box(layout.time, *each) for each in times]
+    if spans:
+        canvas.boxes(((x, top, width, _WIRE - 2) for x, width in spans), class_=style)
 
 
 def _crossing(timeline: TimelineFigures) -> list[tuple[Message, int, int]]:
@@ -281,34 +312,40 @@ def _memory(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: 
         if rank != largest and len(timeline.memory) <= _FEW_RANKS:
             canvas.steps(_corners(curve, timeline, layout.time, axis), class_="curve")
     if largest is not None:
-        _area(canvas, timeline, largest, layout.time, axis)
+        _area(canvas, timeline, timeline.memory[largest], layout.time, axis)
     if layout.budget_bytes is not None:
         _budget(canvas, axis(layout.budget_bytes))
 
 
-def _memory_of_each(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: float) -> None:
-    """[3], where each rank has its own budget: one curve below the other."""
-    for rank, peak in enumerate(timeline.peak_bytes):
-        low = bottom - (len(timeline.memory) - rank - 1) * (_SINGLE + _APART)
-        axis = Axis(layout.memory_bytes, low, low - _SINGLE)
-        _area(canvas, timeline, rank, layout.time, axis)
-        _budget(canvas, axis(layout.bytes_of_ranks[rank] if rank < len(layout.bytes_of_ranks) else 0.0))
-        canvas.words(_LEFT - 8, low - 16, f"memory {rank}", class_="end")
+def _memory_of_each(
+    canvas: Canvas, timeline: TimelineFigures, layout: _Layout, bottom: float, of_hosts: bool = False
+) -> None:
+    """[3], where each rank has its own budget, and ``of_hosts``: one curve below the other."""
+    curves = timeline.host_memory if of_hosts else timeline.memory
+    name, style, most = ("host", "host", layout.host_bytes) if of_hosts else ("memory", "largest", layout.memory_bytes)
+    for rank, curve in enumerate(curves):
+        low = bottom - (len(curves) - rank - 1) * (_SINGLE + _APART)
+        axis = Axis(most, low, low - _SINGLE)
+        _area(canvas, timeline, curve, layout.time, axis, style)
+        if not of_hosts:
+            _budget(canvas, axis(layout.bytes_of_ranks[rank] if rank < len(layout.bytes_of_ranks) else 0.0))
+        canvas.words(_LEFT - 8, low - 16, f"{name} {rank}", class_="end")
+        peak = max((amount for _, amount in curve), default=0.0)
         canvas.words(_LEFT - 8, low - 2, layout.units.of_memory(peak), class_="end")
 
 
-def _area(canvas: Canvas, timeline: TimelineFigures, rank: int, time: Axis, memory: Axis) -> None:
-    outline = _corners(timeline.memory[rank], timeline, time, memory)
-    canvas.steps([(_LEFT, memory.start), *outline, (outline[-1][0], memory.start)], class_="largest")
+def _area(
+    canvas: Canvas, timeline: TimelineFigures, curve: Curve, time: Axis, memory: Axis, style: str = "largest"
+) -> None:
+    outline = _corners(curve, timeline, time, memory)
+    canvas.steps([(_LEFT, memory.start), *outline, (outline[-1][0], memory.start)], class_=style)
 
 
 def _budget(canvas: Canvas, y: float) -> None:
     canvas.line(_LEFT, y, _END, y, class_="budget")
 
 
-def _corners(
-    curve: Sequence[tuple[float, float]], timeline: TimelineFigures, time: Axis, memory: Axis
-) -> list[tuple[float, float]]:
+def _corners(curve: Curve, timeline: TimelineFigures, time: Axis, memory: Axis) -> list[tuple[float, float]]:
     """The places of the changes of a curve that holds each value up to the next one, to the end of the step."""
     changes = {0.0: 0.0, **dict(curve)}  # of changes at one moment, the last
     changes.setdefault(timeline.step_seconds, curve[-1][1] if curve else 0.0)
@@ -324,10 +361,13 @@ def _entries(timelines: Sequence[TimelineFigures], layout: _Layout) -> list[tupl
         entries.append(("arrival", "a gradient arrives"))
     if layout.show_copies:
         entries += [("there", "an activation on its way"), ("back", "a gradient on its way")]
+    if any(timeline.copies for timeline in timelines):
+        entries += [("out", "a block on its way to the host"), ("in", "on its way back"), ("host", "bytes on the host")]
     if not layout.show_memory:
         return entries
     if layout.bytes_of_ranks:
-        return [*entries, ("largest", "memory of a rank, and its peak"), ("budget", "its budget")]
+        of = " of a rank" if len(layout.bytes_of_ranks) > 1 else ""
+        return [*entries, ("largest", f"memory{of}, and its peak"), ("budget", "its budget")]
     if any(1 < len(timeline.memory) <= _FEW_RANKS for timeline in timelines):
         entries += [("largest", "memory where it peaks"), ("curve", "on other ranks")]
     else:

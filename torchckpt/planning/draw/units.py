@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 from torchckpt.planning.order.schedule import Action, Schedule
 
 __all__ = [
-    "KIND_NAMES",
-    "Units",
-    "aligned",
-    "label",
-    "number",
-    "percent",
-    "prefix",
-    "row_name",
-    "units_for",
-    "units_of_bytes",
+    "KIND_NAMES", "Units", "aligned", "label", "number", "percent", "prefix", "row_name", "units_for", "units_of_bytes",
     "units_of_clock",
 ]
 
@@ -109,8 +100,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def row_name(schedule: Schedule, rank: int) -> str:
-    """``stage 3``; ``rank 3`` where a rank holds several stages, or not the stage of its number."""
-    return f"stage {rank}" if _is_one_stage_a_rank(schedule) else f"rank {rank}"
+    """``stage 3``; ``rank 3`` where a rank holds several stages, or not the stage of its number; ``device`` where one
+    holds all."""
+    if _is_one_stage_a_rank(schedule):
+        return f"stage {rank}"
+    return f"rank {rank}" if len(schedule.ranks) > 1 else "device"
 
 
 def label(schedule: Schedule, action: Action) -> str:

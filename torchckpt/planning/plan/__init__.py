@@ -6,6 +6,7 @@
     result            what users get: the plan, its tables and its picture
     stored            the plan as JSON
     figures           its figures, beside those of the usual ways to recompute
+    away              plans that send blocks to a host
     search            what to keep and when to recompute; the bound
     problem           the input, checked
 

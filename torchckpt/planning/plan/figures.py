@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from torchckpt.planning.figures import Row, overhead
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.plan.away import bound_seconds
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
-from torchckpt.planning.work.choice import Choices, first_blocks
+from torchckpt.planning.work.choice import Choices, State, first_blocks
+from torchckpt.planning.work.move import Move
 
-__all__ = ["PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
+__all__ = ["Alone", "PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
 
 _WORK, _FEWEST = 200_000, 8
 """The actions of the orders that are tried; if these are fewer than ``_FEWEST`` orders, then so many."""
@@ -100,11 +102,24 @@ def _with_few_waiting(order: tuple[Action, ...], few: int) -> Iterator[Action]:
 _ROUNDING = 1e-9
 
 
+def _above(amounts: Sequence[float], limits: Sequence[float]) -> list[int]:
+    return [rank for rank, (amount, limit) in enumerate(zip(amounts, limits)) if amount > limit * (1 + _ROUNDING)]
+
+
 class WholeStep(NamedTuple):
     """Bytes of each rank in a step: activations, and all that was measured beside them."""
 
     budget_bytes: tuple[float, ...]
     peak_bytes: tuple[float, ...]
+
+
+class Alone(NamedTuple):
+    """Steps under the same budget: the shortest that are found; infinite where nothing fits."""
+
+    recomputing_seconds: float
+    """Nothing is sent away."""
+    offloading_seconds: float
+    """Nothing is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +137,25 @@ class PlanFigures:
     """What was asked, if blocks were moved between stages since."""
     whole_step: WholeStep | None = None
     """The bytes of a whole step, not of activations alone, if the plan was made of measured steps."""
+    moves: tuple[Move, ...] = ()
+    """One of each block that is away: when it leaves its device, and when it comes back."""
+    alone: Alone | None = None
+    """What either way alone takes, of a plan with a host."""
 
-    @property
+    @cached_property
     def bound_seconds(self) -> float:
         """No plan of the same schedule, stages and budget is shorter."""
-        return self.problem.bound_seconds
+        return bound_seconds(self.problem)
 
     @cached_property
     def step(self) -> Step:
         """The planned step."""
-        return self.problem.step(self.choices, self.schedule)
+        return self.problem.step(self.choices, self.schedule, self.moves)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The states that a block may be in."""
+        return tuple(state for state in State if state is not State.AWAY or self.problem.host is not None)
 
     @property
     def timeline(self) -> Timeline:
@@ -155,8 +179,17 @@ class PlanFigures:
     @property
     def over_budget(self) -> list[int]:
         """The ranks that hold more than their budget."""
-        pairs = zip(self.peak_bytes, self.problem.budget_bytes)
-        return [rank for rank, (peak, budget) in enumerate(pairs) if peak > budget * (1 + _ROUNDING)]
+        return _above(self.peak_bytes, self.problem.budget_bytes)
+
+    @property
+    def over_host(self) -> list[int]:
+        """The ranks that hold more on their host than it has."""
+        return _above(self.host_peak_bytes, self.problem.host_bytes)
+
+    @property
+    def host_peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes of each rank on its host, by position: they fit however slow a copy is."""
+        return self.step.host_peak_bytes
 
     @property
     def keep_all_seconds(self) -> float:

@@ -11,12 +11,16 @@ the bound (:mod:`bound`) or a fixed number of tries is used up.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
+from torchckpt.planning.plan.away import bound_seconds, offload_only, planned_away
+from torchckpt.planning.plan.figures import Alone
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.candidates import search
@@ -24,6 +28,7 @@ from torchckpt.planning.plan.search.dispatch import SimulatedStep
 from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
 from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
+from torchckpt.planning.work.host import Host
 
 __all__ = ["plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
 
@@ -34,9 +39,11 @@ def planned(problem: Problem) -> PipelinePlan:
     """The shortest plan that is found.
 
     Raises:
-        BudgetInfeasible: the budget is below the need of a rank that recomputes everything. The error has the least
-            budget that works, and its plan.
+        BudgetInfeasible: the budget is below the need of a rank that recomputes everything, and of one that sends
+            blocks away. The error has a budget that works, and its plan.
     """
+    if problem.host is not None:
+        return _beside_host(problem)
     if problem.too_small:
         _refuse(problem)
     kept = _everything_kept(problem)
@@ -46,6 +53,19 @@ def planned(problem: Problem) -> PipelinePlan:
     best = search(problem.program, problem.lanes, target, keep_all=kept is not None)
     plan = _plan(problem, best.step, best.chosen)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
+
+
+def _beside_host(problem: Problem) -> PipelinePlan:
+    """The shortest of the plans that send blocks away and of those that do not."""
+    alone, away = replace(problem, host=None), planned_away(problem)
+    plans = [] if alone.too_small else [replace(planned(alone), problem=problem)]
+    recomputing = plans[0].step_seconds if plans else math.inf
+    if away is not None:
+        plans.append(PipelinePlan(problem, away.schedule, away.choices, moves=away.moves))
+    if not plans:
+        _refuse(problem)
+    best = min(plans, key=lambda plan: plan.step_seconds)
+    return replace(best, alone=Alone(recomputing, offload_only(problem)))
 
 
 def _everything_kept(problem: Problem) -> PipelinePlan | None:
@@ -79,8 +99,11 @@ def _refuse(problem: Problem) -> None:
         needed = [max(needed)] * len(needed)
     others = [other for other in problem.too_small if other != rank]
     also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
+    host = ""
+    if problem.host is not None:
+        host = f", and {whole(problem.host_bytes[rank])} bytes on its host do not make up for it"
     raise BudgetInfeasible(
-        f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything\n"
+        f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything{host}\n"
         f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}{also}\n"
         f"  works:    budget={enough(least)} or more, or fewer micro-batches in flight, or smaller ones",
         least,
@@ -98,7 +121,10 @@ _WORK = 200_000
 def planned_with_moves(problem: Problem) -> PipelinePlan:
     """The best plan of ``problem``, with blocks moved between its stages or not."""
     path = _path(problem)
-    plans = [planned(moved) for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]) if not moved.too_small]
+    plans = []
+    for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]):
+        with suppress(BudgetInfeasible):
+            plans.append(planned(moved))
     if not plans:
         return planned(problem)  # which says what is wrong
     best = min(plans, key=lambda plan: plan.step_seconds)
@@ -107,14 +133,14 @@ def planned_with_moves(problem: Problem) -> PipelinePlan:
 
 def _path(problem: Problem) -> list[Problem]:
     """A list of partitions that starts with ``problem``. Each has a lower bound than the one before."""
-    path, left = [problem], _WORK
+    path, left, lowest = [problem], _WORK, bound_seconds(problem)
     size = sum(map(len, problem.lanes))
     while left > 0:
         best = path[-1]
         for counts in _moves([len(stage.blocks) for stage in path[-1].stages]):
             other = problem.restaged(counts)
-            if other.bound_seconds < best.bound_seconds * (1 - _ROUNDING):
-                best = other
+            if (seconds := bound_seconds(other)) < lowest * (1 - _ROUNDING):
+                best, lowest = other, seconds
             left -= size
             if left <= 0:
                 break
@@ -137,7 +163,13 @@ def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
 
 @called("plan_pipeline()")
 def plan_pipeline(
-    schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0, *, balance: bool = False
+    schedule: Schedule,
+    stages: Stages,
+    budget: Limit,
+    link: Links = 0.0,
+    *,
+    balance: bool = False,
+    host: Host | None = None,
 ) -> PipelinePlan:
     """A short step of ``schedule`` whose ranks hold no more than ``budget``.
 
@@ -154,17 +186,21 @@ def plan_pipeline(
             of the peak of the rank that holds most when everything is kept.
         link: seconds of a message, or the links of :func:`~torchckpt.planning.step.simulated.simulate`.
         balance: also move blocks between stages, each with its parameters, where that makes the step shorter.
+        host: memory beside the devices to which blocks may be sent, and the link to it, such as
+            ``Host("200GiB", out="25GB")``. Default: none.
 
     Raises:
         ArgumentError: an argument is wrong.
-        BudgetInfeasible: the budget is below the need of a rank that recomputes everything. The error has the least
-            budget that works, and its plan.
+        BudgetInfeasible: the budget is below the need of a rank that recomputes everything, and the host cannot make up
+            for it. The error has a budget that works, and its plan.
     """
-    problem = problem_of(schedule, stages, budget, link)
+    problem = problem_of(schedule, stages, budget, link, host)
     return planned_with_moves(problem) if balance else planned(problem)
 
 
 @called("plan_bound()")
-def plan_bound(schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0) -> float:
+def plan_bound(
+    schedule: Schedule, stages: Stages, budget: Limit, link: Links = 0.0, *, host: Host | None = None
+) -> float:
     """A lower bound on the seconds of every plan; infinite if no plan fits. Arguments as of `plan_pipeline`."""
-    return problem_of(schedule, stages, budget, link).bound_seconds
+    return bound_seconds(problem_of(schedule, stages, budget, link, host))

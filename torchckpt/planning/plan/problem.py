@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchckpt.errors import Fault, check
+from torchckpt.errors import Fault, brief, check, raise_fault
 from torchckpt.planning.budget import DeviceMemory, Limit, bytes_per_rank, without_static
 from torchckpt.planning.order.program import Program
 from torchckpt.planning.order.schedule import Kind, Schedule
@@ -26,6 +26,8 @@ from torchckpt.planning.work.block import (
     restaged,
 )
 from torchckpt.planning.work.choice import Choices
+from torchckpt.planning.work.host import Host
+from torchckpt.planning.work.move import Move
 
 __all__ = ["Problem", "problem_of"]
 
@@ -42,10 +44,17 @@ class Problem:
     """The budget of each rank."""
     memory: DeviceMemory | None = None
     """The device memory from which the budgets were computed; None if the user gave budgets."""
+    host: Host | None = None
 
-    def step(self, choices: Choices, schedule: Schedule | None = None) -> Step:
-        """A step with these choices. Default: of the schedule as it is."""
-        return Step(schedule or self.schedule, self.stages, self.links, choices)
+    def step(self, choices: Choices, schedule: Schedule | None = None, moves: tuple[Move, ...] = ()) -> Step:
+        """A step with these choices and moves. Default: of the schedule as it is."""
+        return Step(schedule or self.schedule, self.stages, self.links, choices, moves, self.host)
+
+    @cached_property
+    def host_bytes(self) -> tuple[float, ...]:
+        """The host memory of each rank: none without a host."""
+        ranks = len(self.schedule.ranks)
+        return (0.0,) * ranks if self.host is None else self.host.bytes_of(ranks)
 
     @cached_property
     def keep_all(self) -> Step:
@@ -92,11 +101,13 @@ class Problem:
         return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - taken) for taken in static))
 
 
-def problem_of(schedule: Schedule, stages: Stages, budget: Limit, link: Links) -> Problem:
+def problem_of(
+    schedule: Schedule, stages: Stages, budget: Limit, link: Links, host: Host | None = None
+) -> Problem:
     """The problem for the arguments of the caller.
 
     Raises:
-        ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget``.
+        ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget`` and ``host``.
     """
     check_schedule(schedule)
     links, wrong_links = per_boundary(link, schedule.stages)
@@ -104,11 +115,12 @@ def problem_of(schedule: Schedule, stages: Stages, budget: Limit, link: Links) -
     wrong_stages = wrong_stages or plannable_faults(listed)
     check([*_recomputes(schedule), *wrong_stages, *wrong_links])
     keep_all = Step(schedule, tuple(listed), tuple(links))
+    host = None if host is None else _counted(host, len(schedule.ranks))
     if isinstance(budget, DeviceMemory):
         limits = without_static(budget, keep_all.static_bytes)
-        return Problem(schedule, keep_all.stages, keep_all.links, limits, budget)
+        return Problem(schedule, keep_all.stages, keep_all.links, limits, budget, host)
     limits = bytes_per_rank(budget, len(schedule.ranks), max(keep_all.peak_bytes))
-    return Problem(schedule, keep_all.stages, keep_all.links, limits)
+    return Problem(schedule, keep_all.stages, keep_all.links, limits, None, host)
 
 
 def _recomputes(schedule: Schedule) -> list[Fault]:
@@ -116,3 +128,10 @@ def _recomputes(schedule: Schedule) -> list[Fault]:
         return []
     rule = "the schedule has R already, but the plan says what is recomputed"
     return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]
+
+
+def _counted(host: Host, ranks: int) -> Host:
+    """``host`` in numbers."""
+    if not isinstance(host, Host):
+        raise_fault(Fault("host is not a Host", f"host={brief(host)}", 'Host("200GiB", out="25GB")'))
+    return replace(host, bytes=host.bytes_of(ranks), out=host.out_rate, back=host.back_rate)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, number, percent, units_for
@@ -12,7 +12,8 @@ from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.stored import read, written
-from torchckpt.planning.work.choice import Choice, Choices, State
+from torchckpt.planning.work.choice import Choices
+from torchckpt.planning.work.move import Move
 
 __all__ = ["PipelinePlan"]
 
@@ -22,12 +23,14 @@ class PipelinePlan(PlanFigures, Drawn):
     """What :func:`~torchckpt.planning.plan.pipeline.plan_pipeline` found."""
 
     @classmethod
-    def of(cls, problem: Problem, schedule: Schedule, choices: Choices) -> PipelinePlan:
+    def of(
+        cls, problem: Problem, schedule: Schedule, choices: Choices, moves: tuple[Move, ...] = ()
+    ) -> PipelinePlan:
         """The plan. If a rank holds more than its budget, for its order was given, what it holds is its budget."""
-        plan = cls(problem, schedule, choices)
+        plan = cls(problem, schedule, choices, moves=moves)
         if not plan.over_budget:
             return plan
-        return cls(problem.within(tuple(map(max, plan.peak_bytes, problem.budget_bytes))), schedule, choices)
+        return replace(plan, problem=problem.within(tuple(map(max, plan.peak_bytes, problem.budget_bytes))))
 
     @property
     def units(self) -> Units:
@@ -37,10 +40,13 @@ class PipelinePlan(PlanFigures, Drawn):
     @property
     def summary(self) -> str:
         """One line: the step, its bound, and what people do without a plan, over keeping all."""
-        step = f"step {self._text(self.step_seconds)}, {self._over(self.step_seconds)} over keeping all"
-        step += f" (bound {self._over(self.bound_seconds)})"
-        if not self.recomputed_share:
+        step = f"step {self._text(self.step_seconds)}, {self._over(self.step_seconds)}"
+        step += f"{' over keeping all' * (self.alone is None)} (bound {self._over(self.bound_seconds)})"
+        if not self.recomputed_share and not self.moves:
             return f"{step}; everything fits, so nothing need be recomputed"
+        if self.alone is not None:
+            recomputing, offloading = map(self._over, self.alone)
+            return f"{step}; recomputing alone {recomputing}, offloading alone {offloading}"
         rules = (self.all_recomputed, self.same_recomputed)
         return f"{step}; {', '.join(f'{rule.name} {self._over(rule.step_seconds)}' for rule in rules)}"
 
@@ -49,7 +55,7 @@ class PipelinePlan(PlanFigures, Drawn):
         follows. Default: in the units of the plan."""
         units = units or self.units
         rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
-        names = "/".join(state.value for state in State)
+        names = "/".join(state.value for state in self.states)
         texts = [names]
         for stage, work in enumerate(self.problem.stages):
             redone = self.recompute_seconds[stage]
@@ -58,10 +64,11 @@ class PipelinePlan(PlanFigures, Drawn):
             rank = self.schedule.placement[stage]
             blocks, saved = str(len(work.blocks)), units.of_memory(work.saved_bytes)
             rows.append((str(stage), str(rank), blocks, saved, share, units.of_time(redone)))
-            texts.append(_runs([self.step.choice((stage, i)) for i in range(self.schedule.micro_batches)]))
+            visits = ((stage, i) for i in range(self.schedule.micro_batches))
+            texts.append(_runs([self.step.choice(visit).text(self.states) for visit in visits]))
         lines = aligned(rows).split("\n")
         width = max(map(len, lines))
-        key = f"blocks {names} by micro-batch: {'; '.join(state.words for state in State)}"
+        key = f"blocks {names} by micro-batch: {'; '.join(state.words for state in self.states)}"
         return "\n".join([*(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)), "", key])
 
     def print(self) -> None:
@@ -80,9 +87,16 @@ class PipelinePlan(PlanFigures, Drawn):
         has_static = any(stage.static_bytes for stage in self.problem.stages)
         if has_static:
             rows = [(*rows[0], "parameters and optimizer")]
+        if self.problem.host is not None:
+            rows = [(*rows[0], "on host", "host", "waits")]
+        waits = self.timeline.waited_seconds or (0.0,) * len(peaks)
         for rank, idle in enumerate(self.timeline.idle_share):
-            row = (str(rank), units.of_memory(peaks[rank]), units.of_memory(budgets[rank]), percent(idle))
-            rows.append((*row, units.of_memory(self.static_bytes[rank])) if has_static else row)
+            row = [str(rank), units.of_memory(peaks[rank]), units.of_memory(budgets[rank]), percent(idle)]
+            row += [units.of_memory(self.static_bytes[rank])] * has_static
+            if self.problem.host is not None:
+                on_host = (self.step.host_peak_bytes[rank], self.problem.host_bytes[rank])
+                row += [*map(units.of_memory, on_host), units.of_time(waits[rank])]
+            rows.append(tuple(row))
         return rows
 
     def _text(self, seconds: float) -> str:
@@ -103,7 +117,7 @@ class PipelinePlan(PlanFigures, Drawn):
         change = f"for {self.overhead(self.step_seconds) * 100:.1f} % more time"
         counts = f"{self.schedule.stages} stages, {self.schedule.micro_batches} micro-batches"
         title, lines = "Everything fits, so nothing is recomputed", []
-        if self.recomputed_share:
+        if self.recomputed_share or self.moves:
             title = f"Peak memory {least} in place of {most}, {change}"
             lines = [{}, {"bound": self.bound_seconds}]
         return svg(
@@ -130,16 +144,16 @@ class PipelinePlan(PlanFigures, Drawn):
                 are counted again.
         """
         stored = read(text)
-        return cls(stored.problem, stored.schedule, stored.choices, stored.asked, stored.whole_step)
+        return cls(**{field.name: getattr(stored, field.name) for field in fields(stored)})
 
 
 _LONGEST_PERIOD = 12
 """Micro-batches that are written as one pattern."""
 
 
-def _runs(choices: Sequence[Choice]) -> str:
+def _runs(texts: Sequence[str]) -> str:
     """The choices as text. ``3/0/5 x4, (8/0/0, 0/8/0) x2``: four equal micro-batches, then a pair that occurs twice."""
-    texts, runs, start = list(map(str, choices)), [], 0
+    runs, start = [], 0
     while start < len(texts):
         period = max(range(1, _LONGEST_PERIOD + 1), key=lambda length: (_covered(texts, start, length), -length))
         covered = max(period, _covered(texts, start, period))

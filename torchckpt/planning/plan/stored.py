@@ -11,11 +11,14 @@ from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.planning.order.csv_format import from_csv, to_csv
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
-from torchckpt.planning.plan.figures import PlanFigures, WholeStep
+from torchckpt.planning.plan.figures import Alone, PlanFigures, WholeStep
 from torchckpt.planning.plan.problem import problem_of
+from torchckpt.planning.step.boundary import misplaced_moves
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.planning.work.block import Block, Link, Stage, fixed, restaged
-from torchckpt.planning.work.choice import Choice, State
+from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.host import Host
+from torchckpt.planning.work.move import Boundary, Move
 
 __all__ = ["read", "written"]
 
@@ -39,6 +42,10 @@ def written(plan: PlanFigures) -> str:
     }
     if plan.whole_step is not None:
         stored["whole_step"] = plan.whole_step
+    if problem.host is not None:
+        stored |= {"host": asdict(problem.host), "moves": plan.moves}
+    if plan.alone is not None:
+        stored["alone"] = [seconds if math.isfinite(seconds) else None for seconds in plan.alone]
     return json.dumps(stored)
 
 
@@ -58,7 +65,8 @@ def read(text: str) -> PlanFigures:
         stages = [_stage(stage) for stage in stored["stages"]]
         links = [Link(*pair) for pair in stored["links"]]
         budgets = _amounts(stored["budget_bytes"], ranks)
-        asked = problem_of(given, stages, "100%", links).within(budgets)
+        host = Host(**stored["host"]) if "host" in stored else None
+        asked = problem_of(given, stages, "100%", links, host).within(budgets)
         problem = replace(asked, stages=restaged(stages, stored["balance"]))
         choices = {
             (stage, i): Choice(*map(tuple, choice))
@@ -67,7 +75,10 @@ def read(text: str) -> PlanFigures:
         }
         whole = stored.get("whole_step")
         step = None if whole is None else WholeStep(*(_amounts(amounts, ranks) for amounts in whole))
-        plan = PlanFigures(problem, planned, choices, None if problem.stages == asked.stages else asked, step)
+        moves = tuple(Move(*move[:3], *(Boundary(*at) for at in move[3:])) for move in stored.get("moves", ()))
+        alone = [math.inf if seconds is None else float(seconds) for seconds in stored.get("alone", ())]
+        other = None if problem.stages == asked.stages else asked
+        plan = PlanFigures(problem, planned, choices, other, step, moves, Alone(*alone) if alone else None)
         _check(plan)
         return plan
     except ArgumentError:
@@ -82,7 +93,7 @@ def _refuse(received: str) -> NoReturn:
 
 def _choices_of(plan: PlanFigures, stage: int) -> list[tuple[tuple[int, ...], ...]]:
     choices = (plan.step.choice((stage, i)) for i in range(plan.schedule.micro_batches))
-    return [tuple(choice.blocks(state) for state in State) for choice in choices]
+    return [tuple(choice.blocks(state) for state in plan.states) for choice in choices]
 
 
 def _schedule(text: str, name: str, ranks: int) -> Schedule:
@@ -96,8 +107,12 @@ _FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved
 
 def _stored_stage(stage: Stage) -> dict[str, Any]:
     before, after = ({key: getattr(part, key) for key in _FIXED} for part in (stage.before, stage.after))
-    blocks = [asdict(block) for block in stage.blocks]
+    blocks = [_stored_block(block) for block in stage.blocks]
     return {"blocks": blocks, "before": before, "after": after, "message_bytes": stage.message_bytes}
+
+
+def _stored_block(block: Block) -> dict[str, float]:
+    return {name: value for name, value in asdict(block).items() if value is not None}
 
 
 def _stage(stored: dict[str, Any]) -> Stage:
@@ -114,7 +129,7 @@ def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:
 
 def _check(plan: PlanFigures) -> None:
     """Refuse unless the plan can run: the actions of its problem in their order, choices for every block, an ``R`` for
-    each visit that has early blocks and for no other, and no more bytes than its budget."""
+    each visit that has early blocks and for no other, moves that can be, and no more bytes than its budgets."""
     problem, planned, choices = plan.problem, plan.schedule, plan.choices
     if planned.placement != problem.schedule.placement or planned.micro_batches != problem.schedule.micro_batches:
         _refuse("the planned schedule has other stages, ranks or micro-batches")
@@ -124,11 +139,13 @@ def _check(plan: PlanFigures) -> None:
         if before != after or not split <= given:
             _refuse(f"rank {rank} has another order of forwards and backwards than the schedule that was given")
     replayed = recomputed_early(planned)
+    away: set[tuple[int, ...]] = set()
     for stage, own_stage in enumerate(problem.stages):
         for i in range(planned.micro_batches):
             choice = choices[stage, i]
             if not (isinstance(choice, Choice) and choice.is_of(len(own_stage.blocks))):
                 _refuse(f"choices of stage {stage}, micro-batch {i}")
+            away |= {(stage, i, block) for block in choice.away}
             early = choice.restored_by(Kind.RECOMPUTE)
             if bool(early) != ((stage, i) in replayed):
                 _refuse(
@@ -136,9 +153,25 @@ def _check(plan: PlanFigures) -> None:
                     f"{'an' if (stage, i) in replayed else 'no'} R"
                 )
     check_schedule(planned)
+    _check_moves(plan, away)
     for rank in plan.over_budget:
         peak, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]
         _refuse(f"rank {rank} holds {peak:.12g} bytes, its budget is {budget:.12g}")
+
+
+def _check_moves(plan: PlanFigures, away: set[tuple[int, ...]]) -> None:
+    """Refuse unless each block that is ``away`` (stage, micro-batch, block) has one move, which can be, and hosts have
+    room for all of them."""
+    if sorted(move[:3] for move in plan.moves) != sorted(away) or (away and plan.problem.host is None):
+        _refuse(f"{len(plan.moves)} moves of {len(away)} blocks that are away")
+    for rank, places in enumerate(plan.step.places):
+        here = (move for move in plan.moves if plan.schedule.placement[move.stage] == rank)
+        for stage, i, block, release, issue in misplaced_moves(places, here):
+            where = f"released at {list(release)}, issued at {list(issue)}"
+            _refuse(f"stage {stage}, micro-batch {i}, block {block}: {where}")
+    for rank in plan.over_host:
+        peak, room = plan.step.host_peak_bytes[rank], plan.problem.host_bytes[rank]
+        _refuse(f"rank {rank} holds {peak:.12g} bytes on its host, which has {room:.12g}")
 
 
 def _whole(order: Sequence[Action]) -> list[Action]:

@@ -257,6 +257,7 @@ def measured_stage(counted: Stage, seconds: Block) -> Stage:
                 recompute_seconds=replay,
                 saved_bytes=block.saved_bytes + least,
                 boundary_bytes=block.boundary_bytes + least,
+                moved_bytes=block.moved_bytes,
             )
         )
     rest = max(0.0, seconds.forward_seconds - sum(block.forward_seconds for block in timed))

@@ -44,8 +44,8 @@ class Level(NamedTuple):
 
 def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:
     """The change by an action of each kind, on a visit of ``stage`` with this choice."""
-    kept, early, late = [_dropped_bytes(stage, choice, state) for state in _STATES]
-    held = stage.saved_bytes - kept - early - late
+    early, late = (_dropped_bytes(stage, choice, state) for state in (State.EARLY, State.LATE))
+    held = stage.saved_bytes - early - late
     highest = use_bytes(stage, choice.late)
     return {
         Kind.FORWARD: Change(held, 0.0),
@@ -56,12 +56,9 @@ def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:
     }
 
 
-_STATES = tuple(State)
-
-
 def _dropped_bytes(stage: Stage, choice: Choice, state: State) -> float:
     """The bytes that blocks in this state free when their forward has ended, and take again when they are restored."""
-    if state is State.KEPT:
+    if state is State.KEPT or state is State.AWAY:  # what is away leaves later
         return 0.0
     if state is State.EARLY or state is State.LATE:
         return sum([stage.blocks[block].freed_bytes for block in choice.blocks(state)])

@@ -18,13 +18,17 @@ from typing_extensions import assert_never
 from torchckpt.errors import Fault, brief, called, check
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
-from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
+from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.order.validity import check_order, check_schedule
+from torchckpt.planning.step.boundary import Places, levels_of_places, places_of
+from torchckpt.planning.step.copies import Engines, host_curve, host_peak
 from torchckpt.planning.step.memory import Change, Curve, Level, changes_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
 from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Links, Stage, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
+from torchckpt.planning.work.host import Host
+from torchckpt.planning.work.move import Boundary, Move
 
 __all__ = ["Step", "simulate", "step_of"]
 
@@ -44,6 +48,9 @@ class Step:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     choices: Choices = field(default_factory=dict)
+    moves: tuple[Move, ...] = ()
+    """One of each block that is away."""
+    host: Host | None = None
 
     def choice(self, visit: Visit) -> Choice:
         """The choice for the blocks of ``visit``."""
@@ -70,15 +77,37 @@ class Step:
                 return self._restoring_seconds((stage, i), State.EARLY)
             return seconds[stage, kind]
 
-        late = {
-            visit: self._restoring_seconds(visit, State.LATE) for visit in self.choices if self.choice(visit).late
-        }
-        return compile_program(self.schedule, seconds_of, self.travel_seconds, late)
+        return compile_program(self.schedule, seconds_of, self.travel_seconds, self._late_seconds)
+
+    @cached_property
+    def _late_seconds(self) -> dict[Visit, float]:
+        return {visit: self._restoring_seconds(visit, State.LATE) for visit in self.choices if self.choice(visit).late}
 
     @cached_property
     def run(self) -> Run:
         """When each action of :attr:`program` starts and ends."""
-        return run(self.program)
+        return run(self.program, self._engines) if self.moves else run(self.program)
+
+    @cached_property
+    def _engines(self) -> list[Engines | None]:
+        """Those of each rank that has moves, for :attr:`run`."""
+        return list(map(self._engines_of, range(len(self.schedule.ranks))))
+
+    def _engines_of(self, rank: int) -> Engines | None:
+        if self.host is None or not self.places[rank]:
+            return None
+        order, late = self.schedule.ranks[rank], self._late_seconds
+        seconds = [late.get(action.visit) if action.kind in BACKWARDS else None for action in order]
+        return Engines(rank, self.places[rank], seconds, self.stages, self.host)
+
+    @cached_property
+    def places(self) -> list[Places]:
+        """For each rank that has moves, the places of each action; an empty list for the others."""
+        by_rank: list[list[Move]] = [[] for _ in self.schedule.ranks]
+        for move in self.moves:
+            by_rank[self.schedule.placement[move.stage]].append(move)
+        pairs = zip(self.schedule.ranks, by_rank)
+        return [places_of(order, self.stages, self.choice, moves) if moves else [] for order, moves in pairs]
 
     @property
     def seconds(self) -> float:
@@ -108,7 +137,21 @@ class Step:
 
     def levels(self, rank: int) -> list[Level]:
         """The bytes of ``rank`` during and after each action of its order."""
-        return list(levels_of(map(self._change, self.schedule.ranks[rank])))
+        if not self.places[rank]:
+            return list(levels_of(map(self._change, self.schedule.ranks[rank])))
+        pieces = levels_of_places(self.places[rank], self.stages)
+        return [Level(max(level.highest for level in of_action), of_action[-1].left) for of_action in pieces]
+
+    def boundary_levels(self, rank: int) -> dict[Boundary, Level]:
+        """The bytes of ``rank``, which has moves, from each boundary to the next, and when its piece has ended."""
+        levels = chain.from_iterable(levels_of_places(self.places[rank], self.stages))
+        return {place.boundary: level for place, level in zip(chain.from_iterable(self.places[rank]), levels)}
+
+    @property
+    def host_peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes of each rank on its host, by position, however slow a copy is: of a block from the end of its
+        forward until its backward begins."""
+        return tuple(host_peak(places, self.stages) for places in self.places)
 
     def curves(self, played: Run) -> tuple[Curve, ...]:
         """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
@@ -120,7 +163,14 @@ class Step:
         """When everything happens, and the bytes of each rank."""
         columns = enumerate(zip(self.program.actions, self.run.starts, self.run.ends))
         events = tuple(chain.from_iterable(map(Event, repeat(rank), *each) for rank, each in columns))
-        return Timeline(self.schedule, events, self._messages(), self.curves(self.run))
+        timeline = Timeline(self.schedule, events, self._messages(), self.curves(self.run))
+        if not self.moves:
+            return timeline
+        copies = [engines.copies if engines else [] for engines in self._engines]
+        waited = tuple(engines.waited_seconds if engines else 0.0 for engines in self._engines)
+        host_memory = tuple(map(host_curve, copies))
+        moved = tuple(chain.from_iterable(copies))
+        return replace(timeline, copies=moved, host_memory=host_memory, waited_seconds=waited)
 
     def explained(self) -> Timeline:
         """The timeline, with its critical path, and by how much the recomputation of each stage lengthens it. That runs
@@ -162,7 +212,7 @@ class Step:
 
     def _restoring_seconds(self, visit: Visit, state: State) -> float:
         """The seconds in which the blocks of ``visit`` that are in ``state`` are made again for their backward."""
-        if state is State.KEPT:
+        if state is State.KEPT or state is State.AWAY:
             return 0.0
         if state is State.EARLY or state is State.LATE:
             blocks = self.stages[visit[0]].blocks
@@ -179,16 +229,25 @@ class Step:
 
     def _changes(self, rank: int) -> Iterator[Change]:
         """The changes of each action of :attr:`program`. What a backward takes, its late recompute does."""
-        taken = False
-        for position, action in enumerate(self.program.actions[rank]):
+        changes, taken = self._changes_in_order(rank), False
+        for position in range(len(self.program.actions[rank])):
             if self.is_late(rank, position):
-                backward = self.program.actions[rank][position + 1]
-                yield Change(self._change(backward).takes, 0.0)
+                takes, frees = next(changes)
+                yield Change(takes, 0.0)
                 taken = True
             else:
-                takes, frees = self._change(action)
-                yield Change(0.0 if taken else takes, frees)
+                yield Change(0.0, frees) if taken else next(changes)
                 taken = False
+
+    def _changes_in_order(self, rank: int) -> Iterator[Change]:
+        """The changes of each action of the rank's order."""
+        if not self.places[rank]:
+            yield from map(self._change, self.schedule.ranks[rank])
+            return
+        alive = 0.0
+        for highest, left, _ in self.levels(rank):
+            yield Change(highest - alive, highest - left)
+            alive = left
 
     def _messages(self) -> tuple[Message, ...]:
         return tuple(

@@ -32,6 +32,9 @@ class Block:
     """The block's input, which is kept if the block is recomputed."""
     static_bytes: float = 0.0
     """Parameters, gradients, optimizer state. The budget does not count them; they are shown beside the plan."""
+    moved_bytes: float | None = None
+    """What goes to the host if the block is sent away. Default: all that it saves; of the first block of a stage all
+    but its input, which the runtime holds."""
 
     @property
     def freed_bytes(self) -> float:
@@ -114,6 +117,13 @@ class Stage:
     @cached_property
     def static_bytes(self) -> float:
         return sum(part.static_bytes for part in self.parts)
+
+    def moved_bytes(self, block: int) -> float:
+        """The bytes that go to the host if ``block`` is sent away."""
+        moved = self.blocks[block].moved_bytes
+        if moved is not None:
+            return moved
+        return self.blocks[block].saved_bytes if block else self.blocks[block].freed_bytes
 
     @property
     def arriving_bytes(self) -> float:
@@ -237,13 +247,17 @@ def _stage_faults(where: str, stage: Stage) -> Iterator[Fault]:
 
 
 def _numbers(where: str, block: Block) -> Iterator[Fault]:
-    wrong = [field.name for field in fields(Block) if not _is_amount(getattr(block, field.name))]
+    names = [field.name for field in fields(Block) if field.name != "moved_bytes" or block.moved_bytes is not None]
+    wrong = [name for name in names if not _is_amount(getattr(block, name))]
     for name in wrong:
         yield _no_amount(where, name, getattr(block, name))
     if not wrong and block.boundary_bytes > block.saved_bytes:
         received = f"{where}: saved_bytes={block.saved_bytes!r}, boundary_bytes={block.boundary_bytes!r}"
         works = "Block(saved_bytes=34e6, boundary_bytes=2e6)"
         yield Fault("a block saves less than its boundary", received, works)
+    if not wrong and (block.moved_bytes or 0.0) > block.saved_bytes:
+        received = f"{where}: saved_bytes={block.saved_bytes!r}, moved_bytes={block.moved_bytes!r}"
+        yield Fault("a block saves less than it moves", received, "Block(saved_bytes=34e6, moved_bytes=32e6)")
 
 
 _POSITIVE = ("forward_seconds", "recompute_seconds", "saved_bytes")

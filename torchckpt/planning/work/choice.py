@@ -5,7 +5,7 @@ A *policy* is a function from a schedule to choices: :func:`none`, :func:`arriva
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -36,14 +36,15 @@ class State(Enum):
     KEPT = "kept"
     EARLY = "early"
     LATE = "late"
+    AWAY = "away"
 
     @cached_property
     def restored_by(self) -> Kind | None:
-        """The kind of action that recomputes the block; None if it is in memory up to its backward.
+        """The kind of action that recomputes the block; None if it is not recomputed.
 
         ``Kind.BACKWARD`` stands for both forms of a backward, whole and for inputs alone.
         """
-        if self is State.KEPT:
+        if self is State.KEPT or self is State.AWAY:
             return None
         if self is State.EARLY:
             return Kind.RECOMPUTE
@@ -60,9 +61,12 @@ class State(Enum):
             return "recomputed before the gradient arrives"
         if self is State.LATE:
             return "inside the backward"
+        if self is State.AWAY:
+            return "away on the host"
         assert_never(self)
 
 
+_ON_DEVICE = (State.KEPT, State.EARLY, State.LATE)
 _RECOMPUTED = [state for state in State if state.restored_by is not None]
 _STATES = {kind: [state for state in State if state.restored_by is kind] for kind in (None, *Kind)}
 
@@ -74,6 +78,7 @@ class Choice:
     kept: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
 
     @classmethod
     def all(cls, state: State, blocks: int) -> Choice:
@@ -98,7 +103,11 @@ class Choice:
         return tuple(chain.from_iterable(map(self.blocks, _RECOMPUTED)))
 
     def __str__(self) -> str:
-        return "/".join(str(len(self.blocks(state))) for state in State)
+        return self.text(State if self.away else _ON_DEVICE)
+
+    def text(self, states: Iterable[State]) -> str:
+        """The numbers of blocks in ``states``, such as ``3/0/5``."""
+        return "/".join(str(len(self.blocks(state))) for state in states)
 
 
 Choices: TypeAlias = Mapping[Visit, "Choice | State"]

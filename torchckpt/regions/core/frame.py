@@ -34,7 +34,6 @@ from torchckpt.regions.private import (
     newest_node,
     settings_of_torch,
 )
-from torchckpt.regions.saved import storage_of
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
@@ -85,8 +84,8 @@ class Frame:
         """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
         self.kept: KeptCalls | None = None
         """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
-        self.noted: dict[Any, int] | None = None
-        """Where the forward notes the storages that it saves and drops, and their bytes; None: nowhere."""
+        self.note: Callable[[Tensor], None] | None = None
+        """Called with each tensor that the forward saves and drops; None: nothing is."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -175,8 +174,8 @@ class Frame:
         total = compilations.total or (DYNAMO in sys.modules and compilations.look())
         if total != self._compilations and self.checks:
             self._values = True
-        if self.noted is not None:
-            self.noted.update(storage_of(tensor))
+        if self.note is not None:
+            self.note(tensor)
         slot = self._slot(tensor, self._values)
         self._slots.append(slot)
         return slot

@@ -11,9 +11,9 @@ __all__ = ["keep_outside_graph", "outside_graph"]
 
 # disable(), not only a graph break: otherwise the forward would run compiled code, and the replay eager code.
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
-    reason="a region by hand is run outside compiled graphs, and so are a region with generators= and a Pipe; compile "
-    "the block inside it instead: Checkpointing(torch.compile(block), x), or drop fullgraph=True. checkpoint(block, x) "
-    "and checkpoint_module(block) work inside of graphs"
+    reason="a region by hand is run outside compiled graphs, and so are offload, a region with generators= and a Pipe; "
+    "compile the block inside it instead: Checkpointing(torch.compile(block), x), or drop fullgraph=True. "
+    "checkpoint(block, x) and checkpoint_module(block) work inside of graphs"
 )
 def outside_graph(run: Callable[..., Any], *args: Any) -> Any:
     """Run ``run(*args)`` after a graph break. With ``fullgraph=True`` Dynamo raises an error with the reason above."""

@@ -44,14 +44,18 @@ class Scope:
         """How many outermost regions were entered so far."""
         self._is_inside_kept = False
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether a region that is entered now is inside of no other."""
+        return not self._is_inside_kept and not any(thread.flags[:2])
+
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
         """Run ``function(*args, **kwargs)`` as a region, or as a plain call if ``keep`` selects it."""
         if self._is_inside_kept and self.keep is True:
             return function(*args, **kwargs), None
-        is_outermost = not self._is_inside_kept and not any(thread.flags[:2])
-        number = self.regions
+        is_outermost, number = self.is_outermost, self.regions
         if is_outermost:
             self.regions += 1
             if self.keep if isinstance(self.keep, bool) else number in self.keep:

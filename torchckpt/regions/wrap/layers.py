@@ -12,13 +12,11 @@ from torch import nn
 from typing_extensions import Self
 
 from torchckpt.errors import Fault, check, kind
-from torchckpt.regions.core.options import Options, check_options, shown
-from torchckpt.regions.wrap.module import checkpointed, module_faults
+from torchckpt.regions.core.options import DEFAULT, Options, check_options, shown
+from torchckpt.regions.wrap.module import Setting, as_region, module_faults
 
 __all__ = ["Layers", "LayersHandle", "Selector", "wrap_layers"]
 
-_CALLER = "checkpoint_layers"
-_WORKS = 'checkpoint_layers(model, Block); or checkpoint_layers(model, "layers.*")'
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]"
@@ -28,12 +26,13 @@ Layers: TypeAlias = "dict[str, nn.Module]"
 
 
 class LayersHandle:
-    """Undoes one :func:`~torchckpt.checkpoint_layers`. Also a context manager, which undoes it at its end.
+    """Undoes one ``checkpoint_layers`` or ``offload_layers``. Also a context manager, which undoes it at its end.
 
     ``names`` are those of the modules, in the order of the model. ``repr`` lists them, and ``print`` their classes too.
     """
 
-    def __init__(self, layers: Layers, undo: ExitStack) -> None:
+    def __init__(self, layers: Layers, undo: ExitStack, caller: str) -> None:
+        self._caller = caller
         self.names = tuple(layers)
         self._classes = [type(layer).__name__ for layer in layers.values()]
         self._undo: ExitStack | None = undo
@@ -51,12 +50,12 @@ class LayersHandle:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<{_CALLER}: {self._count()}: {', '.join(self.names)}>"
+        return f"<{self._caller}: {self._count()}: {', '.join(self.names)}>"
 
     def __str__(self) -> str:
         width = max(map(len, self.names))
         rows = (f"  {name:<{width}}  {of}" for name, of in zip(self.names, self._classes))
-        return "\n".join([f"{_CALLER}: {self._count()}", *rows])
+        return "\n".join([f"{self._caller}: {self._count()}", *rows])
 
     def _count(self) -> str:
         noun = "module" if len(self.names) == 1 else "modules"
@@ -67,10 +66,10 @@ def wrap_layers(
     model: nn.Module,
     layers: Selector | Sequence[Selector] | Set[Selector],
     every: int,
-    options: Options,
+    setting: Setting,
     others: Iterable[Fault] = (),
 ) -> tuple[Layers, ExitStack]:
-    """Make each chosen layer a checkpointed module.
+    """Make each chosen layer a module of which every call is a region.
 
     Args:
         others: faults of the call, to be told with those found here.
@@ -81,18 +80,20 @@ def wrap_layers(
     Raises:
         ArgumentError: with all faults. Nothing is changed.
     """
-    selectors = _listed(layers)
-    call_faults = [*_model_faults(model), *map(_selector_fault, selectors), *_every_faults(every), *others]
+    selectors, verb = _listed(layers), "checkpoint" if isinstance(setting, Options) else "offload"
+    works = f'{verb}_layers(model, Block); or {verb}_layers(model, "layers.*")'
+    unfit = (_selector_fault(selector, works) for selector in selectors)
+    call_faults = [*_model_faults(model, works), *unfit, *_every_faults(every), *others]
     if not selectors:
-        call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", _WORKS))
+        call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", works))
     each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
-    check_options(wrap_layers, options, each_once)
-    chosen = _chosen(model, selectors)
-    check(_layer_faults(chosen))
+    check_options(wrap_layers, setting if isinstance(setting, Options) else DEFAULT, each_once)
+    chosen = _chosen(model, selectors, verb)
+    check(_layer_faults(chosen, verb))
     taken = dict(list(chosen.items())[::every])
     with ExitStack() as undo:
         for layer in taken.values():
-            undo.enter_context(checkpointed(layer, options))
+            undo.enter_context(as_region(layer, setting))
         return taken, undo.pop_all()
 
 
@@ -104,11 +105,11 @@ def _listed(layers: Any) -> list[Any]:
 # what is chosen -------------------------------------------------------------------------------------------------------
 
 
-def _chosen(model: nn.Module, selectors: Sequence[Selector]) -> Layers:
+def _chosen(model: nn.Module, selectors: Sequence[Selector], verb: str) -> Layers:
     """The layers by their first name, in the order of the model."""
     places = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if layer is not model}
     by_selector = [_matches(selector, places) for selector in selectors]
-    check((_nothing(s, model, places) for s, found in zip(selectors, by_selector) if not found))
+    check((_nothing(s, model, places, verb) for s, found in zip(selectors, by_selector) if not found))
     found = {id(layer) for matches in by_selector for layer in matches}
     names: dict[int, str] = {}
     for name, layer in places.items():
@@ -145,9 +146,9 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 # what is wrong --------------------------------------------------------------------------------------------------------
 
 
-def _model_faults(model: object) -> Iterator[Fault]:
+def _model_faults(model: object, works: str) -> Iterator[Fault]:
     if not isinstance(model, nn.Module):
-        yield Fault("the model is not an nn.Module", kind(model), _WORKS)
+        yield Fault("the model is not an nn.Module", kind(model), works)
 
 
 def _every_faults(every: object) -> Iterator[Fault]:
@@ -156,15 +157,15 @@ def _every_faults(every: object) -> Iterator[Fault]:
         yield Fault("every is not a whole number of at least 1", f"every={every!r}", works)
 
 
-def _selector_fault(selector: object) -> Fault | None:
+def _selector_fault(selector: object, works: str) -> Fault | None:
     is_one = isinstance(selector, str) or _is_class(selector) or callable(selector)
     if is_one and not isinstance(selector, nn.Module):
         return None
     received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
-    return Fault("layers has something that is no class, no name, and no function of a module", received, _WORKS)
+    return Fault("layers has something that is no class, no name, and no function of a module", received, works)
 
 
-def _nothing(selector: Any, model: nn.Module, places: Layers) -> Fault:
+def _nothing(selector: Any, model: nn.Module, places: Layers, verb: str) -> Fault:
     """The fault of a selector that chooses nothing."""
     if isinstance(selector, str):
         rule, received = "a name is that of no layer", f"{selector!r}, which no layer has"
@@ -176,10 +177,10 @@ def _nothing(selector: Any, model: nn.Module, places: Layers) -> Fault:
         received = f"{shown(selector)}, which is false for every layer"
     if not places or (_is_class(selector) and isinstance(model, selector)):
         received = f"{received}; the model itself is a {type(model).__name__}"
-        return Fault(rule, received, "checkpoint_module(model)")
+        return Fault(rule, received, f"{verb}_module(model)")
     if any(type(layer).__name__ == selector for layer in places.values()):
-        return Fault(rule, f"{received}: it is the name of a class", f"checkpoint_layers(model, {selector})")
-    return Fault(rule, received, f'checkpoint_layers(model, "{_another(selector, model, places)}")')
+        return Fault(rule, f"{received}: it is the name of a class", f"{verb}_layers(model, {selector})")
+    return Fault(rule, received, f'{verb}_layers(model, "{_another(selector, model, places)}")')
 
 
 def _another(selector: Any, model: nn.Module, places: Layers) -> str:
@@ -201,14 +202,14 @@ def _pattern_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _layer_faults(chosen: Layers) -> Iterator[Fault]:
+def _layer_faults(chosen: Layers, verb: str) -> Iterator[Fault]:
     names = {id(layer): name for name, layer in chosen.items()}
     for name, layer in chosen.items():
-        for fault in module_faults(layer):
-            works = f'checkpoint_layers(model, "{name}.*")' if fault.wrong.endswith("is called") else fault.works
+        for fault in module_faults(layer, verb):
+            works = f'{verb}_layers(model, "{name}.*")' if fault.wrong.endswith("is called") else fault.works
             yield Fault(fault.wrong, f"{name}, a {fault.received}", works)
         inner = [names[id(child)] for child in layer.modules() if child is not layer and id(child) in names]
         if inner:
             more = f", and {len(inner) - 1} more" if inner[1:] else ""
-            works = f"those around alone: checkpoint_layers(model, {_pattern_of(name)!r}); or those inside alone"
+            works = f"those around alone: {verb}_layers(model, {_pattern_of(name)!r}); or those inside alone"
             yield Fault("a chosen layer is inside of another", f"{inner[0]!r} is inside of {name!r}{more}", works)

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "machine/count.h"
 #include "machine/generator.h"
 #include "machine/memory.h"
 
@@ -18,6 +19,7 @@ auto& pinned = *new std::map<const char*, size_t>;  // bytes, by address
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
+    count_pin();
     auto* data = c10::GetCPUAllocator()->raw_allocate(bytes);
     std::lock_guard<std::mutex> lock(pinned_mutex);
     if (data) pinned[static_cast<char*>(data)] = bytes;

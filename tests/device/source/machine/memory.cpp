@@ -8,10 +8,10 @@
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
-#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "machine/fault.h"
 
@@ -23,8 +23,6 @@ using c10::CachingAllocator::StatArray;
 
 constexpr int kNaN = 0xff;                 // every byte: a NaN of any floating dtype, and -1
 constexpr size_t kStep = size_t(1) << 22;  // bytes that are made usable at once
-// Freed bytes that are not used again yet: a reader that is late sees NaN, and not another tensor.
-constexpr size_t kQuarantine = size_t(1) << 25;
 
 // The memory of one device.
 struct Pool {
@@ -32,9 +30,7 @@ struct Pool {
   std::atomic<char*> base{nullptr};  // addresses base to base + kSpan; their bytes follow
   size_t used = 0, usable = 0;       // of the span, from its start
   std::map<char*, Block*> live;
-  std::deque<std::pair<char*, size_t>> quarantine;  // address and room
-  size_t quarantined_bytes = 0;
-  std::unordered_map<size_t, std::vector<char*>> free;  // by room
+  std::map<std::pair<c10::StreamId, size_t>, std::vector<char*>> free;  // by stream and room
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
 
@@ -75,8 +71,9 @@ char* carve(Pool& pool, size_t room) {
   return address;
 }
 
-char* take(Pool& pool, size_t room) {
-  auto& free = pool.free[room];
+// What was freed last on the stream, if it fits.
+char* take(Pool& pool, c10::StreamId stream, size_t room) {
+  auto& free = pool.free[{stream, room}];
   if (free.empty()) return carve(pool, room);
   auto* address = free.back();
   free.pop_back();
@@ -89,14 +86,13 @@ void poison(const Block& block) {
   auto& pool = pools[block.device];
   std::lock_guard<std::mutex> lock(pool.mutex);
   all(pool.stats.active_bytes).decrease(block.bytes);
-  pool.quarantine.emplace_back(block.address, block.room);
-  pool.quarantined_bytes += block.room;
-  while (pool.quarantined_bytes > kQuarantine) {
-    auto [address, room] = pool.quarantine.front();
-    pool.quarantine.pop_front();
-    pool.quarantined_bytes -= room;
-    pool.free[room].push_back(address);
-  }
+}
+
+// From now on its stream may have it again.
+void hand_back(const Block& block) {
+  auto& pool = pools[block.device];
+  std::lock_guard<std::mutex> lock(pool.mutex);
+  pool.free[{block.stream, block.room}].push_back(block.address);
 }
 
 void release(void* context) {
@@ -111,13 +107,20 @@ void release(void* context) {
   }
   if (is_bad_fork() || is_shut_down()) return;
   // The last of the streams that may still use it fills it. None waits for another: that would be an order that the
-  // program did not ask for.
-  std::shared_ptr<void> last(nullptr, [block](void*) { poison(*block); });
+  // program did not ask for. As on CUDA, the host hands it out again at once, for later work of its own stream; where
+  // other streams were recorded, when these have passed.
+  bool is_at_once = block->readers.empty();
+  std::shared_ptr<void> last(nullptr, [block, is_at_once](void*) {
+    poison(*block);
+    if (!is_at_once) hand_back(*block);
+  });
   auto& home = queue_of(block->device, block->stream);
   if (!home.is_idle()) home.push({.work = [last] {}});
   for (auto* reader : block->readers) {
     if (!reader->is_idle()) reader->push({.work = [last] {}});
   }
+  last.reset();
+  if (is_at_once) hand_back(*block);
 }
 
 c10::DataPtr made(size_t bytes) {
@@ -127,7 +130,8 @@ c10::DataPtr made(size_t bytes) {
   auto room = room_for(bytes);
   auto& pool = pools[device];
   std::lock_guard<std::mutex> lock(pool.mutex);
-  auto* block = new Block{take(pool, room), bytes, room, device, current_stream(device)};
+  auto stream = current_stream(device);
+  auto* block = new Block{take(pool, stream, room), bytes, room, device, stream};
   pool.live[block->address] = block;
   all(pool.stats.allocation).increase(1);
   for (auto* stat : {&pool.stats.allocated_bytes, &pool.stats.requested_bytes, &pool.stats.active_bytes}) {

@@ -1,5 +1,6 @@
 // Memory of the devices. A tensor's address is one that nobody can read: its bytes are kSpan further on, and only the
-// threads of streams look there. What is freed is filled with NaN when the streams that used it have passed that point.
+// threads of streams look there. What is freed is filled with NaN when the streams that used it have passed that point,
+// and handed out again at once to the stream that it was made on, as by CUDA's allocator.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

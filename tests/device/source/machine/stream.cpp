@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "machine/count.h"
 #include "machine/delay.h"
 #include "machine/duration.h"
 #include "machine/fault.h"
@@ -73,6 +74,7 @@ bool Queue::has_done(uint64_t number) {
 }
 
 void Queue::synchronize() {
+  count_wait();
   bool in_time;
   {
     WithoutGil without_gil;
@@ -203,6 +205,7 @@ MarkPtr hold(c10::DeviceIndex device, c10::StreamId stream) {
 }
 
 void synchronize_device(c10::DeviceIndex device) {
+  count_wait();
   for (auto* queue : queues_on(checked(device))) {
     if (queue && !queue->is_idle()) queue->synchronize();
   }
@@ -210,6 +213,7 @@ void synchronize_device(c10::DeviceIndex device) {
 }
 
 void synchronize_mark(const MarkPtr& mark) {
+  count_wait();
   bool in_time;
   {
     WithoutGil without_gil;

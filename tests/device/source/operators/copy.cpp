@@ -59,11 +59,19 @@ at::Tensor alias_at(const at::Tensor& like, void* bytes) {
   return alias;
 }
 
-// To the host, without waiting. What is read there too early is NaN, or where the pages can be closed, a fault.
+// To the host, without waiting. What is read there too early is NaN, or where the pages can be closed, a fault. Pinned
+// memory becomes NaN when the copy begins, in the order of its stream: a copy that was queued before may still read it.
 void copy_to_host_later(const at::Tensor& from, const at::Tensor& to, Queue& stream) {
   if (!target_is_fresh || !to.is_non_overlapping_and_dense()) {
     at::Tensor target = to.detach();
-    at::fill_(target, c10::isIntegralType(to.scalar_type(), true) ? at::Scalar(-1) : at::Scalar(std::nan("")));
+    auto fill = [target]() mutable {
+      at::fill_(target, c10::isIntegralType(target.scalar_type(), true) ? at::Scalar(-1) : at::Scalar(std::nan("")));
+    };
+    if (to.is_pinned()) {
+      stream.push({.work = fill});
+    } else {
+      fill();
+    }
     return push_copy(stream, from, to, on_cpu(from), target);
   }
   auto landing = std::make_shared<Landing>(to.nbytes());

@@ -28,6 +28,7 @@ from torchckpt.planning.step.table import table_of
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks
+from torchckpt.planning.work.host import Host
 
 __all__ = ["Fitted", "PlannedStep", "fitted", "peaks_of", "with_levels"]
 
@@ -62,6 +63,7 @@ class Fitted:
 def fitted(
     schedule: Schedule, stages: Sequence[Stage], links: Sequence[Link], budget: Bytes,
     took: Sequence[MeasuredStep], tied: bool = False, pairs: Collection[tuple[Action, Action]] = (),
+    host: Host | None = None,
 ) -> Fitted:
     """The shortest plan found whose step takes at most ``budget`` bytes. A share is a share of the peak of a step that
     keeps everything.
@@ -70,13 +72,14 @@ def fitted(
         took: the steps that were measured, all of which recomputed everything. The first one did whole backwards.
         tied: whether stages of a rank share parameters. Default: False.
         pairs: actions that run as one where the second follows the first; no recompute stands between them.
+        host: where blocks may be sent. Default: nowhere.
 
     Raises:
         ArgumentError: ``budget`` is not a valid budget.
         BudgetInfeasible: the budget is below the peak of a step that recomputes everything.
     """
     beside, reserve = beside_of(took, stages), took[0].least(stages)
-    problem = problem_of(schedule, stages, "100%", links)
+    problem = problem_of(schedule, stages, "100%", links, host)
     everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
     limits = bytes_per_rank(budget, len(schedule.ranks), everything)
     least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
@@ -101,7 +104,7 @@ def fitted(
 
 def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> Fitted:
     """``best``, or what becomes of it or of the shortest plan that was tried, where that fits and is shorter."""
-    if best.plan.step_seconds <= _NEAR * best.plan.bound_seconds:
+    if best.plan.step_seconds <= _NEAR * best.plan.bound_seconds or best.plan.moves or shortest.moves:
         return best
     limits = best.budget_bytes
     plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
@@ -200,6 +203,10 @@ class PlannedStep:
     """The planned peaks. Where steps were measured before the plan was made, they count all that a step takes."""
     measured_peak_bytes: tuple[float, ...] | None
     """The peaks of the second step of this plan, beyond the bytes that were allocated before it. None until then."""
+    waited_seconds: tuple[float, ...] = ()
+    """The seconds of the last step in which each rank waited for copies; with a host alone."""
+    host_peak_bytes: tuple[float, ...] = ()
+    """The most bytes that each rank has had on its host."""
 
     @property
     def step_seconds(self) -> float:
@@ -218,9 +225,15 @@ class PlannedStep:
             self.plan.row("measured", self.step_seconds, self.measured_peak_bytes or ()),
         )
         measured: Sequence[float | None] = self.measured_peak_bytes or [None] * len(self.budget_bytes)
-        peaks: list[tuple[str, ...]] = [("rank", "planned peak", "measured peak", "budget")]
-        for rank, amounts in enumerate(zip(self.planned_peak_bytes, measured, self.budget_bytes)):
-            texts = ("-" if amount is None else _UNITS.of_memory(amount) for amount in amounts)
+        columns: dict[str, Sequence[float | None]] = {
+            "planned peak": self.planned_peak_bytes, "measured peak": measured, "budget": self.budget_bytes
+        }
+        if self.waited_seconds:
+            columns |= {"planned on host": self.plan.host_peak_bytes, "on host": self.host_peak_bytes}
+        peaks: list[tuple[str, ...]] = [("rank", *columns, *["waited"] * bool(self.waited_seconds))]
+        for rank, amounts in enumerate(zip(*columns.values())):
+            texts = ["-" if amount is None else _UNITS.of_memory(amount) for amount in amounts]
+            texts += map(_UNITS.of_time, self.waited_seconds[rank : rank + 1])
             peaks.append((str(rank), *texts))
         return f"{table_of(rows, _UNITS)}\n\n{aligned(peaks)}\n\n{self.plan.by_stage()}"
 

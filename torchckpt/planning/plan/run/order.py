@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.step.boundary import places_of
+from torchckpt.planning.work.move import Boundary, Move
 
 __all__ = ["before_pairs", "done_whole", "summed_as_given"]
 
@@ -27,8 +29,39 @@ def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
     ranks = _summed(plan.schedule.ranks, plan.problem.schedule, tied)
     if ranks == plan.schedule.ranks:
         return plan
-    summed = PipelinePlan.of(plan.problem, replace(plan.schedule, ranks=ranks), plan.choices)
-    return replace(summed, asked=plan.asked, whole_step=plan.whole_step)
+    return _in_order(plan, ranks)
+
+
+def _in_order(plan: PipelinePlan, ranks: tuple[tuple[Action, ...], ...]) -> PipelinePlan:
+    """``plan`` with its actions in the order of ``ranks``. Moves go with the actions at which they are."""
+    schedule = replace(plan.schedule, ranks=ranks)
+    moves = tuple(_moved_along(plan, schedule))
+    ordered = PipelinePlan.of(plan.problem, schedule, plan.choices, moves)
+    return replace(ordered, asked=plan.asked, whole_step=plan.whole_step)
+
+
+def _moved_along(plan: PipelinePlan, schedule: Schedule) -> Iterator[Move]:
+    """The moves of ``plan`` in an order that has its actions elsewhere: between forward and backward as before."""
+    choice, stages, placed = plan.step.choice, plan.problem.stages, schedule.placement
+    for rank, order in enumerate(schedule.ranks):
+        moves = [move for move in plan.moves if placed[move.stage] == rank]
+        before, actions = plan.schedule.ranks[rank], {_named(action): index for index, action in enumerate(order)}
+        boundaries = [place.boundary for places in places_of(order, stages, choice, ()) for place in places]
+        position = {boundary: number for number, boundary in enumerate(boundaries)}
+        for move in moves:
+            forward, backward = (actions[kind, move.stage, move.micro_batch] for kind in (Kind.FORWARD, Kind.BACKWARD))
+            first, last = position[Boundary(forward, move.block + 1)], position[Boundary(backward, move.block)]
+            release, issue = (
+                position[Boundary(actions[_named(before[index])], block)] for index, block in (move.release, move.issue)
+            )
+            release = min(max(release, first), last)
+            issue = min(max(issue, release), last)
+            yield move._replace(release=boundaries[release], issue=boundaries[issue])
+
+
+def _named(action: Action) -> tuple[Kind, int, int]:
+    """A name of the action by which a whole backward is that for inputs alone, too."""
+    return Kind.BACKWARD if action.kind is Kind.INPUT_GRAD else action.kind, *action.visit
 
 
 def done_whole(schedule: Schedule, tied: bool = False) -> Schedule:
@@ -89,7 +122,7 @@ def before_pairs(plan: PipelinePlan, pairs: Collection[tuple[Action, Action]]) -
     if not pairs:
         return plan
     ranks = tuple(tuple(_apart(order, pairs)) for order in plan.schedule.ranks)
-    return replace(plan, schedule=replace(plan.schedule, ranks=ranks))
+    return plan if ranks == plan.schedule.ranks else _in_order(plan, ranks)
 
 
 def _apart(order: Sequence[Action], pairs: Collection[tuple[Action, Action]]) -> Iterator[Action]:

@@ -81,6 +81,8 @@ class Holding:
             return self.dropped[late:]
         if state is State.LATE:
             return self.dropped[:late]
+        if state is State.AWAY:
+            return ()
         assert_never(state)
 
     def reserved_bytes(self, blocks: int) -> float:

@@ -1,0 +1,1 @@
+"""Regions whose saved tensors go to the host."""

@@ -1,0 +1,142 @@
+"""Away: which calls of a step go to the host of their device, when they leave it, and when they come back.
+
+A call that goes holds its bytes until the forward of a later one begins, and again from the backward of a later one on.
+Both are positions, so bytes do not depend on how fast copies are. The first calls go: they are away for the longest
+time. How many of them is tried; what is recomputed of the others is then chosen as without a host.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchckpt.layers.took import Took
+
+__all__ = ["Away", "HostLink", "best_away", "with_away"]
+
+_COUNTS = 16
+"""The numbers of calls to send that are tried, at most."""
+
+
+class Away(NamedTuple):
+    """The way of one call to the host and back."""
+
+    call: int
+    release: int
+    """It leaves when the forward of this call begins; if there is no such call, when the first backward begins."""
+    issue: int
+    """Its copy back is queued when the backward of this call begins."""
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Memory of the host, and the link to it in bytes a second."""
+
+    host_bytes: float
+    out: float
+    back: float
+
+
+def with_away(took: Took, away: Sequence[Away]) -> Took:
+    """``took``, where what moves of calls that are away is not there between release and issue."""
+    calls, between = list(took.calls), list(took.between_most)
+    for call, release, issue in away:
+        moved = calls[call].moved_bytes
+        for place in range(call + 1, max(release, issue + 1)):
+            each = calls[place]
+            leaving, coming = moved * (place < release), moved * (place <= issue)
+            calls[place] = each._replace(
+                forward_most=each.forward_most + leaving,
+                kept_most=each.kept_most + leaving,
+                replay_most=each.replay_most + coming,
+                backward_most=each.backward_most + coming,
+            )
+        for place in range(call + 1, max(release, issue) + 1):
+            between[place] += moved
+        calls[call] = calls[call]._replace(inner_bytes=calls[call].inner_bytes - moved)
+    return Took(tuple(calls), tuple(between))
+
+
+def best_away(
+    took: Took, link: HostLink, kept_within: Callable[[Took, frozenset[int]], frozenset[int] | None]
+) -> tuple[frozenset[int], tuple[Away, ...]] | None:
+    """The calls that are kept on the device, and those that are away, for the shortest step that is found.
+
+    Args:
+        kept_within: returns the calls to keep of a step in which some must be, those that are away among them; None if
+            nothing fits.
+
+    Returns:
+        None if nothing that goes makes the step shorter, or fit.
+    """
+    alone = kept_within(took, frozenset())
+    best: tuple[float, frozenset[int], tuple[Away, ...]] | None = None
+    if alone is not None:
+        best = _seconds(took, alone, (), link), alone, ()
+    going = [place for place, call in enumerate(took.calls) if call.moved_bytes]
+    for count in sorted({-(-len(going) * part // _COUNTS) for part in range(1, _COUNTS + 1)}):
+        chosen = frozenset(going[:count])
+        if sum(took.calls[call].moved_bytes for call in chosen) > link.host_bytes:
+            break
+        held = frozenset(range(len(took.calls)))
+        for _ in range(2):  # the second time with what is recomputed
+            away = _placed(took, held, chosen, link)
+            kept = kept_within(with_away(took, away), chosen)
+            if kept is None:
+                break
+            held = kept
+            option = _seconds(took, held, away, link), held - chosen, away
+            best = option if best is None or option[0] < best[0] else best
+    return None if best is None or not best[2] else best[1:]
+
+
+def _placed(took: Took, held: Collection[int], going: Collection[int], link: HostLink) -> tuple[Away, ...]:
+    """Where calls leave as soon as they are copied, and come back as late as their copies can begin."""
+    forwards, backwards = _starts(took, held)
+    ends = _out_ends(took, going, link)
+    away, late = [], float("inf")
+    for call in sorted(going):
+        gone = (place for place in range(call + 1, len(forwards)) if forwards[place] >= ends[call])
+        late = min(late, backwards[call]) - took.calls[call].moved_bytes / link.back
+        issue = next((place for place in range(call, len(backwards)) if backwards[place] <= late), len(backwards) - 1)
+        away.append(Away(call, next(gone, len(forwards)), issue))
+    return tuple(away)
+
+
+def _starts(took: Took, held: Collection[int]) -> tuple[list[float], list[float]]:
+    """When the forward and the backward of each call begin, if nothing waits for a copy."""
+    now, forwards, backwards = 0.0, [], [0.0] * len(took.calls)
+    for call in took.calls:
+        forwards.append(now)
+        now += call.forward_seconds
+    for place in reversed(range(len(took.calls))):
+        call = took.calls[place]
+        backwards[place] = now
+        now += call.backward_seconds + (0.0 if place in held else call.replay_seconds)
+    return forwards, backwards
+
+
+def _out_ends(took: Took, going: Collection[int], link: HostLink) -> dict[int, float]:
+    """When each copy to the host has ended."""
+    now = free = 0.0
+    ends = {}
+    for place, call in enumerate(took.calls):
+        now += call.forward_seconds
+        if place in going:
+            ends[place] = free = max(free, now) + call.moved_bytes / link.out
+    return ends
+
+
+def _seconds(took: Took, held: Collection[int], away: Sequence[Away], link: HostLink) -> float:
+    """The seconds of the step, with what its backwards wait for copies. Where calls leave, their copies have ended, but
+    at the turn."""
+    ends = _out_ends(took, [each.call for each in away], link)
+    now = max([sum(call.forward_seconds for call in took.calls), *ends.values()])
+    free, arrivals = 0.0, {}
+    for place in reversed(range(len(took.calls))):
+        call = took.calls[place]
+        for each in sorted((each for each in away if each.issue == place), reverse=True):
+            arrivals[each.call] = free = max(free, now) + took.calls[each.call].moved_bytes / link.back
+        now = max(now, arrivals.get(place, 0.0))
+        now += call.backward_seconds + (0.0 if place in held or place in arrivals else call.replay_seconds)
+    return now

@@ -1,0 +1,198 @@
+"""Step: the step of one model that is running: its calls, and what tells that they wait for their backward."""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchckpt.layers.count import Counter
+from torchckpt.layers.known import Foreseen, KnownStep, ran_out
+from torchckpt.measuring.shapes import Shapes
+from torchckpt.planning import Kind
+from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.flags import thread
+from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.region import Moved
+from torchckpt.regions.private import keep_from_dynamo
+from torchckpt.tensors import tensors_in
+from torchckpt.typing import Function
+
+__all__ = ["CALLER", "MOST_CALLS", "PLAIN", "Step"]
+
+CALLER = "checkpoint_layers"
+MOST_CALLS = 2_000
+"""The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
+may hold a graph for ever."""
+PLAIN = nullcontext()
+
+
+class Mark:
+    """What a call leaves at the nodes of its outputs."""
+
+    __slots__ = ("__weakref__", "_note", "_step", "is_reached")
+
+    def __init__(self, step: Step, note: Callable[[], None] | None) -> None:
+        self._step, self._note, self.is_reached = step, note, False
+
+    def __call__(self, _: object) -> None:
+        self._step.reached += not self.is_reached
+        self.is_reached = True
+        if self._note is not None:
+            self._note()
+
+
+@dataclass
+class Step:
+    """The step that is running."""
+
+    first: Shapes
+    """The first shapes that were seen; known steps are looked up by them."""
+    device: torch.device
+    known: list[KnownStep]
+    """The steps that it may be, by the calls so far."""
+    counter: Counter | None
+    is_learned: bool
+    """Whether everything is recomputed and counted, to know the step."""
+    has_gradients: bool
+    """Whether there were gradients before it."""
+    agreed: frozenset[int] | None
+    """The calls that all ranks keep; None where each keeps its own."""
+    key: list[Shapes] = field(default_factory=list)
+    """The calls that were looked at in full."""
+    calls: int = 0
+    """How many calls there were."""
+    model: Shapes = ()
+    """What the model was called with, until the next call of a layer."""
+    marks: list[weakref.ref[Mark]] = field(default_factory=list)
+    newest: Callable[[], Mark | None] = lambda: None
+    marked: int = 0
+    reached: int = 0
+    """How many of the marks a backward has reached."""
+    hides: bool = False
+    """Whether a call takes or returns an object whose tensors are not seen."""
+    is_in_kept: bool = False
+    """Whether a call that is kept runs now. A call inside of it is a part of it."""
+    has_failed: bool = False
+    """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
+    is_other: bool = False
+    """Whether it began like a known step, and went on otherwise."""
+    script: Sequence[Foreseen | None] = ()
+    """What is foreseen of the calls, if that is clear."""
+    thread: int = field(default_factory=threading.get_ident)
+    driven: Driven | None = None
+    """What calls that are away follow."""
+
+    @property
+    def away(self) -> frozenset[int]:
+        """The calls that go to the host, if it is clear which step it is."""
+        plan = self.known[0].plan if len(self.known) == 1 else None
+        return frozenset() if plan is None else frozenset(each.call for each in plan.away)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a call waits for its backward; after very many calls, whether the newest one does."""
+        while self.marks and not self.has_failed:
+            mark = self.marks[-1]()
+            if mark is not None and not mark.is_reached:
+                return self.reached == 0 or self.calls < MOST_CALLS or mark is self.newest()
+            self.marks.pop()
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
+        return self.has_failed or ((self.marked > 0 or self.calls == MOST_CALLS) and not self.is_alive)
+
+    def keeps(self, shapes: Shapes) -> bool:
+        """Whether the next call, with these shapes, is kept."""
+        call, had = self.calls, bool(self.known)
+        self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
+        self.is_other |= had and not self.known
+        is_clear = len(self.known) == 1 and self.counter is None and self.driven is None
+        self.script = self.known[0].script if is_clear else ()
+        self.key.append(shapes)
+        self.calls += 1
+        if self.agreed is not None:
+            return call in self.agreed
+        return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
+
+    def run(self, call: int, is_kept: bool, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
+        """Run a call: as a region, or not; then it is kept, or goes to the host."""
+        self.is_in_kept = is_kept
+        try:
+            if is_kept:
+                is_away = self.driven is not None and call in self.away
+                return self.sent(call, function, args, kwargs) if is_away else function(*args, **kwargs)
+            frame = Frame(options)
+            if self.counter is not None:
+                frame.note = partial(self.counter.note, call)
+            outputs = frame.forward(function, args, kwargs)
+            frame.around = partial(self.replaying, call)
+            return outputs
+        except BaseException as error:
+            self.failed(error)
+            raise
+        finally:
+            self.is_in_kept = False
+
+    def sent(self, call: int, function: Function, args: Any, kwargs: Any) -> Any:
+        """Run a call as a region that moves."""
+        assert self.driven is not None
+        moved = Moved(inputs=False)
+        self.driven.moves(call, moved)
+        before, thread.order = thread.order, self.driven
+        try:
+            outputs = moved.forward(function, args, kwargs)
+        finally:
+            thread.order = before
+        moved.send()
+        return outputs
+
+    def goes_back(self, call: int, note: Callable[[], None] | None) -> None:
+        """The backward of ``call`` begins."""
+        if self.driven is not None:
+            self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
+            self.driven.reaches((Kind.BACKWARD, call))
+        if note is not None:
+            note()
+
+    def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
+        """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
+        tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if nodes:
+            mark = Mark(self, note)
+            for node in dict.fromkeys(nodes):
+                node.register_prehook(mark)
+            self.newest = weakref.ref(mark)
+            self.marks.append(self.newest)
+            self.marked += 1
+        return outputs
+
+    def failed(self, error: BaseException) -> None:
+        """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
+        self.has_failed, self.script = True, ()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {ran_out(self.known)}") from error
+
+    @contextmanager
+    def replaying(self, call: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
+        """A context around the replay of a call, which fills ``recomputed``."""
+        try:
+            with PLAIN if self.counter is None else self.counter.replay(call, recomputed):
+                yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+
+keep_from_dynamo(Mark.__call__)

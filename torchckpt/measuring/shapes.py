@@ -1,0 +1,70 @@
+"""Shapes: what the bytes of a step depend on: its tensors and flags, what is trained, modes, autocast."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.modules import imported
+
+__all__ = ["Settings", "Shapes", "shapes_of"]
+
+Shapes: TypeAlias = tuple[Any, ...]
+_trains, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+
+
+def shapes_of(*tree: Any) -> Shapes:
+    """Of each tensor in ``tree`` its size, dtype, device, and whether it requires a gradient; and flags, as text."""
+    leaves = tree if all(isinstance(value, Tensor) for value in tree) else pytree.tree_leaves(tree)
+    return tuple(
+        (*leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else f"{leaf}"
+        for leaf in leaves
+        if isinstance(leaf, (Tensor, bool))
+    )
+
+
+class Settings:
+    """What else the bytes of a model's steps depend on. It does not hold the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules: list[Callable[[], nn.Module | None]] = [lambda: None]  # they are looked for at first
+        self._parameters: list[Callable[[], nn.Parameter | None]] = []
+
+    def now(self, *kinds: str) -> Shapes:
+        """The modes of all modules, which parameters are trained, and the dtype of autocast on devices of ``kinds``."""
+        try:
+            flags = self._flags()
+        except AttributeError:  # of None: a module or a parameter was exchanged
+            self._look()
+            flags = self._flags()
+        is_on = [torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds]
+        dtypes = [torch.get_autocast_dtype(kind) if on else None for kind, on in zip(kinds, is_on)]
+        return f"settings={flags}", *(f"autocast={dtype}" for dtype in dtypes)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one already: the step need not make it."""
+        parameters = (parameter() for parameter in self._parameters)
+        return any(parameter is not None and parameter.grad is not None for parameter in parameters)
+
+    @property
+    def gathered(self) -> list[nn.Parameter]:
+        """What FSDP2 has gathered of the model itself: it does that before any other hook of the model."""
+        model, sharded = self._model(), imported("torch.distributed.fsdp", "FSDPModule")
+        parameters = model.parameters() if isinstance(model, sharded) else ()
+        return [parameter for parameter in parameters if not hasattr(parameter, "device_mesh")]
+
+    def _look(self) -> None:
+        model = self._model()
+        self._modules = [] if model is None else [weakref.ref(module) for module in model.modules()]
+        self._parameters = [] if model is None else [weakref.ref(parameter) for parameter in model.parameters()]
+
+    def _flags(self) -> int:
+        modes = map(_trains, [module() for module in self._modules])
+        return hash((*modes, *map(_requires_grad, [parameter() for parameter in self._parameters])))

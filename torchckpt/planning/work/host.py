@@ -1,0 +1,90 @@
+"""Host: the memory beside a device to which blocks are sent away, and the link to it."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.planning.budget import Bytes, read, trouble
+
+__all__ = ["Host"]
+
+_WORKS = 'Host("200GiB", out="25GB", back="25GB")'
+_BYTES = 'the bytes of a host are not a number of at least 1, or a size such as "200GiB"'
+_LINK = 'the link to a host is not a number of bytes a second above 0, or a size such as "25GB"'
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory of the ranks of a pipeline, and the link of each rank to it.
+
+    Each direction has an engine of its own, which copies one block after the other.
+
+    >>> Host("200GiB", out="25GB").back_rate
+    25000000000.0
+
+    Args:
+        bytes: of a rank, or a list with one for each: a number, or a size such as ``"200GiB"``.
+        out: bytes a second to the host, with all ranks copying: a number, or a size such as ``"25GB"``.
+        back: bytes a second from the host. Default: as ``out``.
+        half_duplex: one engine copies both ways. Default: False.
+        drag: the seconds of compute that a second of copying takes from the rank, as both use the memory of the device;
+            0.02 to 0.05 on many. Default: 0.
+
+    Raises:
+        ArgumentError: an amount is no size, or is not above zero.
+    """
+
+    bytes: Bytes
+    out: str | float
+    back: str | float | None = None
+    half_duplex: bool = False
+    drag: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bytes, list):
+            object.__setattr__(self, "bytes", tuple(self.bytes))
+        each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,)
+        wrong = [Fault(_BYTES, f"bytes={trouble(amount)}", _WORKS) for amount in each if _size(amount) is None]
+        for name, rate in [("out", self.out), *[("back", self.back)] * (self.back is not None)]:
+            wrong += [] if _rate(rate) else [Fault(_LINK, f"{name}={trouble(rate)}", _WORKS)]
+        if not (isinstance(self.drag, (int, float)) and 0 <= self.drag < math.inf):
+            rule = "the drag of a host is not a number of seconds >= 0 for each second of copying"
+            wrong.append(Fault(rule, f"drag={self.drag!r}", "drag=0.02"))
+        with called("Host()"):
+            check(wrong)
+
+    @cached_property
+    def out_rate(self) -> float:
+        """Bytes a second to the host."""
+        return _rate(self.out) or 0.0
+
+    @cached_property
+    def back_rate(self) -> float:
+        """Bytes a second from the host."""
+        return self.out_rate if self.back is None else _rate(self.back) or 0.0
+
+    def bytes_of(self, ranks: int) -> tuple[float, ...]:
+        """The host memory of each rank.
+
+        Raises:
+            ArgumentError: a list has another length.
+        """
+        each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,) * ranks
+        if len(each) != ranks:
+            rule = f"the bytes of a host are neither one for every rank nor a list of {ranks}"
+            raise_fault(Fault(rule, f"{len(each)} amounts", 'bytes="200GiB", or a list with one for each rank'))
+        return tuple(_size(amount) or 0.0 for amount in each)
+
+
+def _size(written: object) -> float | None:
+    amount = read(written)
+    return None if amount is None or amount.is_share else float(amount.number)
+
+
+def _rate(written: object) -> float | None:
+    """Bytes a second; a number may be below 1, as a plan on paper may count in activations of a block."""
+    if isinstance(written, (int, float)) and not isinstance(written, bool):
+        return float(written) if 0 < written < math.inf else None
+    return _size(written)

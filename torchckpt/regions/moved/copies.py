@@ -1,0 +1,188 @@
+"""Copies: between one device and the host, each way on a stream of its own, and all that waits for them.
+
+``compute`` is the stream that is current at that moment. It is asked each time, since users change it.
+
+    after the forward of a region     compute ─► out      [1] what it has saved is made
+    before a piece is written again   back ─► out         [2] the copy that reads it has ended
+    release                           out ─► compute      [3] the memory goes back to compute's pool, in its order
+    issue                             compute ─► back     [4] the memory of the targets is free; with [3], it is sent
+    unpack                            back ─► compute     [5] it has come back
+    death, if nobody has unpacked it  back ─► compute     [6] nobody writes the memory, which goes back
+
+No tensor is recorded on another stream (``record_stream``): such memory would be free whenever the host happens to
+ask, and a peak could not be planned. By [3] and [4], it is freed and taken in the order of the calls, whatever the
+copies do. One exception: a backward on another stream than the one of ``issue`` reads memory of that stream's pool.
+"""
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchckpt.regions.devices import Clock, Stamp, accelerator_type, on
+from torchckpt.regions.moved.arena import Arena, Piece
+from torchckpt.regions.private import storage_key
+
+__all__ = ["Bytes", "Copies", "copies_of", "goes_from"]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def goes_from(device: torch.device) -> bool:
+    """Whether tensors of ``device`` go to the host. From the CPU nothing would be gained; tests let them go."""
+    return device.type == accelerator_type()
+
+
+class Bytes:
+    """The bytes of one storage: on the device, on the host, or on their way."""
+
+    def __init__(self, tensor: Tensor, copies: Copies, streams: Iterable[torch.Stream]) -> None:
+        self.piece: Piece | None = None
+        """Its place on the host, from ``send`` on."""
+        self.sent: torch.Event | None = None
+        """The end of the copy to the host."""
+        self.came: torch.Event | None = None
+        """The end of the copy back."""
+        self.is_waited_for = True
+        """Whether ``streams`` wait for the copy back."""
+        self.is_away = self.is_back = self.is_output = False
+        self.copies, self.streams = copies, tuple(streams)
+        """The streams to whose pools the memory goes back."""
+        self.memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        """All of the storage; nothing while it is away."""
+        self.size, self._address = self.memory.numel(), self.memory.data_ptr()
+        self.slots: list[weakref.ref[Any]] = []
+        """Those of the tensors that are there."""
+        self.owner: weakref.ref[Any] | None = None
+        """The region that releases and issues it: the last that has saved it, whose backward needs it first."""
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether somebody has given the storage another size, or other memory, since it was saved."""
+        storage = self.memory.untyped_storage()
+        is_as_saved = (storage.nbytes(), storage.data_ptr()) == (self.size, self._address)
+        return not (self.is_away or self.is_back or is_as_saved)
+
+    def let_go(self) -> None:
+        """The memory on the device goes back."""
+        for stream in self.streams:
+            self.copies.hold(stream, self.sent)  # [3]
+        self.memory, self.is_away = _NOTHING, True
+
+    def stay(self) -> None:
+        """What is on the host is needed no more."""
+        piece, self.piece = self.piece, None
+        if piece is not None:
+            self.copies.arena.give(piece.bytes)
+
+    def wait(self) -> None:
+        """The current stream may read ``memory`` from now on."""
+        current = self.copies.current()
+        self.copies.hold(current, self.came)  # [5]
+        if current in self.streams:
+            self.is_waited_for = True
+        elif current is not None and self.is_back:
+            self.memory.record_stream(current)
+
+    def __del__(self) -> None:
+        for stream in () if self.is_waited_for else self.streams:
+            _wait(stream, self.came)  # [6]
+        self.stay()
+
+
+class Copies:
+    """The copies of one device. On the CPU there are no streams, and a copy is done when it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.arena = device, Arena(device)
+        has_streams = device.type != "cpu"
+        self._out: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self._known: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
+        """By the key of the storage."""
+        self.waits: list[tuple[Stamp, Stamp]] | None = None
+        """Where each wait of the compute is noted, with its begin and end; None: nowhere."""
+        self.clock = Clock(device)
+
+    def current(self) -> torch.Stream | None:
+        """The stream that is current now; None on the CPU."""
+        return None if self._out is None else torch.accelerator.current_stream(self.device)
+
+    @property
+    def engines(self) -> tuple[torch.Stream | None, torch.Stream | None]:
+        """The streams of the copies to the host and back."""
+        return self._out, self._back
+
+    def known(self, tensor: Tensor) -> Bytes | None:
+        """The bytes of its storage, if a region has saved it that has not let go of it."""
+        known = self._known.get(storage_key(tensor))
+        return None if known is None or known.is_away or known.is_back else known
+
+    def hold(self, compute: torch.Stream | None, event: torch.Event | None) -> None:
+        """Let ``compute`` wait for the end of a copy."""
+        if self.waits is None or event is None:
+            _wait(compute, event)
+        else:
+            start = self.clock.stamp(compute)
+            _wait(compute, event)
+            self.waits.append((start, self.clock.stamp(compute)))
+
+    def waited_seconds(self) -> float:
+        """The seconds of the waits that were noted. Waits for the device."""
+        seconds = self.clock.reader()
+        return sum(seconds(end) - seconds(start) for start, end in self.waits or ())
+
+    def bytes_of(self, tensor: Tensor, streams: Iterable[torch.Stream]) -> Bytes:
+        """The bytes of its storage, from now on known. ``streams`` are those that a region has used it on."""
+        made = self._known[storage_key(tensor)] = Bytes(tensor, self, streams)
+        return made
+
+    def send(self, sources: Sequence[Bytes]) -> None:
+        """Queue their copies to the host, in this order."""
+        pieces = [self.arena.take(each.size) for each in sources]
+        for stream in dict.fromkeys(stream for each in sources for stream in each.streams):
+            _wait(self._out, _mark(stream))  # [1]
+        with on(self._out):
+            for each, piece in zip(sources, pieces):
+                _wait(self._out, piece.read)  # [2]
+                piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
+                each.piece = piece
+        ended = _mark(self._out)
+        for each in sources:
+            each.sent = ended
+
+    def fetch(self, targets: Iterable[Bytes]) -> None:
+        """Queue the copies back of those that are away, in this order."""
+        away = [(each, each.piece) for each in targets if each.is_away and each.piece is not None]
+        if not away:
+            return
+        memories = [torch.empty(each.size, dtype=torch.uint8, device=self.device) for each, _ in away]
+        compute = self.current()
+        _wait(self._back, _mark(compute))  # [4]
+        with on(self._back):
+            for (each, piece), memory in zip(away, memories):
+                memory.copy_(piece.bytes[: each.size], non_blocking=True)
+                each.came, each.is_waited_for = _mark(self._back), False
+                each.memory, each.streams = memory, () if compute is None else (compute,)
+                each.piece, each.is_away, each.is_back = None, False, True
+                self.arena.give(piece.bytes, each.came)
+
+
+def _mark(stream: torch.Stream | None) -> torch.Event | None:
+    return None if stream is None else stream.record_event()
+
+
+def _wait(stream: torch.Stream | None, event: torch.Event | None) -> None:
+    if stream is not None and event is not None:
+        stream.wait_event(event)
+
+
+@functools.cache
+def copies_of(device: torch.device) -> Copies:
+    """Those of ``device``, as long as the process."""
+    return Copies(device)
