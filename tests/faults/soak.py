@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from tests.distributed.ranks import one_rank
 from tests.faults.tools import TOOLS, Training
+from tests.regions.moved.calls import let_cpu_move
 
 __all__ = ["Amounts", "grows", "soak"]
 
@@ -77,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=list(TOOLS), nargs="*", default=list(TOOLS))
     options = parser.parse_args(arguments)
     status = 0
-    with one_rank():
+    with one_rank(), pytest.MonkeyPatch.context() as patched:
+        let_cpu_move(patched)
         for name in options.only:
             torch.manual_seed(0)
             looks = soak(TOOLS[name].make(2), options.steps)

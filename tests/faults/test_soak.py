@@ -8,12 +8,14 @@ from tests.distributed.ranks import one_rank
 from tests.faults import soak
 from tests.faults.soak import Amounts, grows
 from tests.faults.tools import TOOLS
+from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo
 
 
 @with_gloo
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_short_soak_is_flat(name: str) -> None:
+def test_a_short_soak_is_flat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_cpu_move(monkeypatch)
     torch.manual_seed(0)
     with one_rank():
         looks = soak.soak(TOOLS[name].make(2), 110)

@@ -88,6 +88,12 @@ def modules(depth: int) -> Training:
     return of_model(model)
 
 
+def offloaded(depth: int) -> Training:
+    model = Gpt(depth)
+    torchckpt.offload_layers(model, Block, min_bytes=0)
+    return of_model(model)
+
+
 def nested(depth: int) -> Training:
     """A region around all blocks, in which each is one; one runs a kept part."""
     model = Gpt(depth)
@@ -183,6 +189,7 @@ class Tool(NamedTuple):
 
 TOOLS = {
     "checkpoint_layers": Tool(modules),
+    "offload_layers": Tool(offloaded, 3),
     "checkpoint, keep, nested": Tool(nested),
     "Checkpointing": Tool(by_hand),
     "Pipe": Tool(pipe),
@@ -191,4 +198,4 @@ TOOLS = {
     "recompute_ahead": Tool(schedule, 2),
     "recompute_ahead(budget=)": Tool(schedule_budget, 7),
 }
-"""By name. ``offload_layers`` is to be a row like ``checkpoint_layers``."""
+"""By name."""
