@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ROWS", "TOKENS", "WORDS", "Block", "Embedding", "Gpt", "Head", "batch", "loss_of"]
+__all__ = ["TOKENS", "WIDTH", "WORDS", "Block", "Gpt", "batch", "loss_of"]
 
 WORDS, WIDTH, TOKENS, ROWS = 11, 8, 6, 4
 

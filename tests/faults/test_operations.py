@@ -17,6 +17,7 @@ from tests.distributed.ranks import one_rank
 from tests.faults.operations import ERRORS, Faulty, Operations, random_state
 from tests.faults.tools import TOOLS, Training, same
 from tests.left_behind import module_state, thread_state
+from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo, without_collector
 
 pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet")]
@@ -31,6 +32,11 @@ LARGE, OF_LARGE = 12, 40
 def group() -> Iterator[None]:
     with one_rank():
         yield
+
+
+@pytest.fixture(autouse=True)
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_cpu_move(monkeypatch)
 
 
 @pytest.fixture
@@ -141,7 +147,7 @@ def test_random_operators_of_a_larger_model(name: str) -> None:
 
 
 def problem_while_measuring(name: str, steps: int, share: float, error: type[BaseException]) -> str:
-    """As ``Trial.problems``, in the step after so many: a training of its own, and what follows until it is planned."""
+    """As ``Trial.problems``, in the step after so many of a new training. All that follow up to the plan are equal."""
     torch.manual_seed(0)
     training, never = TOOLS[name].make(2), TOOLS[name].make(2)
     never.load(training.state())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import torchckpt
-from tests.faults.gpt import Block, Gpt, batch, loss_of
+from tests.faults.gpt import TOKENS, WIDTH, WORDS, Block, Gpt, batch, loss_of
 from torchckpt.distributed import recompute_ahead
 
 __all__ = ["TOOLS", "Tool", "Training", "same"]
@@ -88,6 +88,12 @@ def modules(depth: int) -> Training:
     return of_model(model)
 
 
+def offloaded(depth: int) -> Training:
+    model = Gpt(depth)
+    torchckpt.offload_layers(model, Block, min_bytes=0)
+    return of_model(model)
+
+
 def nested(depth: int) -> Training:
     """A region around all blocks, in which each is one; one runs a kept part."""
     model = Gpt(depth)
@@ -152,9 +158,8 @@ def schedule(depth: int, name: str = "ScheduleInterleaved1F1B", **options: Any) 
     parts = [nn.Sequential(*layers[: 1 + depth // 2]), nn.Sequential(*layers[1 + depth // 2 :])]
     torchckpt.checkpoint_layers(nn.ModuleList(parts), Block)
     tokens, target = batch(2)
-    hidden, logits = (torch.zeros(1, 6, size, requires_grad=True) for size in (8, 11))
-    row = tokens[:1]
-    ends = [(row, hidden), (hidden, logits)]
+    hidden, logits = (torch.zeros(1, TOKENS, size, requires_grad=True) for size in (WIDTH, WORDS))
+    ends = [(tokens[:1], hidden), (hidden, logits)]
     stages = [
         PipelineStage(part, index, 2, torch.device("cpu"), input_args=given, output_args=returned)
         for index, (part, (given, returned)) in enumerate(zip(parts, ends))
@@ -184,6 +189,7 @@ class Tool(NamedTuple):
 
 TOOLS = {
     "checkpoint_layers": Tool(modules),
+    "offload_layers": Tool(offloaded, 3),
     "checkpoint, keep, nested": Tool(nested),
     "Checkpointing": Tool(by_hand),
     "Pipe": Tool(pipe),
@@ -192,4 +198,4 @@ TOOLS = {
     "recompute_ahead": Tool(schedule, 2),
     "recompute_ahead(budget=)": Tool(schedule_budget, 7),
 }
-"""By name. ``offload_layers`` is to be a row like ``checkpoint_layers``."""
+"""By name."""

@@ -30,7 +30,7 @@ from torchckpt.distributed.faults import (
     raise_without_regions,
     warn_of_compiled_regions,
 )
-from torchckpt.distributed.meeting import all_gather, check_the_same, meeting
+from torchckpt.distributed.meeting import all_gather, check_the_same, meeting, together
 from torchckpt.distributed.private import Live, LiveStage, finds_shapes, in_backward, stages_of
 from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
@@ -147,7 +147,7 @@ class RecomputeAhead(Runtime):
     def _agree_in_pipeline(self) -> None:
         """Before the first step, a rank that would wait for what others never send says so instead."""
         if not self._agreed and dist.get_world_size(self._group) > 1:
-            with self._record.device_current():
+            with together("begin a step"), self._record.device_current():
                 check_the_same(SAME, all_gather(self._told(), self._group))
         self._agreed = True
 
@@ -218,7 +218,8 @@ class RecomputeAhead(Runtime):
     def _place_as_measured(self) -> None:
         self._is_measuring = False
         # All processes of the job agree: replicas of a pipeline have collectives in common.
-        measured = self._gathered(None)
+        with together("tell each other what steps take"):
+            measured = self._gathered(None)
         self.schedule = self.follow(quickest_of(measured.step, 1))
         self._record.steps.clear()
         self._before = measured  # what there is to report on until the next step

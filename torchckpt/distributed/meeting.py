@@ -17,7 +17,7 @@ from torchckpt.distributed.message import read, written
 from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.ranks.turns import Absent, told_by_all
 
-__all__ = ["all_gather", "broadcast", "check_the_same", "meeting"]
+__all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "together"]
 
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -81,6 +81,25 @@ def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) ->
         raise
     except RuntimeError as error:  # of the group
         raise _refusal(call, f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def together(purpose: str) -> Iterator[None]:
+    """Inside the block, all ranks tell each other something, for this ``purpose``.
+
+    Raises:
+        ScheduleError: a rank does not, or is lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise ScheduleError(
+            f"the ranks could not {purpose}: rank {dist.get_rank()} did not hear from all others\n"
+            f"  received: {type(error).__name__}: {error}\n"
+            "  works:    the same steps on every rank; another one failed before, and says at what itself"
+        ) from error
 
 
 def check_the_same(what: str, told: Sequence[tuple[str, str]]) -> None:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import first_cause, raise_without_regions
-from torchckpt.distributed.meeting import all_gather, check_the_same
+from torchckpt.distributed.meeting import all_gather, check_the_same, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
@@ -264,7 +264,7 @@ class RecomputeWithin(RecomputeAhead):
         if self._live_bytes is not None:
             self._phase.count(self.schedule, self._live_bytes.levels)
             self._live_bytes = None
-        if isinstance(self._phase, Measuring) and self._steps == FIRST_STEPS:
+        if isinstance(self._phase, Measuring) and self._steps >= FIRST_STEPS:  # again, where an interrupt has come
             try:
                 self._phase, self._steps = self._planned(self._phase), 0  # [1]
             except CheckpointError as error:
@@ -282,8 +282,8 @@ class RecomputeWithin(RecomputeAhead):
                 sent = [float(sum(each.values())) for each in going]
                 blocks = [replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(blocks, sent)]
             self._counted[stage] = replace(counted, blocks=tuple(blocks))
-        measured = self._gathered(None)
-        with self._record.device_current():
+        with together("make a plan of the measured steps"), self._record.device_current():
+            measured = self._gathered(None)
             link = None if phase.host_bytes is None else self._measured_link()
             following = phase.planned(measured, self._any_tied, self.pairs, link)
             self._reserve_host(following.plan)
@@ -309,7 +309,7 @@ class RecomputeWithin(RecomputeAhead):
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""
-        with self._record.device_current():
+        with together("begin a step"), self._record.device_current():
             processes = all_gather((self._told(), self._is_tied()))
         check_the_same(SAME, [told for told, _ in processes])
         self._any_tied = any(tied for _, tied in processes)
